@@ -1,0 +1,39 @@
+# make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
+# make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
+# make test   lint, types, then the tests
+# make lint   lint and types only
+
+# The first interpreter that starts (version managers leave stubs that do not), is new enough and can make an environment.
+WORKS := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+	if $$python -c '$(WORKS)' >/dev/null 2>&1; then echo $$python; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: env train test lint
+.DELETE_ON_ERROR:
+
+env: $(STAMP)
+
+# torch first and by its exact version, so that nothing can pull another build; the project's build back end is
+# pinned and installed beforehand, so that the editable install needs no isolated environment of its own.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make env: no working Python 3.11 or newer with venv was found; set PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt setuptools torch
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/zeroshard train --config configs/small.toml --plan zero3 --nproc 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p zeroshard
+
+test: lint
+	$(BIN)/python -m pytest
