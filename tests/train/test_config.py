@@ -1,0 +1,73 @@
+"""The configuration: what is refused, how it is named, and that a saved one gives itself back."""
+
+from pathlib import Path
+
+import pytest
+
+from zeroshard.train.config import Config, UserError, check_divides, fields, resolve, with_values, write
+
+
+def resolved(tmp_path: Path, text: str, **overrides: object) -> Config:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return resolve([path], {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def test_defaults_then_file_then_command_line(tmp_path: Path) -> None:
+    config = resolved(tmp_path, "[model]\nlayers = 2\nwidth = 64\n", model__layers=3)
+    assert (config.model.layers, config.model.width) == (3, 64)
+    assert config.optimizer == Config().optimizer
+
+
+def test_later_files_win_field_by_field(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[model]\nlayers = 2\nwidth = 64")
+    (tmp_path / "b.toml").write_text("[model]\nlayers = 5")
+    config = resolve([tmp_path / "a.toml", tmp_path / "b.toml"], {})
+    assert (config.model.layers, config.model.width) == (5, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nlayer = 3", "unknown configuration key 'model.layer'; did you mean 'model.layers'?"),
+        ("layers = 3", "unknown configuration key 'layers'; did you mean 'model.layers'?"),
+        ("[batch]\nwidth = 3", "unknown configuration key 'batch.width'; did you mean 'model.width'?"),
+        ("[modle]\nlayers = 3", "unknown configuration key 'modle'; did you mean 'model'?"),
+        ("[zzz]\nqqq = 3", "the sections are model, data,"),
+        ("[model]\nlayers = '3'", "model.layers = '3': expected a valid integer"),
+        ("[model]\nlayers = true", "model.layers = True: expected a valid integer"),
+        ("[model]\nlayers = 0", "model.layers = 0: expected greater than or equal to 1"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan: expected a finite number"),
+        ("[parallel]\nplan = 'zero4'", "parallel.plan = 'zero4': expected 'ddp', 'zero1', 'zero2' or 'zero3'"),
+        ("[model]\nheads = 3", "model: width 256 does not split into 3 heads of even size"),
+        ("model = 3", r"model = 3: expected a section, \[model\]"),
+        ("[model", "is not TOML"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        resolved(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the configuration .*: No such file"):
+        resolve([tmp_path / "absent.toml"], {})
+
+
+def test_written_configuration_gives_itself_back(tmp_path: Path) -> None:
+    config = resolve([], {"parallel.nproc": 3, "model.tied": True, "evaluation.prompt": 'a "quoted"\nprompt'})
+    write(config, tmp_path / "config.toml")
+    assert resolve([tmp_path / "config.toml"], {}) == config
+    assert list(tmp_path.iterdir()) == [tmp_path / "config.toml"]
+
+
+def test_every_field_has_help() -> None:
+    assert [name for name, info in fields() if not info.description] == []
+
+
+def test_batch_must_divide_over_ranks_and_micro_batches() -> None:
+    config = resolve([], {"batch.sequences": 25, "batch.micro_batches": 3, "parallel.nproc": 2})
+    with pytest.raises(UserError, match="25 does not divide over 2 ranks x 3 micro-batches.* multiple of 6.* 24 or 30"):
+        check_divides(config)
+    check_divides(with_values(config, batch={"sequences": 30}))

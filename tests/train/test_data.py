@@ -1,0 +1,146 @@
+"""Text to batches: what is text, which side a file is on, and who reads what when."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.train.config import DataConfig, UserError
+from zeroshard.train.data import Batches, choose_validation, open_corpus, permuted, prepare, validation_windows
+
+
+def data_at(path: Path | str, tmp_path: Path, **values: float) -> DataConfig:
+    return DataConfig(path=str(path), cache=str(tmp_path / "cache"), **values)
+
+
+def batches(numel: int = 4000, context: int = 8, sequences: int = 12, micro_batches: int = 2, seed: int = 0) -> Batches:
+    tokens = np.arange(numel, dtype=np.uint32).view(np.uint8)[:numel]
+    return Batches(tokens, context, sequences, micro_batches, seed)
+
+
+def test_standard_library_is_the_default_text(tmp_path: Path) -> None:
+    corpus = open_corpus(prepare(data_at("", tmp_path)))
+    assert len(corpus.train) > 5_000_000
+    assert 0.01 < len(corpus.validation) / len(corpus.train) < 0.3
+    assert isinstance(corpus.train, np.memmap)
+
+
+def test_split_is_by_file_and_covers_all_text(text_folder: Path, tmp_path: Path) -> None:
+    corpus = open_corpus(prepare(data_at(text_folder, tmp_path, validation_share=0.25)))
+    sides = [bytes(side).split(b"\0")[:-1] for side in (corpus.train, corpus.validation)]
+    assert all(sides)
+    found = sorted(text for side in sides for text in side)
+    assert found == sorted(path.read_bytes() for path in text_folder.iterdir())
+
+
+def test_split_of_a_file_does_not_depend_on_the_others() -> None:
+    names = [f"file {index}" for index in range(200)]
+    chosen = choose_validation(names, 0.1)
+    assert 5 < len(chosen) < 45
+    assert choose_validation(names[:150], 0.1) == chosen & set(names[:150])
+
+
+@given(st.sets(st.text(max_size=8), min_size=2, max_size=9), st.floats(1e-9, 1, exclude_max=True))
+def test_neither_side_is_empty(names: set[str], share: float) -> None:
+    assert 0 < len(choose_validation(sorted(names), share)) < len(names)
+
+
+def test_single_file_keeps_its_end_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    corpus = open_corpus(prepare(data_at(tmp_path / "a.txt", tmp_path, validation_share=0.1)))
+    assert bytes(corpus.train) == b"0123456789" * 9
+    assert bytes(corpus.validation) == b"0123456789"
+
+
+def test_folder_of_tokens_is_named_by_the_text(text_folder: Path, tmp_path: Path) -> None:
+    config = data_at(text_folder, tmp_path)
+    first = prepare(config)
+    assert prepare(config) == first
+    (text_folder / "module_00.py").write_text("changed\n")
+    assert prepare(config) != first
+    assert [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_is_not_text_is_left_out_of_a_folder(text_folder: Path, tmp_path: Path) -> None:
+    first = open_corpus(prepare(data_at(text_folder, tmp_path)))
+    (text_folder / "picture.png").write_bytes(b"\x89PNG\r\n\xff\xfe")
+    (text_folder / "zeros.bin").write_bytes(b"\0" * 100)
+    (text_folder / ".hidden").write_text("hidden")
+    (text_folder / "empty.txt").write_text("")
+    assert open_corpus(prepare(data_at(text_folder, tmp_path))).digest == first.digest
+
+
+def test_bad_paths(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no text at .*absent: expected a UTF-8 file or a folder"):
+        prepare(data_at(tmp_path / "absent", tmp_path))
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text: byte 0xef at 2"):
+        prepare(data_at(tmp_path / "latin.txt", tmp_path))
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match="no UTF-8 text in .*nothing"):
+        prepare(data_at(tmp_path / "nothing", tmp_path))
+    (tmp_path / "text.txt").write_text("some text")
+    with pytest.raises(UserError, match="cannot write the tokens into .*text.txt"):
+        prepare(DataConfig(path=str(tmp_path / "text.txt"), cache=str(tmp_path / "text.txt")))
+
+
+@given(st.integers(1, 300), st.integers(0, 5))
+def test_permutation_is_one(size: int, key: int) -> None:
+    assert sorted(permuted(place, size, str(key)) for place in range(size)) == list(range(size))
+
+
+def test_permutation_depends_on_its_key_and_mixes() -> None:
+    first, second = ([permuted(place, 1000, key) for place in range(1000)] for key in ("a", "b"))
+    assert first != second
+    neighbours = sum(abs(a - b) == 1 for a, b in zip(first, first[1:], strict=False))
+    assert neighbours < 20
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_step_is_split_without_overlap_and_alike_for_every_world_size(world_size: int, micro_batches: int) -> None:
+    whole = batches(micro_batches=1)
+    split = batches(micro_batches=micro_batches)
+    for step in (0, 1, 40, 41, 42, 1000):
+        parts = [split.windows(step, m, rank, world_size) for m in range(micro_batches) for rank in range(world_size)]
+        flat = [window for part in parts for window in part]
+        assert len(set(flat)) == len(flat) == 12
+        assert flat == whole.windows(step, 0, 0, 1)
+
+
+def test_an_epoch_meets_no_window_twice_and_the_next_has_another_order() -> None:
+    data = batches()
+    steps = data.num_windows // 12
+    epochs = [[w for s in range(e * steps, (e + 1) * steps) for w in data.windows(s, 0, 0, 1)] for e in (0, 1)]
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != [w for s in range(steps) for w in batches(seed=1).windows(s, 0, 0, 1)]
+
+
+def test_targets_are_the_tokens_that_follow() -> None:
+    data = batches()
+    tokens, targets = data.read(3, 1, 1, 2)
+    assert tokens.shape == targets.shape == (3, 8)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    for row, window in zip(targets, data.windows(3, 1, 1, 2), strict=True):
+        assert row.tolist() == data.tokens[window * 8 + 1 : window * 8 + 9].tolist()
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(UserError, match="the training text holds 11 sequences of 8 tokens, expected at least the 12"):
+        batches(numel=96)
+    with pytest.raises(UserError, match="the validation text holds 2.*expected at least one for each rank"):
+        validation_windows(np.zeros(20, np.uint8), context=8, wanted=5, world_size=3)
+
+
+def test_validation_windows_are_spread_and_alike_for_every_world_size() -> None:
+    tokens = np.zeros(8001, np.uint8)
+    windows = validation_windows(tokens, context=8, wanted=12, world_size=1)
+    assert windows == validation_windows(tokens, context=8, wanted=12, world_size=3)
+    assert len(set(windows)) == 12
+    assert windows[-1] > 900
+    assert len(validation_windows(tokens, context=8, wanted=13, world_size=2)) == 12

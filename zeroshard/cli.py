@@ -1,0 +1,110 @@
+"""The command line: arguments only. One option per configuration field, generated from `train.config`."""
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from .train.config import Config, UserError, check_divides, fields, resolve, with_values
+from .train.data import prepare
+from .train.launch import INTERRUPTED, refuse, start_ranks, under_launcher
+from .train.loop import train as train_this_rank
+from .train.ranks import sensible_nproc
+
+SHORT = {
+    "parallel.plan": "--plan",
+    "parallel.nproc": "--nproc",
+    "parallel.precision": "--precision",
+    "data.path": "--data",
+    "schedule.steps": "--steps",
+    "run.out": "--out",
+}
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def run(arguments: list[str]) -> int:
+    """Carry out one command and return the exit code. Bad input: one line on stderr and 2, never a traceback."""
+    try:
+        result = main(arguments, prog_name="zeroshard", standalone_mode=False, obj=arguments)
+        return result if isinstance(result, int) else 0
+    except click.NoSuchOption as error:
+        nearest = difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
+        return refuse(f"unknown option {error.option_name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    except click.ClickException as error:
+        return refuse(error.format_message())
+    except UserError as error:
+        return refuse(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="zeroshard")
+def main() -> None:
+    """Sharded data-parallel training for PyTorch."""
+
+
+def _click_type(info: FieldInfo) -> click.ParamType | type:
+    kind = info.annotation
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
+    optional = [part for part in get_args(kind) if part is not type(None)]
+    kind = optional[0] if optional else kind
+    assert isinstance(kind, type)
+    return kind
+
+
+def configuration_options(command: Command) -> Command:
+    """Add `--section.name` for every field, besides the short names in `SHORT`."""
+    for key, info in reversed(list(fields())):
+        names = [f"--{key}", *([SHORT[key]] if key in SHORT else [])]
+        default = "" if info.default in ("", None) else f"  [default: {str(info.default).lower()}]"
+        option = click.option(
+            *names, key.replace(".", "__"), type=_click_type(info), help=f"{info.description}{default}", default=None
+        )
+        command = option(command)
+    return command
+
+
+@main.command(context_settings={"show_default": False})
+@click.option("--config", "files", multiple=True, type=click.Path(path_type=Path), help="TOML file; several may follow")
+@click.option("--resume", type=click.Path(path_type=Path), help="folder of a saved run to go on with")
+@configuration_options
+@click.pass_context
+def train(context: click.Context, files: tuple[Path, ...], resume: Path | None, **values: Any) -> int:
+    """Train a small GPT on text: the Python standard library's source, or --data."""
+    overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
+    saved = [] if resume is None else [_saved_configuration(resume)]
+    config = resolve([*saved, *files], overrides)
+    if resume is not None and "run.out" not in overrides:
+        config = with_values(config, run={"out": str(resume)})
+    nproc = _number_of_ranks(config, overrides.get("parallel.nproc"))
+    config = with_values(config, parallel={"nproc": nproc})
+    check_divides(config)
+    if under_launcher() or nproc == 1:
+        train_this_rank(config, resume=resume)
+        return 0
+    prepare(config.data)  # here a mistake in --data is reported once, not by every rank
+    return start_ranks(nproc, context.obj)
+
+
+def _saved_configuration(resume: Path) -> Path:
+    path = resume / "config.toml"
+    if not path.is_file():
+        raise UserError(f"--resume {resume}: expected the folder of a run, with {path.name} in it")
+    return path
+
+
+def _number_of_ranks(config: Config, asked: int | None) -> int:
+    """The launcher's number, else --nproc, else one per GPU or one."""
+    if not under_launcher():
+        return sensible_nproc(config.parallel)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world_size:
+        raise UserError(f"--nproc {asked}: the launcher has started {world_size} ranks; leave --nproc out")
+    return world_size

@@ -1,0 +1,200 @@
+"""One typed configuration: a TOML file, any field overridden from the command line, unknown keys refused.
+
+The records below are the only place where a field, its default, its range and its help text are written down. The
+command line (`zeroshard.cli`) and the file that is saved with a run are both generated from them.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+
+class UserError(Exception):
+    """Something that the person at the command line can put right. The message is one line."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    layers: int = Field(6, ge=1, description="transformer blocks")
+    width: int = Field(256, ge=2, description="features per token")
+    heads: int = Field(4, ge=1, description="attention heads; divides width into even parts")
+    context: int = Field(256, ge=1, description="tokens per sequence")
+    tied: bool = Field(False, description="use the embedding matrix as output head too")
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "ModelConfig":
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
+        return self
+
+
+class DataConfig(_Section):
+    path: str = Field("", description="UTF-8 file or folder; empty: the Python standard library's source")
+    validation_share: float = Field(0.05, gt=0, lt=1, description="part of the files kept for validation")
+    cache: str = Field("", description="folder for token files; empty: the user's cache folder")
+
+
+class BatchConfig(_Section):
+    sequences: int = Field(24, ge=1, description="sequences per step, over all ranks and micro-batches")
+    micro_batches: int = Field(1, ge=1, description="forward/backward passes per step on each rank")
+    reduce_every_micro_batch: bool = Field(False, description="reduce gradients in each pass, not once per step")
+
+
+class OptimizerConfig(_Section):
+    lr: float = Field(1e-3, gt=0, description="AdamW's learning rate after warm-up")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of the matrices; vectors have none")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: do not clip")
+    fused: bool = Field(True, description="torch's fused AdamW kernel")
+
+
+class ScheduleConfig(_Section):
+    steps: int = Field(400, ge=1, description="optimizer steps in all")
+    warmup: int = Field(20, ge=0, description="steps of linear warm-up")
+    final_share: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as part of its maximum")
+
+
+class ParallelConfig(_Section):
+    plan: Literal["ddp", "zero1", "zero2", "zero3"] = Field("zero3", description="what is sharded over the ranks")
+    nproc: int | None = Field(None, ge=1, description="ranks; default: one per GPU, one on CPU")
+    precision: Literal["fp32", "bf16", "fp16", "bf16-remainder"] = Field("fp32", description="of the weights")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    max_transient_bytes: int | None = Field(None, ge=1, description="cap on gather and reduce buffers per rank")
+    timeout: float = Field(300.0, gt=0, description="seconds until a silent peer is given up")
+
+
+class EvaluationConfig(_Section):
+    every: int = Field(100, ge=1, description="steps between evaluations")
+    windows: int = Field(96, ge=1, description="validation sequences per evaluation")
+    sample_tokens: int = Field(200, ge=0, description="length of the text generated at the end")
+    prompt: str = Field("def ", min_length=1, description="text that the sample continues")
+    temperature: float = Field(0.8, ge=0, description="0: always the most likely token")
+    top_k: int = Field(40, ge=1, description="sample among the k most likely tokens")
+
+
+class RunConfig(_Section):
+    seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order of the data and the sample")
+    out: str = Field("", description="run folder; default: runs/<date>-<time>")
+    log_every: int = Field(10, ge=1, description="steps between lines when the output is not a terminal")
+    save_every: int = Field(0, ge=0, description="steps between saves; 0: at the end and on request (SIGUSR1)")
+
+
+class Config(_Section):
+    """The whole of a run. Frozen and checked at birth; every field is `section.name`."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Sequences of one micro-batch on one rank. Call after `check_divides`."""
+        assert self.parallel.nproc is not None
+        return self.batch.sequences // (self.batch.micro_batches * self.parallel.nproc)
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every field as ("section.name", its declaration), in the order of this file."""
+    for section, record in Config.model_fields.items():
+        assert isinstance(record.annotation, type) and issubclass(record.annotation, BaseModel)
+        for name, info in record.annotation.model_fields.items():
+            yield f"{section}.{name}", info
+
+
+def resolve(files: list[Path], overrides: Mapping[str, Any]) -> Config:
+    """The defaults, then each TOML file in turn, then `overrides` ("section.name" -> typed value).
+
+    Raises `UserError` naming the key, the value and what was expected; for an unknown key, the nearest known one.
+    """
+    values: dict[str, Any] = {}
+    for path in files:
+        for section, content in _read_toml(path).items():
+            if isinstance(content, dict) and isinstance(values.setdefault(section, {}), dict):
+                values[section].update(content)
+            else:
+                values[section] = content
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(error)) from None
+
+
+def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """`config` with some fields replaced: `with_values(config, parallel={"nproc": 2})`."""
+    replaced = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in sections.items()}
+    return config.model_copy(update=replaced)
+
+
+def check_divides(config: Config) -> None:
+    """Every rank and micro-batch gets the same number of sequences, or `UserError` with the nearest sizes that do."""
+    parts = config.batch.micro_batches * (config.parallel.nproc or 1)
+    if config.batch.sequences % parts:
+        below = config.batch.sequences // parts * parts
+        nearest = f"{below} or {below + parts}" if below else f"{parts}"
+        raise UserError(
+            f"batch.sequences = {config.batch.sequences} does not divide over {config.parallel.nproc} ranks x "
+            f"{config.batch.micro_batches} micro-batches: expected a multiple of {parts}, for example {nearest}"
+        )
+
+
+def write(config: Config, path: Path) -> None:
+    """Save the resolved configuration so that `resolve([path], {})` gives it back."""
+    partial = path.with_suffix(f".tmp-{os.getpid()}")
+    partial.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first complaint as one line, in this project's words."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            return f"unknown configuration key '{key}'{_did_you_mean(key)}"
+        case "model_type":
+            return f"{key} = {first['input']!r}: expected a section, [{key}]"
+        case "value_error":
+            return f"{key}: {first['msg'].removeprefix('Value error, ')}"
+    return f"{key} = {first['input']!r}: {first['msg'].replace('Input should be', 'expected')}"
+
+
+def _did_you_mean(key: str) -> str:
+    """The nearest full name; failing that, the nearest section or the nearest field of any section."""
+    full_names = [name for name, _ in fields()]
+    by_leaf = {name.partition(".")[2]: name for name in reversed(full_names)}
+    leaf = key.rpartition(".")[2]
+    if leaf in by_leaf:
+        return f"; did you mean '{by_leaf[leaf]}'?"
+    if nearest := difflib.get_close_matches(key, [*full_names, *Config.model_fields], n=1):
+        return f"; did you mean '{nearest[0]}'?"
+    if nearest := difflib.get_close_matches(leaf, list(by_leaf), n=1):
+        return f"; did you mean '{by_leaf[nearest[0]]}'?"
+    return f"; the sections are {', '.join(Config.model_fields)}"

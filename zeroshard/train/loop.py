@@ -1,0 +1,238 @@
+"""The training loop of one rank. Every rank runs this same program; only rank 0 prints and writes.
+
+join the ranks -> text, model, optimizer, what was saved      (run.start_run)
+for each step:   micro-batches, reduce, clip, step, schedule   (train_step)
+                 exchange loss and requests                    (Ranks.sum)
+                 evaluate, save, stop                          (fit)
+save -> evaluate -> sample -> table of bytes
+"""
+
+import hashlib
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import psutil
+import torch
+from rich.console import Console
+
+import zeroshard
+
+from .config import Config
+from .data import read_windows, validation_windows
+from .metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
+from .progress import Progress, bytes_table, sample_panel, si, tell
+from .ranks import Ranks, joined
+from .run import Run, make_scheduler, save_run, start_run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: int
+    validation_loss: float | None  # None: the run was stopped before its last step
+    folder: Path
+
+
+class Requests:
+    """Signals as requests, honoured after the current step: SIGINT and SIGTERM stop, SIGUSR1 saves."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.save = False
+        self._previous: dict[signal.Signals, signal.Handlers | None] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+        else:
+            self.stop = True
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def train(config: Config, *, resume: Path | None = None, stop_at: int | None = None) -> Outcome:
+    """Train as `config` says, on this rank; collective. `resume` is the folder of a saved run.
+
+    `stop_at` ends the run after that many steps as Control-C would, without changing the schedule. Raises `UserError`
+    on every rank for what the person who started it can put right.
+    """
+    with Requests() as requests, joined(config.parallel) as ranks:
+        console = Console(quiet=ranks.rank != 0)
+        run, first_step = start_run(config, ranks, resume)
+        try:
+            introduce(run, first_step, console)
+            with Observers(observers(run, first_step, console)) as watchers:
+                step = fit(run, first_step, requests, watchers, stop_at or config.schedule.steps)
+                save_run(run, step)
+                finished = step == config.schedule.steps
+                loss = evaluate(run) if finished else None
+                if loss is not None:
+                    watchers.on_validation(ValidationRecord(step, loss))
+            conclude(run, step, console)
+        finally:
+            run.handle.close()
+    return Outcome(step, loss, run.folder)
+
+
+def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last_step: int) -> int:
+    """Take the steps [first_step, last_step), or fewer when any rank is asked to stop. Returns the steps done."""
+    config, ranks = run.config, run.ranks
+    scheduler = make_scheduler(run.optimizer, config.schedule, first_step)
+    began = time.perf_counter()
+    for step in range(first_step, last_step):
+        step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
+        lr = scheduler.get_last_lr()[0]
+        loss, result = train_step(run, step)
+        scheduler.step()
+
+        loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, requests.save])
+        requests.save = False
+        now, done = time.perf_counter(), step + 1
+        memory, peak = process_memory(ranks)
+        record = StepRecord(
+            step=done,
+            loss=loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            applied=result.applied,
+            tokens_per_second=config.batch.sequences * config.model.context / (now - step_began),
+            communication_share=(run.handle.comm_log.wait_seconds - waited) / (now - step_began),
+            memory_bytes=memory,
+            peak_memory_bytes=peak,
+            engine_bytes=sum(run.handle.memory().values()),
+            seconds=now - step_began,
+            eta_seconds=(now - began) / (done - first_step) * (config.schedule.steps - done),
+        )
+        watchers.on_step(record)
+
+        if stop or done == last_step:
+            return done
+        if done % config.evaluation.every == 0:
+            watchers.on_validation(ValidationRecord(done, evaluate(run)))
+        if save_now or (config.run.save_every and done % config.run.save_every == 0):
+            save_run(run, done)
+    return last_step
+
+
+def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult]:
+    """One optimizer step on this rank's part of the global batch. Returns the mean loss of that part, in nats."""
+    config, ranks, optimizer = run.config, run.ranks, run.optimizer
+    torch.manual_seed(seed_of(config.run.seed, step, ranks.rank))
+    optimizer.zero_grad()
+    total = torch.zeros((), device=ranks.device)
+    for micro_batch in range(config.batch.micro_batches):
+        tokens, targets = run.batches.read(step, micro_batch, ranks.rank, ranks.world_size)
+        loss = run.model(tokens.to(ranks.device), targets.to(ranks.device)) / config.batch.micro_batches
+        last = micro_batch == config.batch.micro_batches - 1
+        with nullcontext() if last or config.batch.reduce_every_micro_batch else run.handle.no_sync():
+            optimizer.backward(loss)
+        total += loss.detach()
+    if config.optimizer.clip:
+        optimizer.clip_grad_norm_(config.optimizer.clip)
+    result = optimizer.step()
+    return total.item(), result
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean loss over the evaluation windows, in nats; each rank reads every world_size-th. Collective."""
+    config, ranks = run.config, run.ranks
+    tokens, context = run.corpus.validation, config.model.context
+    mine = validation_windows(tokens, context, config.evaluation.windows, ranks.world_size)[
+        ranks.rank :: ranks.world_size
+    ]
+    size = run.batches.sequences // (run.batches.micro_batches * ranks.world_size)
+    run.model.eval()
+    total = 0.0
+    for first in range(0, len(mine), size):
+        windows = mine[first : first + size]
+        inputs, targets = read_windows(tokens, windows, context)
+        total += run.model(inputs.to(ranks.device), targets.to(ranks.device)).item() * len(windows)
+    run.model.train()
+    return ranks.sum([total / len(mine) / ranks.world_size])[0]
+
+
+def sample(run: Run) -> str:
+    """Text that the model writes. Collective: every rank generates, with the same seed, in the same number of calls."""
+    evaluation = run.config.evaluation
+    generator = torch.Generator(run.ranks.device).manual_seed(run.config.run.seed)
+    prompt = torch.tensor([list(evaluation.prompt.encode())], device=run.ranks.device)
+    run.model.eval()
+    tokens = run.model.generate(
+        prompt,
+        evaluation.sample_tokens,
+        temperature=evaluation.temperature,
+        top_k=evaluation.top_k,
+        generator=generator,
+    )
+    run.model.train()
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    # What an untrained model writes must not steer the terminal.
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """The seed of a step's random numbers on one rank: a function of the position, like the batch."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "little")
+
+
+def process_memory(ranks: Ranks) -> tuple[int, int]:
+    """Bytes now and at the peak: allocated on the GPU, or resident on CPU."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.memory_allocated(ranks.device), torch.cuda.max_memory_allocated(ranks.device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    now = psutil.Process().memory_info().rss
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def observers(run: Run, first_step: int, console: Console) -> list[Observer]:
+    if run.ranks.rank != 0:
+        return []
+    watching: list[Observer] = [JsonLines(run.folder / "metrics.jsonl", first_step)]
+    if TensorBoard.installed():
+        watching.append(TensorBoard(run.folder / "tensorboard", first_step))
+    return [*watching, Progress(console, run.config.schedule.steps, run.config.run.log_every)]
+
+
+def introduce(run: Run, first_step: int, console: Console) -> None:
+    """Say what is about to run and how to reach it."""
+    parallel, ranks = run.config.parallel, run.ranks
+    tell(
+        console,
+        f"{si(run.numel)} parameters, {parallel.plan}, {parallel.precision}, {ranks.world_size} x {ranks.device.type}",
+    )
+    tell(console, f"text: {si(len(run.corpus.train), 'B')} to train, {si(len(run.corpus.validation), 'B')} to validate")
+    tell(console, f"run folder {run.folder}; Control-C stops and saves, kill -USR1 {os.getpid()} saves")
+    if first_step:
+        tell(console, f"resumed after step {first_step}")
+
+
+def conclude(run: Run, step: int, console: Console) -> None:
+    """Sample and table after the last step; how to go on after an earlier one. Collective."""
+    if step < run.config.schedule.steps:
+        tell(console, f"stopped after step {step} and saved; continue with: zeroshard train --resume {run.folder}")
+        return
+    if run.config.evaluation.sample_tokens:
+        text = sample(run)
+        console.print(sample_panel(text))
+        if run.ranks.rank == 0:
+            (run.folder / "sample.txt").write_text(text, encoding="utf-8")
+    title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
+    console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory()))
+    tell(console, f"saved in {run.folder}")

@@ -1,0 +1,103 @@
+"""Who this process is among the ranks, and the few things that the trainer's ranks tell each other."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import zeroshard
+
+from .config import ParallelConfig, UserError
+
+T = TypeVar("T")
+RANKS_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Add up `values` over the ranks, in fp64: one small all-reduce. Collective."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def first_does(self, action: Callable[[], T], *, per_node: bool = False) -> T:
+        """Rank 0 (or one rank of each node) acts; every rank gets the result, or the same `UserError`. Collective.
+
+        Without the exchange a rank whose disk is full would leave the others waiting in their next collective.
+        """
+        result: T | None = None
+        problem: str | None = None
+        acts = (self.local_rank if per_node else self.rank) == 0
+        if acts:
+            try:
+                result = action()
+            except (UserError, OSError) as error:
+                problem = str(error)
+        outcomes: list[tuple[bool, Any, str | None]] = [(False, None, None)] * self.world_size
+        dist.all_gather_object(outcomes, (acts, result, problem))
+        for rank, (_, _, text) in enumerate(outcomes):
+            if text is not None:
+                raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+        results: list[T] = [outcome for acted, outcome, _ in outcomes if acted]
+        if any(outcome != results[0] for outcome in results):
+            raise UserError(
+                f"the nodes disagree: rank 0 has {results[0]}, expected the same everywhere, found {results}"
+            )
+        return results[0]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_type(config: ParallelConfig) -> str:
+    """ "cpu" or "cuda". Raises `UserError` if cuda is asked for and absent."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("parallel.device = 'cuda': expected a CUDA device, found none; use 'cpu' or 'auto'")
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def sensible_nproc(config: ParallelConfig) -> int:
+    """The number of ranks to start on this machine. Raises `UserError` for more than it can sensibly run."""
+    if device_type(config) == "cuda":
+        devices = torch.cuda.device_count()
+        if config.nproc is not None and config.nproc > devices:
+            raise UserError(f"--nproc {config.nproc}: expected at most {devices}, one rank for each CUDA device")
+        return config.nproc or devices
+    most = RANKS_PER_CORE * cores()
+    if config.nproc is not None and config.nproc > most:
+        raise UserError(
+            f"--nproc {config.nproc}: expected at most {most}, {RANKS_PER_CORE} ranks for each of {cores()} CPU cores"
+        )
+    return config.nproc or 1
+
+
+@contextmanager
+def joined(config: ParallelConfig) -> Iterator[Ranks]:
+    """Join the other ranks (a world of one without a launcher) and leave at the end, unless a caller has joined."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    kind = device_type(config)
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    ours = not dist.is_initialized()
+    if ours:
+        zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
+    try:
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+        yield Ranks(dist.get_rank(), local_rank, dist.get_world_size(), device)
+    finally:
+        if ours:
+            dist.destroy_process_group()

@@ -1,0 +1,145 @@
+"""What a run is made of, how it starts, and how it is saved.
+
+Beyond the sharded state, everything that a step needs follows from the configuration and the step number: the batch
+(`data.Batches`), the learning rate (`learning_rate_factor`) and the random numbers (`loop.seed_of`). So a run is saved
+as weights, optimizer state and one number, and a resumed run goes on exactly as the uninterrupted one would have.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import zeroshard
+
+from . import save as saves
+from .config import Config, ScheduleConfig, UserError, check_divides, write
+from .data import VOCABULARY, Batches, Corpus, open_corpus, prepare, validation_windows
+from .model import GPT, Block
+from .ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the steps of a run share. What changes is inside the engine's objects; the step number is all the rest."""
+
+    config: Config
+    ranks: Ranks
+    folder: Path
+    corpus: Corpus
+    batches: Batches
+    model: GPT
+    handle: zeroshard.Handle
+    optimizer: zeroshard.ShardedOptimizer
+    planned_bytes: Mapping[str, int]
+    numel: int
+
+
+def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, int]:
+    """Open the text, build and shard the model, load what was saved. Returns the run and the first step to take."""
+    check_divides(config)
+    corpus = open_corpus(ranks.first_does(lambda: prepare(config.data), per_node=True))
+    context = config.model.context
+    batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
+    validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)  # refuse now, not later
+    saved = None if resume is None else saves.load(resume)
+
+    torch.manual_seed(config.run.seed)
+    model = GPT(config.model, VOCABULARY).to(ranks.device)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    if saved is not None:
+        check_fits(saved, corpus, shapes, config.schedule)
+
+    parallel = config.parallel
+    try:
+        planned = zeroshard.planner.plan_memory(
+            model, parallel.plan, ranks.world_size, units=Block, precision=parallel.precision, state_bytes_per_element=8
+        )
+        handle = zeroshard.shard(
+            model,
+            parallel.plan,
+            units=Block,
+            precision=parallel.precision,
+            max_transient_bytes=parallel.max_transient_bytes,
+        )
+        optimizer = make_optimizer(config, model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    folder = ranks.first_does(lambda: make_folder(config, resume))
+    run = Run(config, ranks, folder, corpus, batches, model, handle, optimizer, planned, numel)
+    if saved is not None:
+        handle.load_full_state_dict(saved.model)
+        optimizer.load_state_dict(saves.by_number(saved.optimizer, optimizer.state_dict(), model, optimizer))
+    return run, 0 if saved is None else saved.step
+
+
+def save_run(run: Run, step: int) -> None:
+    """Write the state after `step` steps into the run's folder. Collective."""
+    model_state = run.handle.full_state_dict()
+    optimizer_state = saves.by_name(run.optimizer.state_dict(), run.model, run.optimizer)
+    saved = saves.Saved(step, run.corpus.digest, model_state, optimizer_state)
+    run.ranks.first_does(lambda: saves.save(run.folder, saved))
+
+
+def make_optimizer(config: Config, model: GPT) -> zeroshard.ShardedOptimizer:
+    """AdamW; only matrices decay."""
+    settings = config.optimizer
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return zeroshard.ShardedOptimizer(
+        groups, torch.optim.AdamW, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=settings.fused
+    )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, step: int) -> LambdaLR:
+    """Warm-up and cosine, standing before `step`. The peak comes from the configuration, also after a resume."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return LambdaLR(optimizer, lambda now: learning_rate_factor(now, schedule), last_epoch=step - 1)
+
+
+def learning_rate_factor(step: int, schedule: ScheduleConfig) -> float:
+    """Part of the peak learning rate at `step`: linear up over the warm-up, then half a cosine down."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    progress = min(1.0, (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup))
+    return schedule.final_share + (1 - schedule.final_share) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def make_folder(config: Config, resume: Path | None) -> Path:
+    """Create the run's folder with its resolved configuration. `UserError` if another run lives there."""
+    folder = Path(config.run.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+    occupied = (folder / "metrics.jsonl").exists() or (folder / saves.FILE_NAME).exists()
+    if occupied and (resume is None or folder.resolve() != resume.resolve()):
+        raise UserError(f"{folder} already holds a run: continue it with --resume {folder}, or choose another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(config, folder / "config.toml")
+    except OSError as error:
+        raise UserError(f"cannot write into {folder}: {error.strerror}") from None
+    return folder
+
+
+def check_fits(saved: saves.Saved, corpus: Corpus, shapes: Mapping[str, torch.Size], schedule: ScheduleConfig) -> None:
+    """Refuse to resume with other text, another model or nothing left to do."""
+    if saved.data_digest != corpus.digest:
+        raise UserError(
+            f"the text is not the one that the saved run read: expected digest {saved.data_digest}, found "
+            f"{corpus.digest}; pass the same --data"
+        )
+    found = {name: value.shape for name, value in saved.model.items()}
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            expected, got = (list(x[name]) if name in x else "nothing" for x in (shapes, found))
+            raise UserError(f"the saved model differs at {name}: expected {expected}, found {got}; pass the same model")
+    if saved.step >= schedule.steps:
+        raise UserError(
+            f"the saved run has done {saved.step} steps: expected --steps larger than that, found {schedule.steps}"
+        )
