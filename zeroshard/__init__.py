@@ -1,0 +1,17 @@
+"""zeroshard: sharded data-parallel training for PyTorch. One engine, in which a stage is data."""
+
+from zeroshard import testing as testing
+from zeroshard.mesh import init as init
+from zeroshard.optimizer import ShardedOptimizer as ShardedOptimizer
+from zeroshard.optimizer import StepResult as StepResult
+from zeroshard.placement import DDP as DDP
+from zeroshard.placement import OPTIMIZER_ONLY as OPTIMIZER_ONLY
+from zeroshard.placement import ZERO1 as ZERO1
+from zeroshard.placement import ZERO2 as ZERO2
+from zeroshard.placement import ZERO3 as ZERO3
+from zeroshard.placement import Plan as Plan
+from zeroshard.precision import MixedPrecision as MixedPrecision
+from zeroshard.shard import Handle as Handle
+from zeroshard.shard import shard as shard
+
+__version__ = "0.1.0"

@@ -1,0 +1,99 @@
+"""Flat storage: one contiguous 1-D tensor per unit and kind, its views, and the preallocated places for full ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.layout import BufferLayout
+from zeroshard.placement import Placement
+
+
+class FlatBuffer:
+    """A buffer under a layout.
+
+    Attributes:
+        layout: shared by the weights, gradients and main of a unit.
+        full: [layout.numel], or None while only the shard is held.
+        shard: [layout.shard_numel], the own interval: a view of `full` where `full` is held for good, else a storage
+            of its own (then a borrowed `full` comes and goes by `attach` and `detach`).
+        placement: which values are valid now.
+    """
+
+    __slots__ = ("_borrowed", "_views", "_views_of", "full", "layout", "placement", "rank", "shard")
+
+    def __init__(
+        self, layout: BufferLayout, rank: int, dtype: torch.dtype, device: torch.device, resident: Placement
+    ) -> None:
+        """`resident`: SHARDED allocates the shard alone, anything else the full buffer. Zeros."""
+        self.layout, self.rank, self.placement = layout, rank, resident
+        self._views: list[Tensor] = []
+        self._views_of: Tensor | None = None
+        self._borrowed = resident is Placement.SHARDED
+        self.full: Tensor | None = None
+        if self._borrowed:
+            self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        else:
+            self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
+            self.shard = self.full[layout.shard(rank).slice]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.dtype
+
+    @property
+    def owns_full(self) -> bool:
+        return not self._borrowed
+
+    def attach(self, full: Tensor) -> None:
+        """Borrow a full-size tensor [layout.numel] for a while."""
+        assert self._borrowed and self.full is None and full.numel() == self.layout.numel, "not a borrower"
+        self.full = full
+
+    def detach(self, *, forget: bool = False) -> None:
+        """Give the full tensor back. Its views are kept for the next time, unless it is to be forgotten."""
+        assert self._borrowed, "the full buffer is held for good"
+        self.full = None
+        if forget:
+            self._views, self._views_of = [], None
+
+    def views(self) -> list[Tensor]:
+        """One view per slot of the full buffer, in the parameter's shape."""
+        assert self.full is not None, "the full buffer is not here"
+        if self._views_of is not self.full:
+            self._views = [self.full[slot.world.slice].view(slot.shape) for slot in self.layout.slots]
+            self._views_of = self.full
+        return self._views
+
+    def own_part_of_full(self) -> Tensor:
+        """[shard_numel]: the own interval inside the full buffer."""
+        assert self.full is not None, "the full buffer is not here"
+        return self.full[self.layout.shard(self.rank).slice]
+
+    def storages(self) -> list[Tensor]:
+        """What this buffer owns (not what it borrows)."""
+        return [self.shard] if self._borrowed or self.full is None else [self.full]
+
+
+class Place:
+    """One preallocated full-size storage. `holder` is whoever's values it has."""
+
+    __slots__ = ("_tensors", "holder", "storage")
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.holder: object | None = None
+        self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], from the front; the same tensor object each time."""
+        key = numel, dtype
+        if key not in self._tensors:
+            self._tensors[key] = self.storage[: numel * dtype.itemsize].view(dtype)
+        return self._tensors[key]
+
+
+def live_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -1,0 +1,147 @@
+"""The one control exchange of a step: every rank learns the same few numbers, and so takes the same decision.
+
+Each rank contributes one row of float64; every rank reads all rows, in rank order:
+
+    | status | digest of collectives | weight | norm term per param group ... | present slots, 48 per word ... |
+
+(An all-gather of rows rather than an all-reduce: sums are taken in rank order on every rank, so they are bit-equal
+there and under every plan; maxima and a rank's name come for free.) Norms are those of the own shard under every plan,
+also where gradients are replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives import Collectives
+
+_WORD_BITS = 48
+
+
+class Status(IntEnum):
+    """Whether a rank is ready to step."""
+
+    READY = 0
+    NO_GRADIENTS = 1
+    NOT_REDUCED = 2
+
+
+@dataclass(frozen=True)
+class Control:
+    """What all ranks agree on before anything is updated.
+
+    Attributes:
+        status: per rank, in rank order.
+        weight: sum over ranks of the weight of each rank's batch.
+        group_norms: norm of the summed gradient, per param group, over all shards.
+        norm_type: p of the p-norm (inf for the largest absolute value).
+        finite: whether every element of the gradient is finite.
+        present: slots (by position in the list that was contributed) with a gradient on at least one rank.
+    """
+
+    status: tuple[Status, ...]
+    weight: float
+    group_norms: tuple[float, ...]
+    norm_type: float
+    finite: bool
+    present: tuple[bool, ...]
+
+    @property
+    def norm(self) -> float:
+        """Over all groups."""
+        if math.isinf(self.norm_type):
+            return max(self.group_norms, default=0.0)
+        return float(sum(norm**self.norm_type for norm in self.group_norms) ** (1 / self.norm_type))
+
+
+def exchange_control(
+    collectives: Collectives,
+    status: Status,
+    weight: float,
+    gradients: Sequence[tuple[int, Tensor]],
+    num_groups: int,
+    norm_type: float,
+    present: Sequence[bool],
+) -> Control:
+    """Contribute this rank's row and read all of them. Collective.
+
+    Args:
+        gradients: (param group, piece of the own shard of the gradient), all groups together.
+        present: for each slot, whether it got a gradient on this rank.
+
+    Raises:
+        RuntimeError: ranks have not issued the same collectives since the start (with the ranks that differ).
+    """
+    terms = _norm_terms(gradients, num_groups, norm_type, collectives.device)
+    head = torch.tensor([status, collectives.log.digest, weight], dtype=torch.float64, device=terms.device)
+    words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
+    rows = collectives.exchange(torch.cat([head, terms, words])).cpu()
+    _expect_equal(rows[:, 1].tolist())
+    mesh = collectives.mesh
+    shard_ranks = [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
+    sums = rows[shard_ranks, 3 : 3 + num_groups]  # one replica of each shard
+    if math.isinf(norm_type):
+        norms = sums.amax(0).tolist()
+    else:
+        norms = [sum(column) ** (1 / norm_type) if all(map(math.isfinite, column)) else math.nan
+                 for column in sums.t().tolist()]  # fmt: skip
+    return Control(
+        status=tuple(Status(int(value)) for value in rows[:, 0].tolist()),
+        weight=sum(rows[:, 2].tolist()),
+        group_norms=tuple(norms),
+        norm_type=norm_type,
+        finite=bool(torch.isfinite(rows[:, 3 : 3 + num_groups]).all()),
+        present=_unpack(rows[:, 3 + num_groups :].tolist(), len(present)),
+    )
+
+
+def _norm_terms(
+    gradients: Sequence[tuple[int, Tensor]], num_groups: int, norm_type: float, device: torch.device
+) -> Tensor:
+    """[num_groups] float64: per group the sum of |g|^p over the own shard (the maximum where p is inf)."""
+    terms = torch.zeros(num_groups, dtype=torch.float64, device=device)
+    pieces = [(group, piece) for group, piece in gradients if piece.numel()]
+    if not pieces:
+        return terms
+    groups = torch.tensor([group for group, _ in pieces], device=device)
+    norms = _norms([piece for _, piece in pieces], norm_type, torch.float32)
+    if not bool(torch.isfinite(norms).all()):  # an element, or just the fp32 sum of squares
+        norms = _norms([piece for _, piece in pieces], norm_type, torch.float64)
+    if math.isinf(norm_type):
+        return terms.index_reduce_(0, groups, norms, "amax")
+    return terms.index_add_(0, groups, norms.pow_(norm_type))
+
+
+def _norms(pieces: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    dtype = torch.promote_types(dtype, pieces[0].dtype)
+    return torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype)).to(torch.float64)
+
+
+def _pack(flags: Sequence[bool]) -> list[float]:
+    words = [flags[start : start + _WORD_BITS] for start in range(0, len(flags), _WORD_BITS)]
+    return [float(sum(1 << bit for bit, flag in enumerate(word) if flag)) for word in words]
+
+
+def _unpack(rows: list[list[float]], count: int) -> tuple[bool, ...]:
+    """The union over rows."""
+    words = [0] * -(-count // _WORD_BITS)
+    for row in rows:
+        words = [word | int(value) for word, value in zip(words, row, strict=True)]
+    return tuple(bool(words[i // _WORD_BITS] >> (i % _WORD_BITS) & 1) for i in range(count))
+
+
+def _expect_equal(digests: list[float]) -> None:
+    if len(set(digests)) > 1:
+        usual = max(set(digests), key=digests.count)
+        others = [rank for rank, digest in enumerate(digests) if digest != usual]
+        raise RuntimeError(
+            f"ranks {others} have not issued the same collectives as the others since the last step: their forward or "
+            "backward took another path through the units. Nothing has been updated. Every rank must run the same "
+            "units in the same order"
+        )

@@ -1,0 +1,294 @@
+"""The user's optimizer class, on flat pieces of main: any elementwise optimizer, unmodified.
+
+    for each batch of pieces (a few MB: gradient, main and moments stay in cache between the four lines)
+        gradient -> main's dtype, times one factor (mean over ranks, loss scale, clip: folded)
+        main     -> joined, where only a remainder is kept
+        inner optimizer steps
+        main     -> weights (rounded, or split)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.interval import Interval
+from zeroshard.pieces import Piece, cut, slots_in
+from zeroshard.unit import Unit
+
+BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements stepped at a time, by device: what stays in cache on a CPU, what fills the machine on a GPU."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces stepped together; `finished`: units of which no piece comes later."""
+
+    pieces: tuple[Piece, ...]
+    finished: tuple[Unit, ...]
+
+
+class FlatStep:
+    """Owns the inner optimizer, whose parameters are the pieces that this rank updates.
+
+    Attributes:
+        optimizer: an instance of the user's class.
+        pieces: all of them, in unit order.
+        groups: unit -> index of the param group of each slot (None: not this optimizer's).
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        options: Sequence[dict[str, Any]],
+        defaults: dict[str, Any],
+        groups: dict[Unit, list[int | None]],
+    ) -> None:
+        """`options`: one dictionary per param group, without "params"."""
+        self.groups = groups
+        self.pieces = [piece for unit, keys in groups.items() for piece in _pieces(unit, keys, keys)]
+        inner_groups = [
+            {**option, "params": [piece.tensor for piece in self.pieces if piece.group == index]}
+            for index, option in enumerate(options)
+        ]
+        self.optimizer = optimizer_class(inner_groups, **defaults)
+        self._all_groups = self.optimizer.param_groups
+        self._gradient_scratch = torch.empty(0)
+        self._main_scratch = torch.empty(0)
+        self._batches: tuple[Batch, ...] = ()
+        self._plan_batches()
+
+    # Cutting -----------------------------------------------------------------------------------------------------
+
+    def set_active(self, active: dict[Unit, list[bool]]) -> None:
+        """Which slots take part from now on. Where one piece holds both kinds it is cut, and its state with it."""
+        changed = False
+        for unit, flags in active.items():
+            if any(len({flags[i] for i in slots_in(unit, piece.world)}) > 1 for piece in self.of_unit(unit)):
+                self.refine(unit, flags)
+                changed = True
+        for piece in self.pieces:
+            flags = active[piece.unit]
+            is_active = any(flags[i] for i in slots_in(piece.unit, piece.world))
+            changed |= is_active != piece.active
+            piece.active = is_active
+        if changed:
+            self._plan_batches()
+
+    def refine(self, unit: Unit, marks: Sequence[Hashable]) -> None:
+        """Cut the pieces of a unit also where the marks (one per slot) of neighbours differ. Values do not change."""
+        old = self.of_unit(unit)
+        new: list[Piece] = []
+        keys = [None if group is None else (group, mark) for group, mark in zip(self.groups[unit], marks, strict=True)]
+        fresh = list(_pieces(unit, self.groups[unit], keys))
+        for piece in old:
+            new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
+        for piece in old:
+            state = self.optimizer.state.pop(piece.tensor, None)
+            for part in new if state else ():
+                if part.world in piece.world:
+                    local = part.world.relative_to(piece.world.start).slice
+                    self.optimizer.state[part.tensor] = {
+                        key: _part_of_state(key, value, local, piece.tensor.numel()) for key, value in state.items()
+                    }
+        position = self.pieces.index(old[0])
+        self.pieces[position : position + len(old)] = new
+        for index, group in enumerate(self._all_groups):
+            group["params"] = [piece.tensor for piece in self.pieces if piece.group == index]
+        self._plan_batches()
+
+    def of_unit(self, unit: Unit) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.unit is unit]
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """(param group, tensor) over the own shard, whatever this rank updates; nothing is copied."""
+        for piece in self.pieces:
+            own = piece.unit.own_shard()
+            if piece.world in own:
+                for tensor in _gradient_views(piece):
+                    yield piece.group, tensor
+
+    # Stepping ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(
+        self,
+        options: Sequence[dict[str, Any]],
+        factor: float,
+        start: Callable[[Unit], None],
+        updated: Callable[[Unit], None],
+    ) -> None:
+        """One step of all active pieces, with gradients times `factor`.
+
+        Args:
+            options: the user's param groups; their hyper-parameters take effect (and changes by the class go back).
+            start: called before the first piece of a unit is read; updated: after its last one is written.
+        """
+        for group, option in zip(self._all_groups, options, strict=True):
+            group.update({key: value for key, value in option.items() if key != "params"})
+        everything = [group["params"] for group in self._all_groups]
+        started: set[Unit] = set()
+        try:
+            for batch in self._batches:
+                for piece in batch.pieces:
+                    if piece.unit not in started:
+                        started.add(piece.unit)
+                        start(piece.unit)
+                self._load(batch.pieces, factor)
+                for index, group in enumerate(self._all_groups):
+                    group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
+                self.optimizer.param_groups = [group for group in self._all_groups if group["params"]]
+                if batch.pieces:
+                    self.optimizer.step()
+                self._store(batch.pieces)
+                for unit in batch.finished:
+                    updated(unit)
+        finally:
+            self.optimizer.param_groups = self._all_groups
+            for group, tensors in zip(self._all_groups, everything, strict=True):
+                group["params"] = tensors
+            for piece in self.pieces:
+                piece.tensor.grad = None
+        for group, option in zip(self._all_groups, options, strict=True):
+            option.update({key: value for key, value in group.items() if key != "params"})
+
+    def _load(self, pieces: Sequence[Piece], factor: float) -> None:
+        gradient_at = main_at = 0
+        for piece in pieces:
+            numel, main = piece.world.numel, piece.unit.main
+            assert main is not None
+            if main.needs_scratch:
+                piece.tensor.data = main.read(piece.world, self._main_scratch[main_at : main_at + numel])
+                main_at += numel
+            if _needs_gradient_scratch(piece):
+                gradient = self._gradient_scratch[gradient_at : gradient_at + numel]
+                gradient_at += numel
+                _assemble_gradient(piece, gradient)
+            else:
+                assert piece.unit.grads is not None
+                gradient = piece.unit.grads.piece(piece.world)
+            piece.tensor.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+
+    def _store(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            assert piece.unit.main is not None
+            piece.tensor.grad = None
+            piece.unit.main.write(piece.world, piece.tensor)
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Optimizer state as large as main, the scalars beside it (step counts), and scratch."""
+        kinds: dict[str, list[Tensor]] = {"state": [], "scalars": [], "scratch": []}
+        for tensor, state in self.optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    kinds["state" if value.shape == tensor.shape else "scalars"].append(value)
+        kinds["scratch"] = [self._gradient_scratch, self._main_scratch]
+        return kinds
+
+    def _plan_batches(self) -> None:
+        """Fill batches in unit order, and hold as much scratch as the largest one needs."""
+        active = [piece for piece in self.pieces if piece.active]
+        batches: list[list[Piece]] = []
+        numel = 0
+        for piece in active:
+            limit = BATCH_NUMEL["cuda" if piece.tensor.is_cuda else "cpu"]
+            if not batches or numel + piece.world.numel > limit:
+                batches.append([])
+                numel = 0
+            batches[-1].append(piece)
+            numel += piece.world.numel
+        # Every unit is finished once, in one order, on all ranks: also where this one has no piece of it.
+        batches = batches or [[]]
+        units, done = list(self.groups), 0
+        planned = []
+        for index, batch in enumerate(batches):
+            later = batches[index + 1][0].unit if index + 1 < len(batches) else None
+            end = units.index(later) if later is not None else len(units)
+            planned.append(Batch(tuple(batch), tuple(units[done:end])))
+            done = end
+        self._batches = tuple(planned)
+        self._gradient_scratch = self._scratch(self._gradient_scratch, _needs_gradient_scratch)
+        self._main_scratch = self._scratch(
+            self._main_scratch, lambda piece: piece.unit.main is not None and piece.unit.main.needs_scratch
+        )
+
+    def _scratch(self, current: Tensor, needed: Callable[[Piece], bool]) -> Tensor:
+        numel = max((sum(p.world.numel for p in batch.pieces if needed(p)) for batch in self._batches), default=0)
+        if numel <= current.numel():
+            return current
+        main = self.pieces[0].unit.main
+        assert main is not None
+        return torch.empty(numel, dtype=main.dtype, device=main.weights.device)
+
+
+def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
+    """The pieces of what this rank updates; `keys` (finer than `groups`) say where neighbours are cut."""
+    assert unit.main is not None, f"unit {unit.name} is frozen"
+    for _, world in cut(unit.layout, keys):
+        if world in unit.main.interval:
+            slots = slots_in(unit, world)
+            group = groups[slots[0]] if slots else None
+            if group is not None:  # what is only padding stays zero by itself
+                yield Piece(unit, world, group, _main_tensor(unit, world))
+
+
+def _split(piece: Piece, parts: Sequence[Interval]) -> list[Piece]:
+    if len(parts) == 1:
+        return [piece]
+    return [Piece(piece.unit, part, piece.group, _main_tensor(piece.unit, part), piece.active) for part in parts]
+
+
+def _main_tensor(unit: Unit, world: Interval) -> Tensor:
+    """What stands for a piece in the inner optimizer: a view of main, or a placeholder until it is joined."""
+    main = unit.main
+    assert main is not None
+    if main.needs_scratch:
+        return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
+    return main.read(world).detach()
+
+
+def _needs_gradient_scratch(piece: Piece) -> bool:
+    grads, main = piece.unit.grads, piece.unit.main
+    return grads is None or main is None or grads.buffer.dtype != main.dtype
+
+
+def _assemble_gradient(piece: Piece, out: Tensor) -> None:
+    """[world.numel] in main's dtype, from a narrower buffer or from the `grad` of the user's parameters."""
+    if piece.unit.grads is not None:
+        out.copy_(piece.unit.grads.piece(piece.world))
+        return
+    out.zero_()
+    for fragment in piece.unit.layout.fragments_in(piece.world):
+        grad = piece.unit.parameters[piece.unit.slot_index(fragment.slot.name)].grad
+        if grad is not None:
+            out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
+
+
+def _gradient_views(piece: Piece) -> Iterator[Tensor]:
+    if piece.unit.grads is not None:
+        yield piece.unit.grads.piece(piece.world)
+        return
+    for fragment in piece.unit.layout.fragments_in(piece.world):
+        grad = piece.unit.parameters[piece.unit.slot_index(fragment.slot.name)].grad
+        if grad is not None:
+            yield grad.reshape(-1)[fragment.param.slice]
+
+
+def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == numel and value.dim() == 1:
+        return value[local].clone()
+    if value.dim() == 0:
+        return value.clone()
+    raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")
+
+

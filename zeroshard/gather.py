@@ -1,0 +1,174 @@
+"""When weights are gathered: before the module that needs them, one step ahead, into places allocated once.
+
+    forward    place 0 | gather u0 | compute u0 | gather u2  | compute u2 ...
+               place 1             | gather u1  | compute u1 | gather u3 ...
+
+Each unit keeps one place (autograd holds views of it), and two neighbours in execution order hold different ones.
+Nothing is freed: a unit whose forward is over is hidden, and its place is taken over by the next unit that needs it.
+If nobody has, backward finds the weights still there; so the last units of a forward are not gathered again.
+
+Backward runs the nodes of the graph in the reverse of the order in which forward made them. So when it reaches the
+output of a unit, every unit that ran later in forward is done, and only the unit that was reached last is protected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.buffer import Place
+from zeroshard.collectives import Collectives
+from zeroshard.unit import Unit
+from zeroshard.weights import Residency
+
+PLACES = 2
+"""Full-size places that units take turns in: one in use, one for the unit to come."""
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Gatherer:
+    """Unshards and hides the weights of all units of a model.
+
+    Attributes:
+        places: kind of unit (dtype, trainable) -> the places that its units take turns in.
+    """
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        self.units = units
+        self.collectives = collectives
+        self.places: dict[tuple[torch.dtype, bool], list[Place]] = {}
+        self._place_of: dict[Unit, Place] = {}
+        self._taken: dict[tuple[torch.dtype, bool], int] = {}
+        self._follower: dict[tuple[str, Unit | None], Unit] = {}
+        self._last: tuple[str, Unit | None] = ("forward", None)
+        self._protected: Unit | None = None
+        borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
+        for unit in borrowers:
+            if unit.spec.outer:
+                self._give_own_place(unit)
+        takers = [unit for unit in borrowers if not unit.spec.outer]
+        for kind in dict.fromkeys(_kind(unit) for unit in takers):
+            sizes = [_full_bytes(unit) for unit in takers if _kind(unit) == kind]
+            device = units[0].weights.own().device
+            self.places[kind] = [Place(max(sizes), device) for _ in range(min(PLACES, len(sizes)))]
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """A forward that needs these units begins."""
+        for unit in units:
+            unit.weights.in_use += 1
+            if not unit.weights.shown:
+                self._unshard(unit, "backward" if in_backward() else "forward")
+
+    def leave(self, units: Sequence[Unit]) -> list[Unit]:
+        """That forward is over. Returns the units that no forward needs any more."""
+        free = []
+        for unit in units:
+            unit.weights.in_use -= 1
+            if unit.weights.in_use == 0:
+                free.append(unit)
+                if not unit.weights.buffer.owns_full and not in_backward():
+                    unit.weights.hide()
+        return free
+
+    def enter_backward(self, units: Sequence[Unit]) -> None:
+        """Backward has reached the output of a module whose forward needed these units."""
+        for unit in units:
+            if not unit.weights.shown:
+                self._unshard(unit, "backward")
+            if not unit.spec.outer:
+                self._protected = unit
+
+    def end_backward(self) -> None:
+        self._protected = None
+        for unit in self.units:
+            if unit.weights.shown and not unit.weights.buffer.owns_full and unit.weights.in_use == 0:
+                unit.weights.hide()
+
+    def updated(self, unit: Unit) -> None:
+        """The optimizer has changed the own interval: weights that rest in full start arriving from the others."""
+        unit.weights.drop()
+        if unit.weights.buffer.owns_full:
+            unit.weights.gather(self.collectives, "step")
+
+    def settle(self) -> None:
+        """Wait for everything that is arriving; weights that rest in full are shown."""
+        for unit in self.units:
+            if unit.weights.state is Residency.GATHERING:
+                unit.weights.arrive()
+            if unit.weights.buffer.owns_full and unit.weights.state is Residency.RESIDENT:
+                unit.weights.show()
+
+    def unshard(self, unit: Unit, full: Tensor | None = None) -> None:
+        """Gather one unit outside of any forward; `full` [numel] instead of the unit's own place."""
+        if full is not None and not unit.weights.buffer.owns_full:
+            unit.weights.drop()
+            unit.weights.gather(self.collectives, "unshard", full)
+        elif unit.weights.state is Residency.SHARDED:
+            self._start(unit, "unshard")
+        unit.weights.arrive()
+
+    def tensors(self) -> list[Tensor]:
+        places = [place for ring in self.places.values() for place in ring]
+        return [place.storage for place in dict.fromkeys([*places, *self._place_of.values()])]
+
+    def _unshard(self, unit: Unit, phase: str) -> None:
+        weights = unit.weights
+        if weights.state is Residency.SHARDED:
+            self._start(unit, phase)
+        weights.arrive()
+        weights.show()
+        previous_phase, previous = self._last
+        self._follower[phase, previous if previous_phase == phase else None] = unit
+        self._last = (phase, unit)
+        follower = self._follower.get((phase, unit))
+        if follower is not None and follower.weights.state is Residency.SHARDED:
+            self._prefetch(follower, phase, unit)
+
+    def _prefetch(self, unit: Unit, phase: str, current: Unit) -> None:
+        """Start gathering unless the place is needed now."""
+        holder = None if unit.weights.buffer.owns_full else self._place(unit).holder
+        if not isinstance(holder, Unit) or holder is unit or not self._needed(holder, current):
+            self._start(unit, phase)
+
+    def _start(self, unit: Unit, phase: str) -> None:
+        if unit.weights.buffer.owns_full:
+            unit.weights.gather(self.collectives, phase)
+            return
+        place = self._place(unit)
+        if isinstance(place.holder, Unit) and place.holder is not unit:
+            if place.holder.weights.in_use:  # units that run inside one another cannot take turns
+                place = self._give_own_place(unit)
+            elif place.holder.weights.state is not Residency.SHARDED:
+                place.holder.weights.drop()
+        place.holder = unit
+        unit.weights.gather(self.collectives, phase, place.tensor(unit.layout.numel, unit.weights.buffer.dtype))
+
+    def _needed(self, holder: Unit, current: Unit) -> bool:
+        return holder is current or holder is self._protected or holder.weights.in_use > 0
+
+    def _place(self, unit: Unit) -> Place:
+        """The unit's place for good; turns are given in the order in which units first run."""
+        if unit not in self._place_of:
+            kind = _kind(unit)
+            turn = self._taken.get(kind, 0)
+            self._taken[kind] = turn + 1
+            self._place_of[unit] = self.places[kind][turn % len(self.places[kind])]
+        return self._place_of[unit]
+
+    def _give_own_place(self, unit: Unit) -> Place:
+        place = self._place_of[unit] = Place(_full_bytes(unit), unit.weights.own().device)
+        return place
+
+
+def _kind(unit: Unit) -> tuple[torch.dtype, bool]:
+    return unit.weights.buffer.dtype, unit.spec.trainable
+
+
+def _full_bytes(unit: Unit) -> int:
+    return unit.layout.numel * unit.weights.buffer.dtype.itemsize

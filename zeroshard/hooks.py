@@ -1,0 +1,153 @@
+"""What is attached to the user's model: hooks on modules and parameters, and nothing else.
+
+| hook                                   | where                                | does                                   |
+|----------------------------------------|--------------------------------------|----------------------------------------|
+| forward pre-hook, forward hook         | modules that need a unit's weights   | gather and show; hide                  |
+| gradient hook on outputs               | the outermost of those calls         | gather and show for backward           |
+| forward pre-hook, hook on its outputs  | the model                            | cast inputs; mark the start of backward|
+| post-accumulate-grad hook              | trainable parameters                 | move the gradient into its bucket      |
+
+Module hooks keep the schedule alive; parameter hooks refer to it weakly (a parameter must not own its owner).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zeroshard.gather import Gatherer, in_backward
+from zeroshard.reduce import Reducer
+from zeroshard.unit import Unit
+
+
+class Schedule:
+    """Ties one training step together: which hook leads to which gather or reduction.
+
+    Attributes:
+        closed: set by `detach`; every later forward raises.
+    """
+
+    def __init__(self, gatherer: Gatherer, reducer: Reducer) -> None:
+        self.gatherer, self.reducer = gatherer, reducer
+        self._removers: list[Callable[[], None]] = []
+        self._backward: int | None = None
+
+    # Attaching ---------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> None:
+        """Install all hooks."""
+        units = self.gatherer.units
+        needs: dict[nn.Module, list[Unit]] = {}
+        for unit in units:
+            for path in unit.spec.modules:
+                of_module = needs.setdefault(model.get_submodule(path), [])
+                if unit not in of_module:
+                    of_module.append(unit)
+        self._keep(model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True))
+        for module, needed in needs.items():
+            self._keep(module.register_forward_pre_hook(_before(self, needed)))
+            self._keep(module.register_forward_hook(_after(self, needed), always_call=True))
+        self._keep(model.register_forward_hook(self._after_model))
+        for unit in self.reducer.order:
+            for index, parameter in enumerate(unit.parameters):
+                self._keep(parameter.register_post_accumulate_grad_hook(_on_gradient(weakref.ref(self), unit, index)))
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+
+    def _keep(self, handle: Any) -> None:
+        self._removers.append(handle.remove)
+
+    # Forward -----------------------------------------------------------------------------------------------------
+
+    def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not in_backward():
+            self._backward = None  # a backward that raised never came to its end
+        dtype = _input_dtype(self.gatherer.units)
+        return None if dtype is None else pytree.tree_map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
+
+    def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            _on_grad_of(output, lambda grad: self.begin_backward())
+
+    def before_module(self, units: Sequence[Unit]) -> None:
+        self.gatherer.enter(units)
+
+    def after_module(self, units: Sequence[Unit], output: Any) -> None:
+        free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
+        if free and torch.is_grad_enabled():
+            _on_grad_of(output, lambda grad: self._on_output_grad(free))
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    def _on_output_grad(self, units: Sequence[Unit]) -> None:
+        self.begin_backward()
+        with torch.no_grad():
+            self.gatherer.enter_backward(units)
+
+    def on_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
+        self.begin_backward()
+        self.reducer.accumulate(unit, index, parameter)
+
+    def begin_backward(self) -> None:
+        """The first hook of a backward asks for a call at its end (whatever the graph of this rank contains)."""
+        if self._backward is None:
+            self._backward = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+
+    def _end_backward(self) -> None:
+        self._backward = None
+        self.reducer.end_backward()
+        self.gatherer.end_backward()
+
+
+def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
+    @torch.no_grad()
+    def hook(module: nn.Module, args: Any) -> None:
+        schedule.before_module(units)
+
+    return hook
+
+
+def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        schedule.after_module(units, output)
+
+    return hook
+
+
+def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Callable[[Tensor], None]:
+    """The hook's argument is the parameter, not its gradient."""
+    unit_ref = weakref.ref(unit)
+
+    def hook(parameter: Tensor) -> None:
+        alive, of_unit = schedule(), unit_ref()
+        if alive is not None and of_unit is not None:
+            alive.on_gradient(of_unit, index, parameter)  # type: ignore[arg-type]
+
+    return hook
+
+
+def _on_grad_of(output: Any, hook: Callable[[Tensor], None]) -> None:
+    """Register on every tensor in a nested output that takes part in autograd."""
+    for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(hook)
+
+
+def _input_dtype(units: Sequence[Unit]) -> torch.dtype | None:
+    """What floating-point inputs are cast to: the compute dtype, where the engine has changed the model's."""
+    changed = [unit for unit in units if unit.weights.buffer.dtype != unit.spec.dtype]
+    return changed[0].weights.buffer.dtype if changed else None
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,113 @@
+"""Where each parameter lies in a unit's flat buffers, and which part of it each rank owns.
+
+        slots   |  head  |      mlp.weight       | norm |pad|      parameters in reverse registration order
+        world   0        3                       8      ...  16
+        shards  |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  equal, contiguous, blind to parameter boundaries
+
+A *fragment* is the part of one parameter inside one shard. It has three ranges: *world* (in the full buffer), *local*
+(in the shard) and *param* (in the flattened parameter). Weights, gradients and main of a unit share one layout, so
+"my shard" is the same interval in all three, in the optimizer state and on disk. Everything here is arithmetic on
+shapes: no tensor, no device, no process group. (The idea of the flat, shard-aligned buffer is ZeRO's, and Megatron's
+`DistributedOptimizer` uses the same three ranges.)
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from zeroshard.interval import Interval, round_up
+
+ALIGNMENT = 256
+"""Elements. Vector kernels see no tail inside a shard, so results do not depend on where a shard is cut; and
+block-quantised optimizer states keep whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the full buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    world: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The part of `slot` inside one interval of the buffer."""
+
+    slot: Slot
+    world: Interval
+    local: Interval
+    param: Interval
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """`numel` elements cut into `num_shards` equal shards; `slots` lie in order, without gaps, padding at the end."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.numel % self.num_shards:
+            raise ValueError(f"{self.numel} elements cannot be cut into {self.num_shards} equal shards")
+        end = 0
+        for slot in self.slots:
+            if slot.world.start != end or slot.world.numel != math.prod(slot.shape):
+                raise ValueError(f"slot {slot.name} {slot.shape} must start at {end}, found {slot.world}")
+            end = slot.world.stop
+        if end > self.numel:
+            raise ValueError(f"the slots need {end} elements, the buffer has {self.numel}")
+
+    @classmethod
+    def pack(
+        cls,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        num_shards: int,
+        *,
+        alignment: int = ALIGNMENT,
+        num_replicas: int = 1,
+    ) -> BufferLayout:
+        """Lay `(name, shape)` one after the other, in the order given.
+
+        The end is padded so that each shard is a multiple of `alignment * num_replicas` elements (under a 2-D mesh a
+        shard is itself cut once more, over its replicas).
+        """
+        slots: list[Slot] = []
+        end = 0
+        for name, shape in shapes:
+            slots.append(Slot(name, tuple(shape), Interval(end, end + math.prod(shape))))
+            end = slots[-1].world.stop
+        return cls(tuple(slots), round_up(end, num_shards * alignment * num_replicas), num_shards)
+
+    @property
+    def used(self) -> Interval:
+        """The elements that belong to parameters; the rest is padding and stays zero."""
+        return Interval(0, self.slots[-1].world.stop if self.slots else 0)
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.num_shards
+
+    def shard(self, rank: int) -> Interval:
+        """World range of the shard of `rank`."""
+        if not 0 <= rank < self.num_shards:
+            raise ValueError(f"rank must be in [0, {self.num_shards}), found {rank}")
+        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:
+        """What the shard of `rank` holds, in buffer order; empty intersections (and empty parameters) are left out."""
+        return tuple(self.fragments_in(self.shard(rank)))
+
+    def fragments_in(self, interval: Interval) -> Iterator[Fragment]:
+        """As `fragments`, for any world range; `local` counts from its start."""
+        first = bisect_right(self.slots, interval.start, key=lambda slot: slot.world.stop)
+        for slot in self.slots[first:]:
+            if slot.world.start >= interval.stop:
+                return
+            if world := slot.world & interval:
+                yield Fragment(slot, world, world.relative_to(interval.start), world.relative_to(slot.world.start))

@@ -1,0 +1,92 @@
+"""Main: what the optimizer updates, in fp32, whatever the weights are held in.
+
+| kind      | holds beside the weights   | read(piece)                    | write(piece)                              |
+|-----------|----------------------------|--------------------------------|-------------------------------------------|
+| alias     | nothing                    | a view of the weights          | nothing to do                             |
+| master    | an fp32 copy of its range  | a view of the copy             | weights = the copy, rounded               |
+| remainder | the low 16 bits (int16)    | joined into scratch            | split into weight and remainder           |
+
+[Note: remainder] A bf16 number is the top half of an fp32 number. On the int32 bits m of the master:
+`weight = (m + 0x8000) >> 16`, `remainder = int16(m & 0xffff)`, `m = (weight << 16) + remainder` with the remainder
+signed. Lossless for every pattern; the weight is the nearest bf16, exact ties going away from zero. (The idea is
+apex's DistributedFusedAdam, `store_param_remainders`.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.interval import Interval
+from zeroshard.precision import MixedPrecision
+
+
+def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
+    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D, same length. See [Note: remainder]."""
+    bits = out.view(torch.int32)
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
+    bits.add_(remainder)
+
+
+def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """bf16 `weight` and int16 `remainder` = fp32 `master`, which is overwritten. See [Note: remainder]."""
+    bits = master.view(torch.int32)
+    remainder.copy_(bits)  # keeps the low 16 bits
+    weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+class MainWeights:
+    """Main of one unit over the world range `interval` (its shard, or everything).
+
+    Attributes:
+        interval: world range that this rank updates.
+        weights: [interval.numel] view of the weights it stands for.
+        extra: the fp32 master, the int16 remainder, or None where the weights are main.
+    """
+
+    def __init__(self, interval: Interval, weights: Tensor, precision: MixedPrecision) -> None:
+        self.interval = interval
+        self.weights = weights
+        self.dtype = precision.main_dtype
+        self.extra: Tensor | None = None
+        if precision.main == "remainder":
+            self.extra = torch.zeros(interval.numel, dtype=torch.int16, device=weights.device)
+        elif not precision.weights_are_main:
+            self.extra = torch.zeros(interval.numel, dtype=self.dtype, device=weights.device)
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether `read` has to build the value somewhere."""
+        return self.extra is not None and self.extra.dtype == torch.int16
+
+    def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
+        """[piece.numel] in the main dtype, for the optimizer to update; `scratch` of that size where needed."""
+        local = piece.relative_to(self.interval.start).slice
+        if self.extra is None:
+            return self.weights[local]
+        if not self.needs_scratch:
+            return self.extra[local]
+        assert scratch is not None, "the remainder is joined in scratch"
+        join_remainder(self.weights[local], self.extra[local], scratch)
+        return scratch
+
+    def write(self, piece: Interval, value: Tensor) -> None:
+        """After an update of what `read` gave: weights (and remainder) follow. May overwrite `value` if it is scratch."""
+        local = piece.relative_to(self.interval.start).slice
+        if self.extra is None:
+            return
+        if self.needs_scratch:
+            split_remainder(value, self.weights[local], self.extra[local])
+        else:
+            self.weights[local].copy_(value)
+
+    def set(self, piece: Interval, value: Tensor) -> None:
+        """Main becomes `value` ([piece.numel], any float dtype), and the weights follow."""
+        local = piece.relative_to(self.interval.start).slice
+        if self.extra is None:
+            self.weights[local].copy_(value)
+        elif self.needs_scratch:
+            split_remainder(value.to(self.dtype, copy=True), self.weights[local], self.extra[local])
+        else:
+            self.extra[local].copy_(value)
+            self.weights[local].copy_(value)

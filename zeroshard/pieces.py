@@ -1,0 +1,76 @@
+"""How an optimizer's work is cut: pieces of a unit's main, each in one param group, at the same places in every plan.
+
+    world     0        256       512       768      1024
+    shards    |         rank 0    |        rank 1     |
+    groups    |  decay     |        no decay          |
+    pieces    |   a    |b1| b2   |       c           |      b1: from the group's cut to the next multiple of 256
+
+A fused kernel treats the tail of a vector differently from its body. So every piece starts at a multiple of ALIGNMENT,
+but for a short one from where a group starts to the next multiple; no cut depends on the plan or on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zeroshard.interval import Interval, round_up
+from zeroshard.layout import ALIGNMENT, BufferLayout
+from zeroshard.unit import Unit
+
+PIECE_NUMEL = 1 << 18
+"""Elements at most: an fp32 piece, its gradient and two moments stay in a core's cache."""
+
+
+def cut(
+    layout: BufferLayout, keys: Sequence[Hashable | None], piece_numel: int = PIECE_NUMEL
+) -> Iterator[tuple[Hashable, Interval]]:
+    """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
+
+    A slot whose key is None is left out. Padding goes with the last slot.
+    """
+    for key, section in _sections(layout, keys):
+        start = section.start
+        while start < section.stop:
+            shard_end = (start // layout.shard_numel + 1) * layout.shard_numel
+            end = min(section.stop, shard_end, start + piece_numel if start % ALIGNMENT == 0 else round_up(start, ALIGNMENT))
+            yield key, Interval(start, end)
+            start = end
+
+
+def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator[tuple[Hashable, Interval]]:
+    start = 0
+    for index, key in enumerate(keys):
+        last = index == len(keys) - 1
+        if last or keys[index + 1] != key:
+            stop = layout.numel if last else layout.slots[index].world.stop
+            if key is not None and stop > start:
+                yield key, Interval(start, stop)
+            start = stop
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """One flat parameter of the inner optimizer.
+
+    Attributes:
+        world: its range in the unit's buffers.
+        group: index of the param group.
+        tensor: [world.numel] in the main dtype; the key of the inner optimizer's state. A view of main, or pointed to
+            scratch during the step where main has to be rebuilt.
+        active: whether it takes part in the next step (its parameters have gradients).
+    """
+
+    unit: Unit
+    world: Interval
+    group: int
+    tensor: Tensor
+    active: bool = True
+
+
+def slots_in(unit: Unit, world: Interval) -> range:
+    """Indices of the slots that the range touches."""
+    touched = [i for i, slot in enumerate(unit.layout.slots) if slot.world & world]
+    return range(touched[0], touched[-1] + 1) if touched else range(0)

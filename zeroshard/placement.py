@@ -1,0 +1,76 @@
+"""A stage is three placements; a change of placement is a collective. This page is the whole theory.
+
+| plan           | weights    | grads                              | main (master weights + optimizer state) |
+|----------------|------------|------------------------------------|------------------------------------------|
+| DDP            | REPLICATED | REPLICATED (PARTIAL until reduced) | REPLICATED                               |
+| ZERO1          | REPLICATED | PARTIAL, own interval reduced      | SHARDED                                  |
+| ZERO2          | REPLICATED | SHARDED                            | SHARDED                                  |
+| ZERO3          | SHARDED    | SHARDED                            | SHARDED                                  |
+| OPTIMIZER_ONLY | REPLICATED | REPLICATED, by someone else        | SHARDED                                  |
+
+The stages are those of the ZeRO paper (Rajbhandari et al., 2020); placements as data are Megatron-FSDP v2's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """Which values of a flat buffer are valid on a rank."""
+
+    REPLICATED = "replicated"  # all of them, equal on every rank
+    SHARDED = "sharded"  # those of the own shard
+    PARTIAL = "partial"  # all are terms of a sum over ranks that is still to be taken
+
+
+REPLICATED, SHARDED, PARTIAL = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
+
+TRANSITIONS = {
+    (SHARDED, REPLICATED): "all_gather",
+    (PARTIAL, SHARDED): "reduce_scatter",
+    (REPLICATED, SHARDED): "slice",
+}
+"""The collective behind each change. PARTIAL -> REPLICATED is the first two in a row (an all-reduce is just that)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the three buffers of a unit rest between steps. `external_gradients`: another system (say torch DDP)
+    leaves reduced gradients in `p.grad`, and this one holds no gradient buffer."""
+
+    name: str
+    weights: Placement
+    grads: Placement
+    main: Placement
+    external_gradients: bool = False
+
+    def __repr__(self) -> str:
+        return self.name.upper()
+
+
+DDP = Plan("ddp", REPLICATED, REPLICATED, REPLICATED)
+ZERO1 = Plan("zero1", REPLICATED, PARTIAL, SHARDED)
+ZERO2 = Plan("zero2", REPLICATED, SHARDED, SHARDED)
+ZERO3 = Plan("zero3", SHARDED, SHARDED, SHARDED)
+OPTIMIZER_ONLY = Plan("optimizer_only", REPLICATED, REPLICATED, SHARDED, external_gradients=True)
+
+PLANS = {plan.name: plan for plan in (DDP, ZERO1, ZERO2, ZERO3)}
+"""What `shard(model, plan)` takes by name."""
+
+
+def as_plan(plan: Plan | str) -> Plan:
+    """The plan itself, or the plan of that lower-case name.
+
+    Raises:
+        ValueError: an unknown name, with the nearest known one.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str) and plan in PLANS:
+        return PLANS[plan]
+    near = difflib.get_close_matches(str(plan).lower(), PLANS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(map(repr, PLANS))}{hint}")

@@ -1,0 +1,99 @@
+"""In which dtype each of the three buffers of a unit is held: one frozen record.
+
+[Note: precisions]
+- `param`: the dtype in which forward and backward compute.
+- `grad`: the dtype of the gradient buffer, in which micro-batches and ranks are summed.
+- `reduce`: the dtype on the wire of the reduction; None means `grad`. A narrower wire still sums in `grad`, a wider
+  one sums in `reduce` and rounds to `grad` once.
+- `main`: what the optimizer updates. A dtype equal to `param` means that the weights are the main weights; fp32
+  beside 16-bit weights is a master copy; "remainder" keeps the low 16 bits of that master beside the bf16 weight
+  (together they are the fp32 number, bit for bit: 2 bytes less).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """See [Note: precisions].
+
+    Raises:
+        ValueError: a dtype that is not floating point; a main narrower than the weights; a remainder for weights that
+            are not bf16.
+    """
+
+    param: torch.dtype = torch.bfloat16
+    grad: torch.dtype = torch.float32
+    reduce: torch.dtype | None = None
+    main: torch.dtype | Literal["remainder"] = torch.float32
+
+    def __post_init__(self) -> None:
+        for field in ("param", "grad", "reduce", "main"):
+            value = getattr(self, field)
+            optional = (field == "reduce" and value is None) or (field == "main" and value == "remainder")
+            if not optional and value not in FLOATS:
+                raise ValueError(f"precision: {field} must be one of {', '.join(map(str, FLOATS))}, found {value!r}")
+        if self.main == "remainder" and self.param != torch.bfloat16:
+            raise ValueError(
+                f"precision: the 16-bit remainder completes bf16 weights to fp32; weights are {self.param}. "
+                "Use param=torch.bfloat16, or main=torch.float32"
+            )
+        if isinstance(self.main, torch.dtype) and self.main.itemsize < self.param.itemsize:
+            raise ValueError(f"precision: main {self.main} is narrower than the weights {self.param}; use {self.param}")
+
+    @property
+    def wire(self) -> torch.dtype:
+        return self.reduce or self.grad
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """What the optimizer sees."""
+        return self.main if isinstance(self.main, torch.dtype) else torch.float32
+
+    @property
+    def weights_are_main(self) -> bool:
+        return self.main == self.param
+
+
+NAMED = {
+    "fp32": MixedPrecision(torch.float32, torch.float32, None, torch.float32),
+    "bf16": MixedPrecision(),
+    "fp16": MixedPrecision(torch.float16, torch.float32, None, torch.float32),
+    "bf16-remainder": MixedPrecision(main="remainder"),
+}
+
+
+def as_precision(precision: MixedPrecision | str | None) -> MixedPrecision | None:
+    """The record itself, the one of that name, or None ("as the model is", see `precision_for`).
+
+    Raises:
+        ValueError: an unknown name, with the nearest known one.
+    """
+    if precision is None or isinstance(precision, MixedPrecision):
+        return precision
+    if isinstance(precision, str) and precision in NAMED:
+        return NAMED[precision]
+    near = difflib.get_close_matches(str(precision), NAMED, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown precision {precision!r}: expected one of {', '.join(map(repr, NAMED))}{hint}")
+
+
+def precision_for(parameter_dtype: torch.dtype, precision: MixedPrecision | None) -> MixedPrecision:
+    """The record under which a parameter of that dtype trains.
+
+    None leaves the dtype as the model has it: fp32 and fp64 parameters are their own main weights; 16-bit parameters
+    get fp32 gradients and an fp32 master (nobody wants updates that round away).
+    """
+    if precision is not None:
+        return precision
+    if parameter_dtype in (torch.bfloat16, torch.float16):
+        return MixedPrecision(parameter_dtype, torch.float32, None, torch.float32)
+    return MixedPrecision(parameter_dtype, parameter_dtype, None, parameter_dtype)

@@ -1,0 +1,152 @@
+"""When gradients are reduced: unit by unit during backward, in one fixed order on every rank.
+
+    accumulated   u3 u2 u1 u0            (as backward produces them, maybe differently on each rank)
+    reduced          u3 u2 u1 u0         (always this order: reverse registration; an early unit waits)
+
+A unit is *ready* when all its parameters have a gradient in this backward. What is not ready at the end of backward
+takes part with zeros: no collective ever depends on what one rank's graph happens to contain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.buffer import Place
+from zeroshard.collectives import Collectives
+from zeroshard.gradients import Gradients, GradState
+from zeroshard.unit import Unit
+
+IN_FLIGHT = 2
+"""Reductions under way at a time: one arriving, one starting. Each has its own scratch (and bucket)."""
+
+
+class Reducer:
+    """Accumulates and reduces the gradients of all trainable units of a model.
+
+    Attributes:
+        order: trainable units, in the order in which they are reduced.
+        sync: whether the backward under way reduces (else it accumulates locally, see `no_sync`).
+    """
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        self.order = [unit for unit in reversed(units) if unit.grads is not None]
+        self.collectives = collectives
+        self.sync = True
+        self._cursor = 0
+        self._in_flight: deque[tuple[Unit, Tensor]] = deque()
+        self._buckets: dict[torch.dtype, list[Place]] = {}  # free ones that units take turns in
+        self._bucket_of: dict[Unit, Place] = {}  # of its own, for good
+        self._borrowed: dict[Unit, Place] = {}
+        for unit, grads in self._borrowers():
+            if unit.spec.outer:
+                self._bucket_of[unit] = self._new_bucket(unit, grads)
+        takers = [(unit, grads) for unit, grads in self._borrowers() if not unit.spec.outer]
+        for dtype in dict.fromkeys(grads.buffer.dtype for _, grads in takers):
+            sizes = [unit.layout.numel * dtype.itemsize for unit, grads in takers if grads.buffer.dtype == dtype]
+            self._buckets[dtype] = [Place(max(sizes), takers[0][1].buffer.shard.device) for _ in range(IN_FLIGHT)]
+        scratch_bytes = max((self._scratch_bytes(unit) for unit in self.order), default=0)
+        device = self.order[0].weights.own().device if self.order else None
+        self._scratch = [torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+        self._free_scratch = list(self._scratch)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate locally, in full-size buckets, and do not communicate."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @torch.no_grad()
+    def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
+        """Backward has left a parameter's gradient: move it into the unit's bucket."""
+        grads = unit.grads
+        assert grads is not None and parameter.grad is not None, "only trainable units accumulate"
+        grad, parameter.grad = parameter.grad, None
+        if grads.state is not GradState.PARTIAL:
+            self._open(unit, grads)
+        grads.accumulate(index, grad)
+        if self.sync and len(grads.ready) == len(unit.parameters):
+            self._advance()
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Reduce what is left, with zeros for what is missing, and wait for all of it."""
+        for unit in self.order[self._cursor :] if self.sync else ():
+            assert unit.grads is not None
+            if unit.grads.state is not GradState.PARTIAL:
+                self._open(unit, unit.grads)
+            self._launch(unit)
+        while self._in_flight:
+            self._finish_oldest()
+        self._cursor = 0
+        for unit in self.order:
+            assert unit.grads is not None
+            unit.grads.ready.clear()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Buckets and scratch, by kind."""
+        free = [place for places in self._buckets.values() for place in places]
+        places = dict.fromkeys([*free, *self._bucket_of.values(), *self._borrowed.values()])
+        return {"buckets": [place.storage for place in places], "scratch": self._scratch}
+
+    def _advance(self) -> None:
+        while self._cursor < len(self.order):
+            unit = self.order[self._cursor]
+            assert unit.grads is not None
+            if len(unit.grads.ready) < len(unit.parameters):
+                return
+            self._launch(unit)
+            self._cursor += 1
+
+    def _launch(self, unit: Unit) -> None:
+        assert unit.grads is not None
+        if not self._free_scratch:
+            self._finish_oldest()
+        scratch = self._free_scratch.pop()
+        unit.grads.reduce(self.collectives, scratch)
+        self._in_flight.append((unit, scratch))
+
+    def _finish_oldest(self) -> None:
+        unit, scratch = self._in_flight.popleft()
+        assert unit.grads is not None
+        unit.grads.arrive()
+        unit.grads.close()
+        self._free_scratch.append(scratch)
+        if unit in self._borrowed:
+            place = self._borrowed.pop(unit)
+            ring = self._buckets[unit.grads.buffer.dtype]
+            if len(ring) < IN_FLIGHT:
+                ring.append(place)
+
+    def _open(self, unit: Unit, grads: Gradients) -> None:
+        if not grads.needs_bucket:
+            grads.open()
+            return
+        if not self.sync and unit not in self._bucket_of:  # local accumulation: the price is a full gradient
+            self._bucket_of[unit] = self._new_bucket(unit, grads)
+        place = self._bucket_of.get(unit)
+        if place is None:
+            ring = self._buckets[grads.buffer.dtype]
+            while not ring and self._in_flight:
+                self._finish_oldest()
+            # No bucket is free where earlier units wait for gradients that may never come: one more, for this once.
+            place = self._borrowed[unit] = ring.pop() if ring else self._new_bucket(unit, grads)
+        grads.open(place.tensor(unit.layout.numel, grads.buffer.dtype))
+
+    def _borrowers(self) -> list[tuple[Unit, Gradients]]:
+        pairs = [(unit, unit.grads) for unit in self.order if unit.grads is not None]
+        return [(unit, grads) for unit, grads in pairs if not grads.buffer.owns_full]
+
+    def _new_bucket(self, unit: Unit, grads: Gradients) -> Place:
+        return Place(unit.layout.numel * grads.buffer.dtype.itemsize, grads.buffer.shard.device)
+
+    def _scratch_bytes(self, unit: Unit) -> int:
+        precision = unit.spec.precision
+        return self.collectives.reduce_scratch_bytes(unit.layout.numel, precision.grad, precision.wire)

@@ -1,0 +1,120 @@
+"""Run a function on several ranks of one machine, for tests: yours and ours."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.collectives import CommLog
+
+
+class RankError(RuntimeError):
+    """A rank raised; the message holds its traceback. `rank`: which."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} raised:\n{text}")
+        self.rank = rank
+        self.text = text
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, collective_timeout: float = 20.0
+) -> list[Any]:
+    """Call `fn(rank, *args)` on `world_size` forked gloo ranks; returns what each returned (it is pickled).
+
+    Ranks are forked (0.05 s, where a fresh interpreter takes seconds), each with one thread: do the torch work inside
+    `fn`, not in the process that calls this. They meet in a FileStore: no port is taken.
+
+    Args:
+        timeout: seconds for everything; ranks still running then are killed.
+        collective_timeout: seconds for one collective.
+
+    Raises:
+        RankError: the first rank that raised, with its traceback.
+        TimeoutError: the ranks that were still running.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeroshard-ranks-") as folder:
+        pids = {}
+        for rank in range(world_size):
+            sys.stdout.flush(), sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                _rank_main(fn, rank, world_size, Path(folder), collective_timeout, args)
+            pids[pid] = rank
+        _wait_for(pids, Path(folder), time.monotonic() + timeout)
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _rank_main(
+    fn: Callable[..., Any], rank: int, world_size: int, folder: Path, timeout: float, args: Sequence[Any]
+) -> None:
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        result = fn(rank, *args)
+        _write(folder / f"result-{rank}", pickle.dumps(result))
+        dist.barrier()
+        status = 0
+    except BaseException:
+        _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode())
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f"tmp-{path.name}")
+    temporary.write_bytes(data)
+    temporary.rename(path)
+
+
+def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
+    """Reap all ranks; a failure gives the others a moment to fail in their own words, then ends them."""
+    running = dict(pids)
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG) if len(running) else (0, 0)
+        if pid in running:
+            rank = running.pop(pid)
+            if status:
+                deadline = min(deadline, time.monotonic() + 5.0)
+                if os.WIFSIGNALED(status):
+                    text = f"killed by signal {os.WTERMSIG(status)}".encode()
+                    _write(folder / f"error-{rank}-{time.monotonic_ns()}", text)
+        elif time.monotonic() > deadline:
+            break
+        else:
+            time.sleep(0.002)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    errors = sorted(folder.glob("error-*"), key=lambda path: int(path.name.split("-")[2]))
+    if errors:
+        raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text())
+    if running:
+        raise TimeoutError(f"ranks {sorted(running.values())} were still running at the timeout and have been killed")
+
+
+def expect_same_logs(logs: Sequence[CommLog]) -> None:
+    """Every rank has issued the same collectives, in the same order within each kind."""
+    for rank, log in enumerate(logs):
+        for op in {event.op for event in [*logs[0].entries, *log.entries]}:
+            first = [event for event in logs[0].entries if event.op == op]
+            other = [event for event in log.entries if event.op == op]
+            if first != other:
+                at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), "the end")
+                raise AssertionError(f"rank {rank} differs from rank 0 in {op} number {at}")

@@ -1,0 +1,262 @@
+"""Units: the parameters that are gathered, reduced and freed together; which ones, and what each holds.
+
+`choose_units` is arithmetic on names, shapes and dtypes (it runs on the meta device, for the planner); `Unit` owns the
+three buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.buffer import FlatBuffer
+from zeroshard.collectives import Collectives
+from zeroshard.gradients import Gradients
+from zeroshard.interval import Interval
+from zeroshard.layout import BufferLayout
+from zeroshard.main_weights import MainWeights
+from zeroshard.mesh import Mesh
+from zeroshard.placement import REPLICATED, SHARDED, Plan
+from zeroshard.precision import MixedPrecision, precision_for
+from zeroshard.weights import Weights
+
+UnitPolicy = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] | int | None
+DEFAULT_UNIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit, before anything is allocated. All its parameters have one dtype and are all trainable or all frozen.
+
+    Attributes:
+        names: parameter names in registration order.
+        modules: dotted paths of the modules whose forward needs the weights.
+        outer: whether other units run while this one is in use (the root unit, or a unit around units): it keeps a
+            full-size place of its own, the others take turns.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    precision: MixedPrecision
+    trainable: bool
+    modules: tuple[str, ...]
+    outer: bool
+
+    def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
+        """Parameters in reverse registration order: backward fills the buffer from the front."""
+        shapes = list(zip(self.names, self.shapes, strict=True))[::-1]
+        return BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
+
+
+class Unit:
+    """See the module's note. `parameters` are in buffer order (the order of `layout.slots`)."""
+
+    def __init__(
+        self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, mesh: Mesh
+    ) -> None:
+        self.index, self.spec, self.plan = index, spec, plan
+        self.parameters = tuple(parameters)
+        self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
+        device = self.parameters[0].device
+        rank = mesh.shard.rank
+        param_dtype = spec.precision.param if spec.trainable else spec.dtype
+        buffer = FlatBuffer(self.layout, rank, param_dtype, device, plan.weights)
+        self.weights = Weights(spec.name, self.parameters, buffer)
+        self.grads: Gradients | None = None
+        self.main: MainWeights | None = None
+        if spec.trainable:
+            everything = Interval(0, self.layout.numel)
+            interval = everything if plan.main is REPLICATED else self.layout.shard(rank)
+            held = buffer.full if plan.main is REPLICATED else buffer.shard
+            assert held is not None, "a replicated main needs replicated weights"
+            self.main = MainWeights(interval, held, spec.precision)
+            if not plan.external_gradients:
+                grads = FlatBuffer(self.layout, rank, spec.precision.grad, device, plan.grads)
+                self.grads = Gradients(spec.name, grads, spec.precision.wire)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Take the parameters' values into main (exactly) and weights (rounded), and hide or show the parameters."""
+        if self.main is not None:
+            for fragment in self.layout.fragments_in(self.main.interval):
+                self.main.set(fragment.world, self._values(fragment.slot.name, fragment.param))
+        self.weights.fill()
+
+    def set(self, values: Sequence[Tensor]) -> None:
+        """New full values, in buffer order: main takes its part, and the own interval of the weights follows."""
+        interval = self.own_shard() if self.main is None else self.main.interval
+        for fragment in self.layout.fragments_in(interval):
+            value = values[self.slot_index(fragment.slot.name)].reshape(-1)[fragment.param.slice]
+            if self.main is not None:
+                self.main.set(fragment.world, value.to(self.main.weights.device))
+            else:
+                self.weights.own()[fragment.local.slice] = value
+
+    def take_full(self) -> None:
+        """The full weights have been written to: the own interval, and main, follow."""
+        assert self.weights.buffer.full is not None
+        self.set([view.clone() for view in self.weights.buffer.views()])
+
+    def gather_main(self, collectives: Collectives) -> Tensor:
+        """[layout.numel] main of all ranks in a new tensor. Collective."""
+        assert self.main is not None, f"unit {self.name} is frozen"
+        full = torch.zeros(self.layout.numel, dtype=self.main.dtype, device=self.main.weights.device)
+        own = full[self.main.interval.slice]
+        own.copy_(self.main.read(self.main.interval, own))
+        if self.plan.main is SHARDED:
+            collectives.all_gather(full, unit=self.name, phase="unshard").wait()
+        return full
+
+    def _values(self, name: str, param: Interval) -> Tensor:
+        parameter = self.parameters[self.slot_index(name)]
+        return parameter.detach().reshape(-1)[param.slice]
+
+    def slot_index(self, name: str) -> int:
+        return len(self.spec.names) - 1 - self.spec.names.index(name)
+
+    def own_shard(self) -> Interval:
+        return self.layout.shard(self.weights.buffer.rank)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this unit holds, by kind."""
+        kinds: dict[str, list[Tensor]] = {"weights": self.weights.buffer.storages(), "grads": [], "main": []}
+        if self.grads is not None:
+            kinds["grads"] = self.grads.buffer.storages()
+        if self.main is not None and self.main.extra is not None:
+            kinds["main"] = [self.main.extra]
+        return kinds
+
+
+def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision | None) -> list[UnitSpec]:
+    """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
+
+    Args:
+        policy: a module class or several (each instance is a unit), a callable `module -> bool`, a number of bytes
+            (neighbouring modules are grouped up to that size), or None (a number of bytes that suits most models).
+
+    A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
+    frozen and trainable ones, becomes several units, gathered by the same modules.
+
+    Raises:
+        ValueError: a model without parameters; a policy that matches no module, with the classes that there are.
+        TypeError: a policy that is none of these.
+    """
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    groups = _modules_by_unit(model, policy)
+    owner: dict[int, str] = {}  # id of parameter -> unit
+    users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                unit = groups[path]
+                owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
+                users.setdefault(id(parameter), []).append(path)
+    members: dict[tuple[str, torch.dtype, bool], list[str]] = {}
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad)
+        members.setdefault(key, []).append(name)
+    order = list(dict.fromkeys([*groups.values(), ""]))
+    specs = []
+    for (unit, dtype, trainable), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
+        _refuse_unsupported(names, [parameters[name] for name in names])
+        alone = sum(key[0] == unit for key in members) == 1
+        label = unit or "root"
+        label += "" if alone else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
+        modules = [unit] if unit in groups else []
+        modules += [path for name in names for path in users[id(parameters[name])]]
+        specs.append(
+            UnitSpec(
+                name=label,
+                names=tuple(names),
+                shapes=tuple(tuple(parameters[name].shape) for name in names),
+                dtype=dtype,
+                precision=precision_for(dtype, precision if trainable else None),
+                trainable=trainable,
+                modules=tuple(dict.fromkeys(modules)),
+                outer=_runs_around_others(unit, modules, groups),
+            )
+        )
+    return specs
+
+
+def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> dict[str, str]:
+    """Path of each module -> path of the unit that its own parameters belong to ("" is the root unit)."""
+    if isinstance(policy, bool):
+        raise TypeError("units must be module classes, a callable or a number of bytes, found a bool")
+    if policy is None or isinstance(policy, int):
+        return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy)
+    matches: Callable[[nn.Module], bool]
+    if isinstance(policy, type):
+        matches = lambda module: isinstance(module, policy)  # noqa: E731
+    elif isinstance(policy, Sequence) and policy and all(isinstance(item, type) for item in policy):
+        classes = tuple(policy)
+        matches = lambda module: isinstance(module, classes)  # noqa: E731
+    elif callable(policy):
+        matches = policy
+    else:
+        raise TypeError(f"units must be module classes, a callable or a number of bytes, found {policy!r}")
+    groups: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent = path.rpartition(".")[0]
+        groups[path] = path if path and matches(module) else groups.get(parent, "")
+    if not any(groups.values()) and not matches(model):
+        classes_found = sorted({type(module).__name__ for path, module in model.named_modules() if path})
+        raise ValueError(
+            f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
+            f"{', '.join(classes_found) or '(none)'}"
+        )
+    return groups
+
+
+def _modules_by_size(model: nn.Module, unit_bytes: int) -> dict[str, str]:
+    """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`."""
+    if unit_bytes <= 0:
+        raise ValueError(f"units as a number of bytes must be positive, found {unit_bytes}")
+    groups: dict[str, str] = {}
+    current, size = "", 0
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen.update(id(p) for p in own)
+        own_bytes = sum(p.numel() * p.element_size() for p in own)
+        if own and path and (not current or size + own_bytes > unit_bytes):
+            current, size = f"{path}..", 0
+        size += own_bytes if path else 0
+        groups[path] = (current or f"{path}..") if path else ""
+    return groups
+
+
+def _runs_around_others(unit: str, modules: Sequence[str], groups: dict[str, str]) -> bool:
+    """Whether a module that needs this unit has descendants in another unit."""
+    return any(
+        groups[path] != unit and path != module and (not module or path.startswith(f"{module}."))
+        for module in dict.fromkeys(modules)
+        for path in groups
+    )
+
+
+def _refuse_unsupported(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: complex parameters are not supported; register "
+                "torch.view_as_real(parameter) as the parameter and view it as complex in forward"
+            )
+        if parameter.is_sparse or parameter.layout is not torch.strided:
+            raise ValueError(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")
+
+
+def sharded_weights(units: Sequence[Unit]) -> bool:
+    """Whether weights have to be gathered before use."""
+    return any(unit.plan.weights is SHARDED for unit in units)

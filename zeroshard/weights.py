@@ -1,0 +1,123 @@
+"""The weights of one unit: held, gathered, shown to the module, hidden again.
+
+    SHARDED --gather()--> GATHERING --arrive()--> RESIDENT --drop()--> SHARDED
+
+SHARDED: only the own interval is valid. Under a plan with replicated weights a unit is SHARDED just after the
+optimizer has updated the own interval, and goes through the same three states; its full buffer is simply its own.
+
+A parameter whose values are not here keeps its shape and reads as NaN (one scalar, expanded): reading shows it at
+once, writing raises. Autograd keeps views of the full buffer between forward and backward, so a unit always gathers
+into the same storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.buffer import FlatBuffer
+from zeroshard.collectives import Collectives, Pending
+from zeroshard.placement import REPLICATED, SHARDED
+
+
+class Residency(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    RESIDENT = "resident"
+
+
+class Weights:
+    """See the module's note.
+
+    Attributes:
+        buffer: the flat buffer, in the compute dtype.
+        state: the life cycle above.
+        in_use: how many forwards that need these weights are under way.
+        shown: whether the parameters point into the full buffer (else they read as NaN).
+    """
+
+    def __init__(self, unit: str, parameters: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
+        self._unit = unit
+        self._parameters = tuple(parameters)
+        self._absent = [_absent(slot.shape, buffer.shard) for slot in buffer.layout.slots]
+        self._pending = Pending()
+        self.buffer = buffer
+        self.state = Residency.SHARDED
+        self.in_use = 0
+        self.shown = False
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Take the values of the parameters and hold what the resting placement holds; parameters are hidden after."""
+        if self.buffer.owns_full:
+            for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
+                view.copy_(parameter)
+            self.state = Residency.RESIDENT
+            self.show()
+        else:
+            for fragment in self.buffer.layout.fragments(self.buffer.rank):
+                parameter = self._parameters[self.buffer.layout.slots.index(fragment.slot)]
+                self.buffer.shard[fragment.local.slice] = parameter.detach().reshape(-1)[fragment.param.slice]
+            self.hide()
+
+    def gather(self, collectives: Collectives, phase: str, full: Tensor | None = None) -> None:
+        """SHARDED -> GATHERING. `full`: where to, for weights that only hold their shard."""
+        self._expect(Residency.SHARDED, "gather")
+        if full is not None:
+            self.buffer.attach(full)
+            self.buffer.own_part_of_full().copy_(self.buffer.shard)
+        assert self.buffer.full is not None, "gathering needs a full buffer"
+        self._pending = collectives.all_gather(self.buffer.full, unit=self._unit, phase=phase)
+        self.state = Residency.GATHERING
+
+    def arrive(self) -> None:
+        """GATHERING -> RESIDENT; nothing where they are already."""
+        if self.state is Residency.RESIDENT:
+            return
+        self._expect(Residency.GATHERING, "wait for")
+        self._pending.wait()
+        self.buffer.placement = REPLICATED
+        self.state = Residency.RESIDENT
+
+    def drop(self, *, forget: bool = False) -> None:
+        """RESIDENT (or GATHERING, waited for) -> SHARDED: only the own interval is valid from now on."""
+        if self.state is Residency.GATHERING:
+            self.arrive()
+        self.hide()
+        if not self.buffer.owns_full:
+            self.buffer.detach(forget=forget)
+        self.buffer.placement = SHARDED
+        self.state = Residency.SHARDED
+
+    def show(self) -> None:
+        """Point the parameters at their values."""
+        if not self.shown:
+            self._expect(Residency.RESIDENT, "show")
+            self._point_to(self.buffer.views())
+            self.shown = True
+
+    def hide(self) -> None:
+        """Let the parameters read as NaN."""
+        self._point_to(self._absent)
+        self.shown = False
+
+    def own(self) -> Tensor:
+        """[shard_numel] the interval that is valid in every state."""
+        return self.buffer.shard
+
+    def _point_to(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value
+
+    def _expect(self, state: Residency, verb: str) -> None:
+        if self.state is not state:
+            raise RuntimeError(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {state.value}")
+
+
+def _absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor of that shape on one scalar: NaN, or the lowest number of an integer dtype."""
+    value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(shape)
