@@ -6,6 +6,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes 1.4 s: once here, not once in every forked rank
 
 # The same examples on every run; a failure in continuous integration is then a failure on the desk.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
@@ -23,7 +24,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    yield
+    return
 
 
 @pytest.fixture

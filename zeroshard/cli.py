@@ -49,7 +49,7 @@ def main() -> None:
     """Sharded data-parallel training for PyTorch."""
 
 
-def _click_type(info: FieldInfo) -> click.ParamType | type:
+def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
     kind = info.annotation
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
@@ -76,7 +76,7 @@ def configuration_options(command: Command) -> Command:
 @click.option("--resume", type=click.Path(path_type=Path), help="folder of a saved run to go on with")
 @configuration_options
 @click.pass_context
-def train(context: click.Context, files: tuple[Path, ...], resume: Path | None, **values: Any) -> int:
+def train(context: click.Context, /, files: tuple[Path, ...], resume: Path | None, **values: Any) -> int:
     """Train a small GPT on text: the Python standard library's source, or --data."""
     overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
     saved = [] if resume is None else [_saved_configuration(resume)]

@@ -1,5 +1,6 @@
 """Text to batches: what is text, which side a file is on, and who reads what when."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -74,16 +75,16 @@ def test_what_is_not_text_is_left_out_of_a_folder(text_folder: Path, tmp_path: P
 
 
 def test_bad_paths(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no text at .*absent: expected a UTF-8 file or a folder"):
+    with pytest.raises(UserError, match=r"no text at .*absent: expected a UTF-8 file or a folder"):
         prepare(data_at(tmp_path / "absent", tmp_path))
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text: byte 0xef at 2"):
         prepare(data_at(tmp_path / "latin.txt", tmp_path))
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match="no UTF-8 text in .*nothing"):
+    with pytest.raises(UserError, match=r"no UTF-8 text in .*nothing"):
         prepare(data_at(tmp_path / "nothing", tmp_path))
     (tmp_path / "text.txt").write_text("some text")
-    with pytest.raises(UserError, match="cannot write the tokens into .*text.txt"):
+    with pytest.raises(UserError, match=r"cannot write the tokens into .*text.txt"):
         prepare(DataConfig(path=str(tmp_path / "text.txt"), cache=str(tmp_path / "text.txt")))
 
 
@@ -95,13 +96,15 @@ def test_permutation_is_one(size: int, key: int) -> None:
 def test_permutation_depends_on_its_key_and_mixes() -> None:
     first, second = ([permuted(place, 1000, key) for place in range(1000)] for key in ("a", "b"))
     assert first != second
-    neighbours = sum(abs(a - b) == 1 for a, b in zip(first, first[1:], strict=False))
+    neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(first))
     assert neighbours < 20
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_every_step_is_split_without_overlap_and_alike_for_every_world_size(world_size: int, micro_batches: int) -> None:
+def test_every_step_is_split_without_overlap_and_alike_for_every_world_size(
+    world_size: int, micro_batches: int
+) -> None:
     whole = batches(micro_batches=1)
     split = batches(micro_batches=micro_batches)
     for step in (0, 1, 40, 41, 42, 1000):
@@ -133,7 +136,7 @@ def test_targets_are_the_tokens_that_follow() -> None:
 def test_too_little_text() -> None:
     with pytest.raises(UserError, match="the training text holds 11 sequences of 8 tokens, expected at least the 12"):
         batches(numel=96)
-    with pytest.raises(UserError, match="the validation text holds 2.*expected at least one for each rank"):
+    with pytest.raises(UserError, match=r"the validation text holds 2.*expected at least one for each rank"):
         validation_windows(np.zeros(20, np.uint8), context=8, wanted=5, world_size=3)
 
 

@@ -75,18 +75,15 @@ def train(config: Config, *, resume: Path | None = None, stop_at: int | None = N
     with Requests() as requests, joined(config.parallel) as ranks:
         console = Console(quiet=ranks.rank != 0)
         run, first_step = start_run(config, ranks, resume)
-        try:
-            introduce(run, first_step, console)
-            with Observers(observers(run, first_step, console)) as watchers:
-                step = fit(run, first_step, requests, watchers, stop_at or config.schedule.steps)
-                save_run(run, step)
-                finished = step == config.schedule.steps
-                loss = evaluate(run) if finished else None
-                if loss is not None:
-                    watchers.on_validation(ValidationRecord(step, loss))
-            conclude(run, step, console)
-        finally:
-            run.handle.close()
+        introduce(run, first_step, console)
+        with Observers(observers(run, first_step, console)) as watchers:
+            step = fit(run, first_step, requests, watchers, stop_at or config.schedule.steps)
+            save_run(run, step)
+            loss = evaluate(run) if step == config.schedule.steps else None
+            if loss is not None:
+                watchers.on_validation(ValidationRecord(step, loss))
+        conclude(run, step, console)
+        run.handle.close()
     return Outcome(step, loss, run.folder)
 
 
@@ -97,7 +94,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
     began = time.perf_counter()
     for step in range(first_step, last_step):
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
-        lr = scheduler.get_last_lr()[0]
+        lr = float(scheduler.get_last_lr()[0])
         loss, result = train_step(run, step)
         scheduler.step()
 

@@ -118,19 +118,19 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def on_step(self, record: StepRecord) -> None:
         for name in self.SCALARS:
-            self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
 
     def on_validation(self, record: ValidationRecord) -> None:
         for name in ("loss", "bits_per_byte"):
             value = getattr(record, name)
-            self._writer.add_scalar(f"validation/{name}", value, record.step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"validation/{name}", value, record.step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def _step(line: str) -> float:

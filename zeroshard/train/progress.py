@@ -11,7 +11,7 @@ from rich.text import Text
 from .metrics import StepRecord, ValidationRecord
 
 _BAR_WIDTH = 16
-PERSISTENT = ("weights", "grads", "main", "state")
+PERSISTENT = ("weights", "grads", "main", "state", "scalars")
 
 
 class Progress:
@@ -96,7 +96,7 @@ def bytes_table(title: str, numel: int, planned: Mapping[str, int], measured: Ma
     def add(name: str, plan: int, found: int, *, last: bool = False) -> None:
         table.add_row(name, f"{plan / numel:.3f}", f"{found / numel:.3f}", f"{plan:,}", f"{found:,}", end_section=last)
 
-    kinds = [*PERSISTENT, *(kind for kind in planned if kind not in PERSISTENT)]
+    kinds = [*PERSISTENT, *(kind for kind in {**planned, **measured} if kind not in PERSISTENT)]
     for kind in PERSISTENT:
         add(kind, planned.get(kind, 0), measured.get(kind, 0), last=kind == PERSISTENT[-1])
     add("between steps", *(sum(held.get(kind, 0) for kind in PERSISTENT) for held in (planned, measured)), last=True)

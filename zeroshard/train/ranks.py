@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,29 +30,32 @@ class Ranks:
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
 
-    def first_does(self, action: Callable[[], T], *, per_node: bool = False) -> T:
-        """Rank 0 (or one rank of each node) acts; every rank gets the result, or the same `UserError`. Collective.
+    def together(self, action: Callable[[], T]) -> T:
+        """Every rank acts; if that is a `UserError` or an `OSError` on any of them, all raise it. Collective.
 
         Without the exchange a rank whose disk is full would leave the others waiting in their next collective.
         """
-        result: T | None = None
-        problem: str | None = None
-        acts = (self.local_rank if per_node else self.rank) == 0
-        if acts:
-            try:
-                result = action()
-            except (UserError, OSError) as error:
-                problem = str(error)
-        outcomes: list[tuple[bool, Any, str | None]] = [(False, None, None)] * self.world_size
-        dist.all_gather_object(outcomes, (acts, result, problem))
-        for rank, (_, _, text) in enumerate(outcomes):
+        result, problem = None, None
+        try:
+            result = action()
+        except (UserError, OSError) as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(problems, problem)
+        for rank, text in enumerate(problems):
             if text is not None:
-                raise UserError(text if rank == 0 else f"rank {rank}: {text}")
-        results: list[T] = [outcome for acted, outcome, _ in outcomes if acted]
+                raise UserError(text if rank == 0 or text == problems[0] else f"rank {rank}: {text}")
+        return cast(T, result)
+
+    def first_does(self, action: Callable[[], T], *, per_node: bool = False) -> T:
+        """Rank 0 (or one rank of each node) acts; every rank gets the result, or the same `UserError`. Collective."""
+        acts = (self.local_rank if per_node else self.rank) == 0
+        result = self.together(lambda: action() if acts else None)
+        outcomes: list[tuple[bool, Any]] = [(False, None)] * self.world_size
+        dist.all_gather_object(outcomes, (acts, result))
+        results: list[T] = [outcome for acted, outcome in outcomes if acted]
         if any(outcome != results[0] for outcome in results):
-            raise UserError(
-                f"the nodes disagree: rank 0 has {results[0]}, expected the same everywhere, found {results}"
-            )
+            raise UserError(f"the nodes disagree: expected {results[0]} as on rank 0 everywhere, found {results}")
         return results[0]
 
 

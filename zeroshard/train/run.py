@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
+from zeroshard.planner import plan_memory
 
 from . import save as saves
 from .config import Config, ScheduleConfig, UserError, check_divides, write
@@ -46,7 +47,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
     context = config.model.context
     batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
     validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)  # refuse now, not later
-    saved = None if resume is None else saves.load(resume)
+    saved = None if resume is None else ranks.together(lambda: saves.load(resume))
 
     torch.manual_seed(config.run.seed)
     model = GPT(config.model, VOCABULARY).to(ranks.device)
@@ -57,7 +58,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
 
     parallel = config.parallel
     try:
-        planned = zeroshard.planner.plan_memory(
+        planned = plan_memory(
             model, parallel.plan, ranks.world_size, units=Block, precision=parallel.precision, state_bytes_per_element=8
         )
         handle = zeroshard.shard(
@@ -80,7 +81,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
 
 def save_run(run: Run, step: int) -> None:
     """Write the state after `step` steps into the run's folder. Collective."""
-    model_state = run.handle.full_state_dict()
+    model_state = run.handle.full_state_dict(main=True)  # the fp32 values that the optimizer works on
     optimizer_state = saves.by_name(run.optimizer.state_dict(), run.model, run.optimizer)
     saved = saves.Saved(step, run.corpus.digest, model_state, optimizer_state)
     run.ranks.first_does(lambda: saves.save(run.folder, saved))

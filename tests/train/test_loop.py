@@ -1,0 +1,224 @@
+"""The whole trainer on two ranks with a tiny model: every plan, resuming, and what is written."""
+
+import itertools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zeroshard.testing import run_ranks
+from zeroshard.train import loop
+from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
+from zeroshard.train.loop import Outcome, seed_of, train
+from zeroshard.train.run import learning_rate_factor
+
+TINY = {
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 2,
+    "model.context": 32,
+    "batch.sequences": 12,
+    "optimizer.lr": 1e-2,
+    "schedule.steps": 8,
+    "schedule.warmup": 2,
+    "evaluation.every": 4,
+    "evaluation.windows": 6,
+    "evaluation.sample_tokens": 4,
+}
+
+
+def tiny(text: Path, out: Path, **overrides: object) -> Config:
+    values = {key.replace("__", "."): value for key, value in overrides.items()}
+    return resolve([], {**TINY, "parallel.nproc": 2, "data.path": str(text), "run.out": str(out), **values})
+
+
+def train_rank(rank: int, config: Config, resume: Path | None = None, stop_at: int | None = None) -> Outcome:
+    return train(config, resume=resume, stop_at=stop_at)
+
+
+def rows(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in rows(out, "step")]
+
+
+def equal_states(a: Path, b: Path) -> bool:
+    first, second = (load_file(folder / "state.safetensors") for folder in (a, b))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_all_plans_learn_and_agree_bit_for_bit(text_folder: Path, tmp_path: Path) -> None:
+    for plan in ("ddp", "zero1", "zero2", "zero3"):
+        config = tiny(text_folder, tmp_path / plan, parallel__plan=plan, batch__micro_batches=2)
+        outcomes = run_ranks(train_rank, 2, config)
+        assert outcomes[0] == outcomes[1]
+        assert outcomes[0].step == 8
+    found = losses(tmp_path / "ddp")
+    assert found[0] == pytest.approx(math.log(256), abs=0.05)
+    assert found[-1] < found[0] - 0.5
+    for plan in ("zero1", "zero2", "zero3"):
+        assert losses(tmp_path / plan) == found
+        assert equal_states(tmp_path / plan, tmp_path / "ddp")
+        assert rows(tmp_path / plan, "validation")[-1]["loss"] == rows(tmp_path / "ddp", "validation")[-1]["loss"]
+        assert (tmp_path / plan / "sample.txt").read_text() == (tmp_path / "ddp" / "sample.txt").read_text()
+
+
+def test_the_global_batch_does_not_depend_on_ranks_or_micro_batches(text_folder: Path, tmp_path: Path) -> None:
+    """Sums are taken in another order, so losses agree to rounding only; with other data they would differ in 1e-2."""
+    run_ranks(train_rank, 1, tiny(text_folder, tmp_path / "one", parallel__nproc=1))
+    run_ranks(train_rank, 3, tiny(text_folder, tmp_path / "three", parallel__nproc=3, batch__micro_batches=2))
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
+
+
+def test_reducing_every_micro_batch_is_the_same_up_to_rounding(text_folder: Path, tmp_path: Path) -> None:
+    for every in (False, True):
+        config = tiny(text_folder, tmp_path / str(every), batch__micro_batches=3, batch__reduce_every_micro_batch=every)
+        run_ranks(train_rank, 2, config)
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), abs=2e-4)
+
+
+@pytest.mark.parametrize(("plan", "precision"), [("zero3", "fp32"), ("zero1", "fp32"), ("zero2", "bf16")])
+def test_a_resumed_run_is_the_uninterrupted_one(text_folder: Path, tmp_path: Path, plan: str, precision: str) -> None:
+    def config(out: str) -> Config:
+        return tiny(text_folder, tmp_path / out, parallel__plan=plan, parallel__precision=precision)
+
+    run_ranks(train_rank, 2, config("whole"))
+    stopped = run_ranks(train_rank, 2, config("parts"), None, 5)
+    assert (stopped[0].step, stopped[0].validation_loss) == (5, None)
+    run_ranks(train_rank, 2, config("parts"), tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert rows(tmp_path / "parts", "validation") == rows(tmp_path / "whole", "validation")
+    assert equal_states(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_resume_into_another_folder_plan_and_world_size(text_folder: Path, tmp_path: Path) -> None:
+    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "a"), None, 4)
+    config = tiny(text_folder, tmp_path / "b", parallel__plan="zero1", parallel__nproc=3)
+    run_ranks(train_rank, 3, config, tmp_path / "a")
+    assert [row["step"] for row in rows(tmp_path / "b", "step")] == [5, 6, 7, 8]
+    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "whole"))
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "whole")[4:], abs=2e-4)
+
+
+def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(text_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_ranks(train_rank, 2, tiny(text_folder, out), None, 3)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "step", "step": 4, "loss": 99.0}\n{"kind": "st')
+    run_ranks(train_rank, 2, tiny(text_folder, out), out)
+    assert [row["step"] for row in rows(out, "step")] == list(range(1, 9))
+    assert 99.0 not in losses(out)
+
+
+def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    config = tiny(text_folder, out)
+    run_ranks(train_rank, 2, config)
+    assert {path.name for path in out.iterdir()} >= {"config.toml", "metrics.jsonl", "state.safetensors", "sample.txt"}
+    assert not [path for path in out.iterdir() if "tmp" in path.name]
+    assert resolve([out / "config.toml"], {}) == config
+    first = rows(out, "step")[0]
+    assert first["bits_per_byte"] == pytest.approx(first["loss"] / math.log(2))
+    assert first["engine_bytes"] > 0
+    assert 0 <= first["communication_share"] <= 1
+    assert [row["step"] for row in rows(out, "validation")] == [4, 8]
+    names = load_file(out / "state.safetensors").keys()
+    assert {"model.blocks.0.mlp.down.weight", "optimizer.blocks.0.mlp.down.weight.exp_avg"} <= names
+
+
+def interrupted_rank(rank: int, config: Config) -> Outcome:
+    """Rank 1 alone gets a signal, in the middle of a step."""
+    take_step = loop.train_step
+
+    def signalled(run: loop.Run, step: int) -> Any:
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        if rank == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not (run.folder / "state.safetensors").exists()
+        if step == 2:
+            assert (run.folder / "state.safetensors").exists()
+        return take_step(run, step)
+
+    loop.train_step = signalled  # this process is a fork: nobody else sees it
+    return train(config)
+
+
+def test_signals_to_one_rank_save_and_stop_all_after_the_step(text_folder: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(interrupted_rank, 2, tiny(text_folder, tmp_path / "run"))
+    assert [outcome.step for outcome in outcomes] == [3, 3]
+    assert len(rows(tmp_path / "run", "step")) == 3
+    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "run"), tmp_path / "run")
+    assert len(rows(tmp_path / "run", "step")) == 8
+
+
+def refused(rank: int, config: Config, resume: Path | None = None) -> str:
+    try:
+        train(config, resume=resume)
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_refusals_are_the_same_on_every_rank(text_folder: Path, tmp_path: Path) -> None:
+    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "run"), None, 2)
+    (tmp_path / "other.txt").write_text("other text " * 5000)
+    cases: list[tuple[Config, Path | None, str]] = [
+        (tiny(tmp_path / "absent", tmp_path / "x"), None, "no text at"),
+        (tiny(text_folder, tmp_path / "run"), None, "already holds a run: continue it with --resume"),
+        (tiny(text_folder, tmp_path / "x"), tmp_path / "absent", "nothing to resume in"),
+        (tiny(tmp_path / "other.txt", tmp_path / "x"), tmp_path / "run", "the text is not the one"),
+        (tiny(text_folder, tmp_path / "x", model__layers=3), tmp_path / "run", "the saved model differs at blocks.2"),
+        (tiny(text_folder, tmp_path / "x", schedule__steps=2), tmp_path / "run", "has done 2 steps: expected --steps"),
+        (tiny(text_folder, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
+        (tiny(text_folder, tmp_path / "run" / "config.toml"), None, "cannot write into"),
+    ]
+    for config, resume, message in cases:
+        found = run_ranks(refused, 2, config, resume)
+        assert message in found[0]
+        assert found[0] == found[1]
+    assert not (tmp_path / "x").exists()
+
+
+def test_damaged_state_is_refused(text_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_ranks(train_rank, 2, tiny(text_folder, out), None, 2)
+    (out / "state.safetensors").write_bytes(b"not a state")
+    assert "is not a state that zeroshard saved" in run_ranks(refused, 2, tiny(text_folder, out), out)[0]
+
+
+def reports_a_full_disk(rank: int, config: Config) -> str:
+    def full(*arguments: object) -> None:
+        raise UserError("cannot save: disk full")
+
+    loop.save_run.__globals__["saves"].save = full
+    return refused(rank, config)
+
+
+def test_a_save_that_fails_on_rank_0_is_known_to_all(text_folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(reports_a_full_disk, 2, tiny(text_folder, tmp_path / "run"))
+    assert found == ["cannot save: disk full"] * 2
+
+
+def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
+    schedule = ScheduleConfig(steps=100, warmup=10, final_share=0.1)
+    factors = [learning_rate_factor(step, schedule) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.55)
+    assert factors[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(factors))
+
+
+def test_seeds_differ_by_step_and_rank() -> None:
+    seeds = {seed_of(0, step, rank) for step in range(20) for rank in range(4)} | {seed_of(1, 0, 0)}
+    assert len(seeds) == 81
