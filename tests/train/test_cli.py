@@ -1,0 +1,153 @@
+"""The command, as it is typed: refusals in one line, its own launcher, torchrun, Control-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from zeroshard.cli import run
+from zeroshard.train.ranks import cores
+
+SMALL = [
+    "--model.layers=1",
+    "--model.width=32",
+    "--model.heads=2",
+    "--model.context=32",
+    "--batch.sequences=4",
+    "--schedule.warmup=2",
+    "--evaluation.windows=4",
+    "--evaluation.sample_tokens=3",
+    "--parallel.device=cpu",
+]
+
+
+def start(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*launcher, "-m", "zeroshard", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in rows if row["kind"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --plan zero4", "'zero4' is not one of 'ddp', 'zero1', 'zero2', 'zero3'"),
+        ("train --model.layer 4", "unknown option --model.layer; did you mean --model.layers?"),
+        ("train --model.layers four", "'four' is not a valid integer"),
+        ("train --model.layers 0", "model.layers = 0: expected greater than or equal to 1"),
+        ("train --nproc 0", "parallel.nproc = 0: expected greater than or equal to 1"),
+        ("train --nproc 999", f"--nproc 999: expected at most {4 * cores()}, 4 ranks for each of {cores()} CPU cores"),
+        ("train --nproc 2 --batch.sequences 3", "does not divide over 2 ranks x 1 micro-batches"),
+        ("train --nproc 2 --data /nowhere", "no text at /nowhere: expected a UTF-8 file or a folder"),
+        ("train --resume /nowhere", "--resume /nowhere: expected the folder of a run, with config.toml in it"),
+        ("train --config /nowhere.toml", "cannot read the configuration /nowhere.toml: No such file or directory"),
+        ("train extra", "Got unexpected extra argument (extra)"),
+        ("trian", "No such command 'trian'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert run([*arguments.split(), "--parallel.device=cpu"] if "train" in arguments else arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("zeroshard: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_torchrun_and_nproc_must_not_contradict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(["train", "--nproc", "2", "--parallel.device=cpu"]) == 2
+    assert "--nproc 2: the launcher has started 4 ranks; leave --nproc out" in capsys.readouterr().err
+
+
+def test_help_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in ("--plan", "--nproc", "--resume", "--model.layers", "--batch.micro_batches", "--optimizer.clip"):
+        assert option in out
+
+
+def test_core_imports_without_the_extras() -> None:
+    """`import zeroshard` must work, and stay quick, where only torch is installed; the command names its extra."""
+    block = "import sys; sys.modules.update(dict.fromkeys(['click', 'pydantic', 'rich', 'psutil', 'safetensors'])); "
+    assert subprocess.run([sys.executable, "-c", f"{block} import zeroshard"], timeout=60).returncode == 0
+    command = subprocess.run(
+        [sys.executable, "-c", f"{block} import zeroshard.__main__ as m; m.main()"],
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert command.returncode != 0
+    assert command.stderr == "zeroshard: the command line needs click: pip install 'zeroshard[train]'\n"
+
+
+def test_own_launcher_and_control_c_and_resume_under_torchrun(text_folder: Path, tmp_path: Path) -> None:
+    """One run: started with --nproc, interrupted from outside, finished by torchrun."""
+    common = ["--data", str(text_folder), *SMALL]
+    parts = tmp_path / "parts"
+    process = start("train", "--nproc=2", "--steps=5000", f"--out={parts}", *common)
+    deadline = time.monotonic() + 60
+    while len(steps(parts)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    done = steps(parts)[-1]
+    assert f"stopped after step {done} and saved; continue with: zeroshard train --resume {parts}" in out
+    assert len(load_file(parts / "state.safetensors")) > 10
+
+    more = f"--steps={done + 3}"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    code, out, err = finish(start("train", f"--resume={parts}", more, launcher=torchrun))
+    assert code == 0, err
+    assert steps(parts) == list(range(1, done + 4))
+    assert "validation loss" in out
+    assert "def " in (parts / "sample.txt").read_text()
+
+
+def test_refusal_of_the_ranks_is_reported_once(text_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    process = start("train", "--nproc=2", "--data", str(text_folder), f"--out={tmp_path / 'run'}", *SMALL)
+    code, out, err = finish(process)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "already holds a run" in err
+
+
+def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start("train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL)
+    deadline = time.monotonic() + 60
+    while len(steps(out)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    psutil.Process(process.pid).children()[-1].kill()
+    code, _, err = finish(process)
+    assert code == 1
+    assert "died of SIGKILL; the other ranks were stopped" in err

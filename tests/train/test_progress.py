@@ -1,0 +1,120 @@
+"""What a person sees, and what a run records."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from zeroshard.train.metrics import JsonLines, Observers, StepRecord, TensorBoard, ValidationRecord
+from zeroshard.train.progress import Progress, bytes_table, describe, duration, sample_panel, si
+
+RECORD = StepRecord(
+    step=10,
+    loss=2.0,
+    lr=1e-3,
+    grad_norm=0.5,
+    applied=True,
+    tokens_per_second=15_321.0,
+    communication_share=0.123,
+    memory_bytes=412_000_000,
+    peak_memory_bytes=430_000_000,
+    engine_bytes=61_000_000,
+    seconds=0.4,
+    eta_seconds=123.0,
+)
+
+
+def console(**values: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=200, **values), file  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0, "B", "0 B"),
+        (999, "B", "999 B"),
+        (999.7, "", "1.0 k"),
+        (15321, "B", "15.3 kB"),
+        (412e6, "B", "412 MB"),
+        (5, "", "5"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, unit: str, text: str) -> None:
+    assert si(value, unit) == text
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0, 59.6, 123, 7265)] == ["0:00", "1:00", "2:03", "2:01:05"]
+
+
+def test_a_line_has_everything() -> None:
+    assert describe(RECORD, 400) == (
+        "step  10/400 | loss 2.0000 nats 2.885 bits/byte | 15.3 k tokens/s | norm 0.500 | "
+        "memory 412 MB peak 430 MB engine 61.0 MB | comm 12% | eta 2:03"
+    )
+    assert "skipped" in describe(replace(RECORD, applied=False), 400)
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    screen, file = console()
+    progress = Progress(screen, steps=25, log_every=10)
+    for step in range(1, 26):
+        progress.on_step(replace(RECORD, step=step))
+    progress.on_validation(ValidationRecord(25, 1.5))
+    progress.close()
+    lines = file.getvalue().splitlines()
+    assert [line.split("|")[0].split() for line in lines[:-1]] == [["step", f"{n}/25"] for n in (1, 10, 20, 25)]
+    assert lines[-1] == "step 25: validation loss 1.5000 nats, 2.1640 bits per byte"
+
+
+def test_one_live_line_on_a_terminal() -> None:
+    screen, file = console(force_terminal=True)
+    progress = Progress(screen, steps=25, log_every=10)
+    for step in range(1, 26):
+        progress.on_step(replace(RECORD, step=step))
+    progress.on_validation(ValidationRecord(25, 1.5))
+    progress.close()
+    assert "━" * 16 + " step 25/25 | loss 2.0000" in file.getvalue()
+    assert "\x1b[2K" in file.getvalue()  # lines are redrawn in place
+
+
+def test_table_of_bytes() -> None:
+    screen, file = console()
+    planned = {"weights": 400, "grads": 400, "main": 0, "state": 800, "ring": 100}
+    screen.print(bytes_table("zero3", 100, planned, {**planned, "ring": 50, "scalars": 16}))
+    cells = {line.split("│")[1].strip(): line.split("│")[2:6] for line in file.getvalue().splitlines() if "│" in line}
+    rows = {name: [cell.strip() for cell in row] for name, row in cells.items()}
+    assert rows["weights"] == ["4.000", "4.000", "400", "400"]
+    assert rows["between steps"] == ["16.000", "16.160", "1,600", "1,616"]
+    assert rows["ring, transient"] == ["1.000", "0.500", "100", "50"]
+    assert rows["total"] == ["17.000", "16.660", "1,700", "1,666"]
+
+
+def test_a_sample_is_shown_as_it_is() -> None:
+    screen, file = console()
+    screen.print(sample_panel("def f(x): [bold]x[/bold]"))
+    assert "def f(x): [bold]x[/bold]" in file.getvalue()
+
+
+def test_json_lines_are_json_even_when_the_loss_is_not_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path, 0)
+    writer.on_step(replace(RECORD, loss=float("nan")))
+    row = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (row["loss"], row["bits_per_byte"], row["grad_norm"]) == (None, None, 0.5)
+    writer.close()
+
+
+def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
+    assert TensorBoard.installed()
+    with Observers([TensorBoard(tmp_path, 0)]) as observers:
+        observers.on_step(RECORD)
+        observers.on_validation(ValidationRecord(10, 1.5))
+    (events,) = tmp_path.iterdir()
+    content = events.read_bytes()
+    assert b"train/loss" in content
+    assert b"validation/bits_per_byte" in content
