@@ -1,5 +1,6 @@
 """zeroshard: sharded data-parallel training for PyTorch. One engine, in which a stage is data."""
 
+from zeroshard import planner as planner
 from zeroshard import testing as testing
 from zeroshard.mesh import init as init
 from zeroshard.optimizer import ShardedOptimizer as ShardedOptimizer

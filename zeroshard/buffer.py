@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,6 +79,46 @@ class FlatBuffer:
         return [self.shard] if self._borrowed or self.full is None else [self.full]
 
 
+@dataclass(frozen=True)
+class Borrower:
+    """Someone who needs a full-size storage for a while. Those of one kind take turns; `alone`: needs one for good."""
+
+    key: Hashable
+    kind: Hashable
+    num_bytes: int
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """Which storages a set of borrowers needs.
+
+    Attributes:
+        own: key -> bytes, for those who need one for good.
+        shared: kind -> (how many, bytes of each), for those who take turns.
+    """
+
+    own: dict[Hashable, int]
+    shared: dict[Hashable, tuple[int, int]]
+
+    @classmethod
+    def of(cls, borrowers: Iterable[Borrower], turns: int) -> Allotment:
+        """`turns`: how many storages a kind needs at the same time, at most."""
+        borrowers = list(borrowers)
+        sizes: dict[Hashable, list[int]] = {}
+        for borrower in borrowers:
+            if not borrower.alone:
+                sizes.setdefault(borrower.kind, []).append(borrower.num_bytes)
+        return cls(
+            {borrower.key: borrower.num_bytes for borrower in borrowers if borrower.alone},
+            {kind: (min(turns, len(of_kind)), max(of_kind)) for kind, of_kind in sizes.items()},
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.own.values()) + sum(count * size for count, size in self.shared.values())
+
+
 class Place:
     """One preallocated full-size storage. `holder` is whoever's values it has."""
 
@@ -82,7 +126,7 @@ class Place:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.holder: object | None = None
+        self.holder: Any = None
         self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -118,7 +118,7 @@ class Collectives:
         Args:
             full: [numel], this rank's terms. Nothing may write to it until the result has been waited for.
             out: [numel / d], `full`'s dtype; may be the own shard inside `full` (then it happens in place).
-            scratch: at least `reduce_scratch_bytes(...)` bytes of uint8, exclusive until the result is waited for.
+            scratch: `reduce_scratch_bytes(...)` bytes of uint8 or more, exclusive until the result is waited for.
             wire: the dtype that travels. Sums are taken in the wider of `wire` and `full.dtype`.
 
         Under a 2-D mesh the shard is then summed over its replicas as well.
@@ -145,16 +145,6 @@ class Collectives:
             self._all_gather(replicas, out, "replicate", unit, phase, log=False).wait()
 
         return Pending(self.log, (), sum_over_replicas)
-
-    def reduce_scratch_bytes(self, numel: int, grad: torch.dtype, wire: torch.dtype) -> int:
-        """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent."""
-        shard, replicas = self.mesh.reduce.size, self.mesh.replicate.size
-        foreign = max(numel - numel // shard, (numel // shard) * (replicas - 1) // replicas)
-        if self.pairwise:
-            return foreign * wire.itemsize * (1 if wire == grad else 2)
-        if wire == grad:
-            return 0
-        return numel * wire.itemsize * 2
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values, in place. Not logged: it belongs to no step."""
@@ -193,9 +183,7 @@ class Collectives:
 
     # The two ways -----------------------------------------------------------------------------------------------
 
-    def _all_gather(
-        self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True
-    ) -> Pending:
+    def _all_gather(self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True) -> Pending:
         if axis.size == 1 or not full.numel():
             return Pending()
         shards = _shards(full, axis.size)
@@ -249,6 +237,19 @@ class Collectives:
         return Pending(self.log, [work], lambda: _sum_in_rank_order(own, terms, axis.rank, total, out))
 
 
+def reduce_scratch_bytes(
+    numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, pairwise: bool
+) -> int:
+    """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent."""
+    shard = numel // num_shards
+    if num_shards == num_replicas == 1:
+        return 0
+    if pairwise:
+        foreign = max(numel - shard, shard - shard // num_replicas)
+        return foreign * wire.itemsize * (1 if wire == grad else 2)
+    return 0 if wire == grad else 2 * numel * wire.itemsize
+
+
 def _sum_in_rank_order(own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor) -> None:
     """out = ((g0 + g1) + g2) + ..., the own term in its place; `out` may be `own`.
 
@@ -268,7 +269,7 @@ def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
         torch.add(a, b, out=out)
         return
-    for piece in zip(out.split(_CAST_NUMEL), a.split(_CAST_NUMEL), b.split(_CAST_NUMEL), strict=True):
+    for piece in zip(out.split(_CAST_NUMEL), a.split(_CAST_NUMEL), b.split(_CAST_NUMEL), strict=True):  # type: ignore[no-untyped-call]
         torch.add(piece[1], piece[2], out=piece[0])
 
 

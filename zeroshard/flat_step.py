@@ -1,10 +1,10 @@
 """The user's optimizer class, on flat pieces of main: any elementwise optimizer, unmodified.
 
-    for each batch of pieces (a few MB: gradient, main and moments stay in cache between the four lines)
-        gradient -> main's dtype, times one factor (mean over ranks, loss scale, clip: folded)
-        main     -> joined, where only a remainder is kept
-        inner optimizer steps
-        main     -> weights (rounded, or split)
+for each batch of pieces (a few MB: gradient, main and moments stay in cache between the four lines)
+    gradient -> main's dtype, times one factor (mean over ranks, loss scale, clip: folded)
+    main     -> joined, where only a remainder is kept
+    inner optimizer steps
+    main     -> weights (rounded, or split)
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.interval import Interval
-from zeroshard.pieces import Piece, cut, slots_in
+from zeroshard.pieces import BATCH_NUMEL, Piece, batches, cut, slots_in
 from zeroshard.unit import Unit
-
-BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements stepped at a time, by device: what stays in cache on a CPU, what fills the machine on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -196,23 +193,14 @@ class FlatStep:
     def _plan_batches(self) -> None:
         """Fill batches in unit order, and hold as much scratch as the largest one needs."""
         active = [piece for piece in self.pieces if piece.active]
-        batches: list[list[Piece]] = []
-        numel = 0
-        for piece in active:
-            limit = BATCH_NUMEL["cuda" if piece.tensor.is_cuda else "cpu"]
-            if not batches or numel + piece.world.numel > limit:
-                batches.append([])
-                numel = 0
-            batches[-1].append(piece)
-            numel += piece.world.numel
+        limit = BATCH_NUMEL["cuda" if active and active[0].tensor.is_cuda else "cpu"]
+        ranges = batches([piece.world.numel for piece in active], limit)
         # Every unit is finished once, in one order, on all ranks: also where this one has no piece of it.
-        batches = batches or [[]]
         units, done = list(self.groups), 0
         planned = []
-        for index, batch in enumerate(batches):
-            later = batches[index + 1][0].unit if index + 1 < len(batches) else None
-            end = units.index(later) if later is not None else len(units)
-            planned.append(Batch(tuple(batch), tuple(units[done:end])))
+        for of_batch in ranges:
+            end = units.index(active[of_batch.stop].unit) if of_batch.stop < len(active) else len(units)
+            planned.append(Batch(tuple(active[i] for i in of_batch), tuple(units[done:end])))
             done = end
         self._batches = tuple(planned)
         self._gradient_scratch = self._scratch(self._gradient_scratch, _needs_gradient_scratch)
@@ -290,5 +278,3 @@ def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
     if value.dim() == 0:
         return value.clone()
     raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")
-
-

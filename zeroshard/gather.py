@@ -13,12 +13,12 @@ output of a unit, every unit that ran later in forward is done, and only the uni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.buffer import Place
+from zeroshard.buffer import Allotment, Place
 from zeroshard.collectives import Collectives
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
@@ -42,21 +42,19 @@ class Gatherer:
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self.units = units
         self.collectives = collectives
-        self.places: dict[tuple[torch.dtype, bool], list[Place]] = {}
+        self.places: dict[Hashable, list[Place]] = {}
         self._place_of: dict[Unit, Place] = {}
-        self._taken: dict[tuple[torch.dtype, bool], int] = {}
+        self._taken: dict[Hashable, int] = {}
         self._follower: dict[tuple[str, Unit | None], Unit] = {}
         self._last: tuple[str, Unit | None] = ("forward", None)
         self._protected: Unit | None = None
         borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
+        allotment = Allotment.of((unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers), PLACES)
         for unit in borrowers:
-            if unit.spec.outer:
+            if unit.name in allotment.own:
                 self._give_own_place(unit)
-        takers = [unit for unit in borrowers if not unit.spec.outer]
-        for kind in dict.fromkeys(_kind(unit) for unit in takers):
-            sizes = [_full_bytes(unit) for unit in takers if _kind(unit) == kind]
-            device = units[0].weights.own().device
-            self.places[kind] = [Place(max(sizes), device) for _ in range(min(PLACES, len(sizes)))]
+        for kind, (count, num_bytes) in allotment.shared.items():
+            self.places[kind] = [Place(num_bytes, borrowers[0].weights.own().device) for _ in range(count)]
 
     def enter(self, units: Sequence[Unit]) -> None:
         """A forward that needs these units begins."""
@@ -133,7 +131,7 @@ class Gatherer:
     def _prefetch(self, unit: Unit, phase: str, current: Unit) -> None:
         """Start gathering unless the place is needed now."""
         holder = None if unit.weights.buffer.owns_full else self._place(unit).holder
-        if not isinstance(holder, Unit) or holder is unit or not self._needed(holder, current):
+        if holder is None or holder is unit or not self._needed(holder, current):
             self._start(unit, phase)
 
     def _start(self, unit: Unit, phase: str) -> None:
@@ -141,7 +139,7 @@ class Gatherer:
             unit.weights.gather(self.collectives, phase)
             return
         place = self._place(unit)
-        if isinstance(place.holder, Unit) and place.holder is not unit:
+        if place.holder is not None and place.holder is not unit:
             if place.holder.weights.in_use:  # units that run inside one another cannot take turns
                 place = self._give_own_place(unit)
             elif place.holder.weights.state is not Residency.SHARDED:
@@ -155,20 +153,13 @@ class Gatherer:
     def _place(self, unit: Unit) -> Place:
         """The unit's place for good; turns are given in the order in which units first run."""
         if unit not in self._place_of:
-            kind = _kind(unit)
+            kind = unit.spec.weight_borrower(0).kind
             turn = self._taken.get(kind, 0)
             self._taken[kind] = turn + 1
             self._place_of[unit] = self.places[kind][turn % len(self.places[kind])]
         return self._place_of[unit]
 
     def _give_own_place(self, unit: Unit) -> Place:
-        place = self._place_of[unit] = Place(_full_bytes(unit), unit.weights.own().device)
+        num_bytes = unit.spec.weight_borrower(unit.layout.numel).num_bytes
+        place = self._place_of[unit] = Place(num_bytes, unit.weights.own().device)
         return place
-
-
-def _kind(unit: Unit) -> tuple[torch.dtype, bool]:
-    return unit.weights.buffer.dtype, unit.spec.trainable
-
-
-def _full_bytes(unit: Unit) -> int:
-    return unit.layout.numel * unit.weights.buffer.dtype.itemsize

@@ -1,11 +1,11 @@
 """What is attached to the user's model: hooks on modules and parameters, and nothing else.
 
-| hook                                   | where                                | does                                   |
-|----------------------------------------|--------------------------------------|----------------------------------------|
-| forward pre-hook, forward hook         | modules that need a unit's weights   | gather and show; hide                  |
-| gradient hook on outputs               | the outermost of those calls         | gather and show for backward           |
-| forward pre-hook, hook on its outputs  | the model                            | cast inputs; mark the start of backward|
-| post-accumulate-grad hook              | trainable parameters                 | move the gradient into its bucket      |
+| hook                                  | where                              | does                                    |
+|---------------------------------------|------------------------------------|-----------------------------------------|
+| forward pre-hook, forward hook        | modules that need a unit's weights | gather and show; hide                   |
+| gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
+| forward pre-hook, hook on its outputs | the model                          | cast inputs; mark the start of backward |
+| post-accumulate-grad hook             | trainable parameters               | move the gradient into its bucket       |
 
 Module hooks keep the schedule alive; parameter hooks refer to it weakly (a parameter must not own its owner).
 """
@@ -55,7 +55,8 @@ class Schedule:
         self._keep(model.register_forward_hook(self._after_model))
         for unit in self.reducer.order:
             for index, parameter in enumerate(unit.parameters):
-                self._keep(parameter.register_post_accumulate_grad_hook(_on_gradient(weakref.ref(self), unit, index)))
+                hook = _on_gradient(weakref.ref(self), unit, index)
+                self._keep(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -101,7 +102,7 @@ class Schedule:
         """The first hook of a backward asks for a call at its end (whatever the graph of this rank contains)."""
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward = None
@@ -140,7 +141,7 @@ def _on_grad_of(output: Any, hook: Callable[[Tensor], None]) -> None:
     """Register on every tensor in a nested output that takes part in autograd."""
     for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _input_dtype(units: Sequence[Unit]) -> torch.dtype | None:

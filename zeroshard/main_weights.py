@@ -22,7 +22,7 @@ from zeroshard.precision import MixedPrecision
 
 
 def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D, same length. See [Note: remainder]."""
+    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D. See [Note: remainder]."""
     bits = out.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
     bits.add_(remainder)
@@ -71,7 +71,7 @@ class MainWeights:
         return scratch
 
     def write(self, piece: Interval, value: Tensor) -> None:
-        """After an update of what `read` gave: weights (and remainder) follow. May overwrite `value` if it is scratch."""
+        """After an update of what `read` gave: weights (and remainder) follow. A joined `value` is overwritten."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             return

@@ -1,11 +1,11 @@
 """The ranks a model is sharded over and replicated over, on top of torch's process groups.
 
-    one axis (the usual case)          two axes (HSDP): shard inside a node, replicate between nodes
+one axis (the usual case)          two axes (HSDP): shard inside a node, replicate between nodes
 
-        shard ->                               shard ->
-        0  1  2  3                     repl.   0  1
-                                         |     2  3
-                                         v
+    shard ->                               shard ->
+    0  1  2  3                     repl.   0  1
+                                     |     2  3
+                                     v
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT = timedelta(seconds=120)
@@ -44,7 +45,7 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Mesh:
         elif isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
             raise ValueError(f"expected a mesh of one axis (shard) or two (replicate, shard), found {mesh.ndim}")
         else:
-            group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh or dist.group.WORLD
+            group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh or _default_group()
             shard = world = Axis.of(group)
             replicate = Axis(group, 0, (dist.get_rank(),))
         own_reduce_group = shard.size > 1 and not is_gloo(shard.group)
@@ -120,10 +121,18 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """The default group where it has just these ranks, else a new one with the timeout of `like`."""
     if sorted(ranks) == list(range(dist.get_world_size())):
-        return dist.group.WORLD
+        return _default_group()
     return _new_group(ranks, like)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "initialised"
+    return group
 
 
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
     device = torch.device("cpu" if is_gloo(like) else "cuda")
-    return dist.new_group(list(ranks), timeout=timeout_of(like, device), use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=timeout_of(like, device), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group

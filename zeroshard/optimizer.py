@@ -99,7 +99,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             The norm of the mean gradient before clipping, 0-d fp64.
 
         Raises:
-            ValueError: a max_norm that is not positive. RuntimeError: no gradients; a norm that is not finite, if asked.
+            ValueError: a max_norm that is not positive.
+            RuntimeError: no gradients; a norm that is not finite, if asked.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, found {max_norm}")
@@ -172,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state that this method's counterpart, or a plain optimizer of the class, has given.
 
         Raises:
@@ -306,5 +307,3 @@ _NOT_READY = {
     "backward outside of no_sync()",
     Status.NO_GRADIENTS: "there are no gradients. Call backward before step or clip_grad_norm_",
 }
-
-

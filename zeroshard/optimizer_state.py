@@ -22,7 +22,9 @@ def full_state(flat: FlatStep, collectives: Collectives) -> dict[nn.Parameter, d
     schema = _schema(flat, collectives)
     result: dict[nn.Parameter, dict[str, Tensor]] = {}
     for unit in flat.groups:
-        has = _gather(flat, collectives, unit, lambda piece: 1 if flat.optimizer.state.get(piece.tensor) else 0, "uint8")
+        has = _gather(
+            flat, collectives, unit, lambda piece: 1 if flat.optimizer.state.get(piece.tensor) else 0, "uint8"
+        )
         for key, (dtype, is_scalar) in schema.items():
             full = _gather(flat, collectives, unit, lambda piece, k=key: flat.optimizer.state[piece.tensor][k], dtype)
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
@@ -36,7 +38,7 @@ def load_full_state(flat: FlatStep, state: dict[nn.Parameter, dict[str, Any]]) -
     """Parameter -> state (as `full_state` gives it): every rank takes its own pieces."""
     for unit in flat.groups:
         of_slot = [state.get(parameter, {}) for parameter in unit.parameters]
-        for parameter, slot, values in zip(unit.parameters, unit.layout.slots, of_slot, strict=True):
+        for slot, values in zip(unit.layout.slots, of_slot, strict=True):
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != slot.shape:
                     raise ValueError(f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}")

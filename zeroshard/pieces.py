@@ -35,7 +35,9 @@ def cut(
         start = section.start
         while start < section.stop:
             shard_end = (start // layout.shard_numel + 1) * layout.shard_numel
-            end = min(section.stop, shard_end, start + piece_numel if start % ALIGNMENT == 0 else round_up(start, ALIGNMENT))
+            end = min(
+                section.stop, shard_end, start + piece_numel if start % ALIGNMENT == 0 else round_up(start, ALIGNMENT)
+            )
             yield key, Interval(start, end)
             start = end
 
@@ -49,6 +51,10 @@ def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator
             if key is not None and stop > start:
                 yield key, Interval(start, stop)
             start = stop
+
+
+BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements stepped at a time, by device: what stays in cache on a CPU, what fills the machine on a GPU."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +74,18 @@ class Piece:
     group: int
     tensor: Tensor
     active: bool = True
+
+
+def batches(numels: Sequence[int], limit: int) -> list[range]:
+    """Neighbouring pieces stepped together: as many as `limit` elements hold, at least one."""
+    result: list[range] = []
+    start = total = 0
+    for index, numel in enumerate(numels):
+        if index > start and total + numel > limit:
+            result.append(range(start, index))
+            start, total = index, 0
+        total += numel
+    return [*result, range(start, len(numels))]
 
 
 def slots_in(unit: Unit, world: Interval) -> range:

@@ -10,14 +10,14 @@ takes part with zeros: no collective ever depends on what one rank's graph happe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.buffer import Place
-from zeroshard.collectives import Collectives
+from zeroshard.buffer import Allotment, Place
+from zeroshard.collectives import Collectives, reduce_scratch_bytes
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.unit import Unit
 
@@ -39,18 +39,18 @@ class Reducer:
         self.sync = True
         self._cursor = 0
         self._in_flight: deque[tuple[Unit, Tensor]] = deque()
-        self._buckets: dict[torch.dtype, list[Place]] = {}  # free ones that units take turns in
+        self._buckets: dict[Hashable, list[Place]] = {}  # that units take turns in; a free one has no holder
         self._bucket_of: dict[Unit, Place] = {}  # of its own, for good
         self._borrowed: dict[Unit, Place] = {}
-        for unit, grads in self._borrowers():
-            if unit.spec.outer:
-                self._bucket_of[unit] = self._new_bucket(unit, grads)
-        takers = [(unit, grads) for unit, grads in self._borrowers() if not unit.spec.outer]
-        for dtype in dict.fromkeys(grads.buffer.dtype for _, grads in takers):
-            sizes = [unit.layout.numel * dtype.itemsize for unit, grads in takers if grads.buffer.dtype == dtype]
-            self._buckets[dtype] = [Place(max(sizes), takers[0][1].buffer.shard.device) for _ in range(IN_FLIGHT)]
-        scratch_bytes = max((self._scratch_bytes(unit) for unit in self.order), default=0)
+        borrowers = [unit for unit in self.order if unit.grads is not None and unit.grads.needs_bucket]
+        allotment = Allotment.of((unit.spec.bucket_borrower(unit.layout.numel) for unit in borrowers), IN_FLIGHT)
         device = self.order[0].weights.own().device if self.order else None
+        for unit in borrowers:
+            if unit.name in allotment.own:
+                self._bucket_of[unit] = _new_bucket(unit)
+        for dtype, (count, num_bytes) in allotment.shared.items():
+            self._buckets[dtype] = [Place(num_bytes, borrowers[0].weights.own().device) for _ in range(count)]
+        scratch_bytes = max((_scratch_bytes(unit, collectives) for unit in self.order), default=0)
         self._scratch = [torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
         self._free_scratch = list(self._scratch)
 
@@ -92,8 +92,8 @@ class Reducer:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Buckets and scratch, by kind."""
-        free = [place for places in self._buckets.values() for place in places]
-        places = dict.fromkeys([*free, *self._bucket_of.values(), *self._borrowed.values()])
+        shared = [place for places in self._buckets.values() for place in places]
+        places = dict.fromkeys([*shared, *self._bucket_of.values(), *self._borrowed.values()])
         return {"buckets": [place.storage for place in places], "scratch": self._scratch}
 
     def _advance(self) -> None:
@@ -120,33 +120,35 @@ class Reducer:
         unit.grads.close()
         self._free_scratch.append(scratch)
         if unit in self._borrowed:
-            place = self._borrowed.pop(unit)
-            ring = self._buckets[unit.grads.buffer.dtype]
-            if len(ring) < IN_FLIGHT:
-                ring.append(place)
+            self._borrowed.pop(unit).holder = None
 
     def _open(self, unit: Unit, grads: Gradients) -> None:
         if not grads.needs_bucket:
             grads.open()
             return
         if not self.sync and unit not in self._bucket_of:  # local accumulation: the price is a full gradient
-            self._bucket_of[unit] = self._new_bucket(unit, grads)
+            self._bucket_of[unit] = _new_bucket(unit)
         place = self._bucket_of.get(unit)
         if place is None:
-            ring = self._buckets[grads.buffer.dtype]
-            while not ring and self._in_flight:
+            place = self._free_bucket(grads.buffer.dtype)
+            while place is None and self._in_flight:
                 self._finish_oldest()
+                place = self._free_bucket(grads.buffer.dtype)
             # No bucket is free where earlier units wait for gradients that may never come: one more, for this once.
-            place = self._borrowed[unit] = ring.pop() if ring else self._new_bucket(unit, grads)
+            place = self._borrowed[unit] = place or _new_bucket(unit)
+            place.holder = unit
         grads.open(place.tensor(unit.layout.numel, grads.buffer.dtype))
 
-    def _borrowers(self) -> list[tuple[Unit, Gradients]]:
-        pairs = [(unit, unit.grads) for unit in self.order if unit.grads is not None]
-        return [(unit, grads) for unit, grads in pairs if not grads.buffer.owns_full]
+    def _free_bucket(self, dtype: torch.dtype) -> Place | None:
+        return next((place for place in self._buckets[dtype] if place.holder is None), None)
 
-    def _new_bucket(self, unit: Unit, grads: Gradients) -> Place:
-        return Place(unit.layout.numel * grads.buffer.dtype.itemsize, grads.buffer.shard.device)
 
-    def _scratch_bytes(self, unit: Unit) -> int:
-        precision = unit.spec.precision
-        return self.collectives.reduce_scratch_bytes(unit.layout.numel, precision.grad, precision.wire)
+def _new_bucket(unit: Unit) -> Place:
+    return Place(unit.spec.bucket_borrower(unit.layout.numel).num_bytes, unit.weights.own().device)
+
+
+def _scratch_bytes(unit: Unit, collectives: Collectives) -> int:
+    precision, mesh = unit.spec.precision, collectives.mesh
+    return reduce_scratch_bytes(
+        unit.layout.numel, precision.grad, precision.wire, mesh.reduce.size, mesh.replicate.size, collectives.pairwise
+    )

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.buffer import live_bytes
@@ -25,11 +26,12 @@ from zeroshard.gather import Gatherer
 from zeroshard.hooks import Schedule
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
+from zeroshard.planner import check_limit, fit_units
 from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.reduce import Reducer
 from zeroshard.unit import Unit, UnitPolicy, UnitSpec, choose_units
 
-_HANDLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
 """Parameter -> weak reference to the handle that owns its data. The one piece of global state: a parameter handed to
 `shard` or to an optimizer says in no other way whether, and by whom, it is sharded."""
 
@@ -58,6 +60,7 @@ class Handle:
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._claims: dict[int, weakref.ref[HoldsTensors]] = {}
+        self._stay: RemovableHandle | None = None
         self._closed = False
 
     @property
@@ -67,8 +70,8 @@ class Handle:
     # Training ----------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate locally; the first one outside reduces the sum. Legal under every plan; under
-        ZERO2 and ZERO3 the price is a full-size gradient while it lasts."""
+        """Backward passes inside accumulate locally; the first one outside reduces the sum. Legal under every plan;
+        under ZERO2 and ZERO3 the price is a full-size gradient."""
         self.check_open("no_sync")
         return self.reducer.no_sync()
 
@@ -192,9 +195,19 @@ class Handle:
                 parameter.data = value.to(unit.spec.dtype, copy=True)
         self._release()
 
+    def attach(self) -> None:
+        """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
+        self.schedule.attach(self.model)
+        self._stay = self.model.register_forward_pre_hook(self._ignore)
+
+    def _ignore(self, module: nn.Module, args: object) -> None:
+        """The model holds this bound method, and so the handle."""
+
     def _release(self) -> None:
         self._closed = True
         self.schedule.detach()
+        if self._stay is not None:
+            self._stay.remove()
         for unit in self.units:
             for parameter in unit.parameters:
                 _HANDLES.pop(parameter, None)
@@ -275,7 +288,7 @@ def shard(
         handle = Handle(chosen, _build(model, specs, chosen, collectives), collectives, model)
         for parameter in model.parameters():
             _HANDLES[parameter] = weakref.ref(handle)
-        handle.schedule.attach(model)
+        handle.attach()
     except BaseException:
         for parameter, data in before:
             parameter.data = data
@@ -312,7 +325,15 @@ def _choose(
     collectives: Collectives,
     max_transient_bytes: int | None,
 ) -> list[UnitSpec]:
-    return choose_units(model, units, precision)
+    if max_transient_bytes is None:
+        return choose_units(model, units, precision)
+    mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
+    if units is None:
+        return fit_units(model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise)
+    specs = choose_units(model, units, precision)
+    device_type = next(model.parameters()).device.type
+    check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.pairwise, device_type)
+    return specs
 
 
 def _build(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives: Collectives) -> list[Unit]:
@@ -325,7 +346,7 @@ def _build(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives:
         unit = Unit(index, spec, of_unit, plan, collectives.mesh)
         unit.fill()
         units.append(unit)
-    collectives.broadcast([buffer for buffer in model.buffers()])
+    collectives.broadcast(list(model.buffers()))
     return units
 
 
@@ -337,11 +358,10 @@ def _refuse_owned(model: nn.Module) -> None:
 
 def _expect_same_model(collectives: Collectives, model: nn.Module, specs: Sequence[UnitSpec], plan: Plan) -> None:
     """Ranks compare a digest of what they are about to shard; where it differs, they look for the first difference."""
+    named = model.named_parameters()
     lines = [f"plan {plan.name}"]
-    for name, p in model.named_parameters():
-        lines.append(f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}")
-    for spec in specs:
-        lines.append(f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}")
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in named]
+    lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]
     digests = collectives.exchange_objects(hashlib.sha256(json.dumps(lines).encode()).hexdigest())
     if len(set(digests)) == 1:
         return

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from zeroshard.collectives import CommLog
 
@@ -63,7 +64,7 @@ def _rank_main(
     status = 1
     try:
         torch.set_num_threads(1)
-        store = dist.FileStore(str(folder / "store"), world_size)
+        store = FileStore(str(folder / "store"), world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         result = fn(rank, *args)

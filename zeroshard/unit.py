@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeroshard.buffer import FlatBuffer
+from zeroshard.buffer import Borrower, FlatBuffer
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients
 from zeroshard.interval import Interval
@@ -47,6 +47,19 @@ class UnitSpec:
     modules: tuple[str, ...]
     outer: bool
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.precision.param if self.trainable else self.dtype
+
+    def weight_borrower(self, numel: int) -> Borrower:
+        """Of a full-size place to gather into. Units of one kind may be needed together: kinds do not share."""
+        kind = (self.weight_dtype, self.trainable)
+        return Borrower(self.name, kind, numel * self.weight_dtype.itemsize, self.outer)
+
+    def bucket_borrower(self, numel: int) -> Borrower:
+        """Of a full-size bucket to accumulate into."""
+        return Borrower(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
+
     def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
         """Parameters in reverse registration order: backward fills the buffer from the front."""
         shapes = list(zip(self.names, self.shapes, strict=True))[::-1]
@@ -56,16 +69,13 @@ class UnitSpec:
 class Unit:
     """See the module's note. `parameters` are in buffer order (the order of `layout.slots`)."""
 
-    def __init__(
-        self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, mesh: Mesh
-    ) -> None:
+    def __init__(self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, mesh: Mesh) -> None:
         self.index, self.spec, self.plan = index, spec, plan
         self.parameters = tuple(parameters)
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
         device = self.parameters[0].device
         rank = mesh.shard.rank
-        param_dtype = spec.precision.param if spec.trainable else spec.dtype
-        buffer = FlatBuffer(self.layout, rank, param_dtype, device, plan.weights)
+        buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, device, plan.weights)
         self.weights = Weights(spec.name, self.parameters, buffer)
         self.grads: Gradients | None = None
         self.main: MainWeights | None = None
@@ -255,8 +265,3 @@ def _refuse_unsupported(names: Sequence[str], parameters: Sequence[nn.Parameter]
             )
         if parameter.is_sparse or parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")
-
-
-def sharded_weights(units: Sequence[Unit]) -> bool:
-    """Whether weights have to be gathered before use."""
-    return any(unit.plan.weights is SHARDED for unit in units)

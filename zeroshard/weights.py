@@ -114,7 +114,9 @@ class Weights:
 
     def _expect(self, state: Residency, verb: str) -> None:
         if self.state is not state:
-            raise RuntimeError(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {state.value}")
+            raise RuntimeError(
+                f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {state.value}"
+            )
 
 
 def _absent(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""Bytes per rank and kind, before anything is allocated: from the same layouts and allotments that the engine uses.
+
+The model may live on the meta device. The numbers equal `handle.memory()` (a test demands it).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zeroshard.buffer import Allotment
+from zeroshard.collectives import reduce_scratch_bytes
+from zeroshard.gather import PLACES
+from zeroshard.layout import BufferLayout
+from zeroshard.pieces import BATCH_NUMEL, batches, cut
+from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
+from zeroshard.precision import MixedPrecision, as_precision
+from zeroshard.reduce import IN_FLIGHT
+from zeroshard.unit import DEFAULT_UNIT_BYTES, UnitPolicy, UnitSpec, choose_units
+
+TRANSIENT_KINDS = ("ring", "buckets", "scratch")
+
+
+def plan_memory(
+    model: nn.Module,
+    plan: Plan | str,
+    world_size: int,
+    *,
+    units: UnitPolicy = None,
+    precision: MixedPrecision | str | None = None,
+    state_bytes_per_element: int = 8,
+    state_scalars: int = 1,
+    rank: int = 0,
+    num_replicas: int = 1,
+    pairwise: bool = True,
+    device_type: str = "cpu",
+) -> dict[str, int]:
+    """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
+
+    Args:
+        world_size: ranks on the shard axis.
+        state_bytes_per_element: of the optimizer: 8 for Adam's two fp32 moments, 4 for SGD with momentum.
+        state_scalars: fp32 scalars that it keeps for each tensor (Adam: the step count).
+        pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
+    """
+    plan = as_plan(plan)
+    specs = choose_units(model, units, as_precision(precision))
+    layouts = [spec.layout(world_size, num_replicas) for spec in specs]
+    kinds = dict.fromkeys(("weights", "grads", "main", "state", "scalars"), 0)
+    for spec, layout in zip(specs, layouts, strict=True):
+        kinds["weights"] += _held(layout, plan.weights is SHARDED) * spec.weight_dtype.itemsize
+        if not spec.trainable:
+            continue
+        main_numel = _held(layout, plan.main is SHARDED)
+        if not plan.external_gradients:
+            kinds["grads"] += _held(layout, plan.grads is SHARDED) * spec.precision.grad.itemsize
+        if spec.precision.main == "remainder":
+            kinds["main"] += main_numel * 2
+        elif not spec.precision.weights_are_main:
+            kinds["main"] += main_numel * spec.precision.main_dtype.itemsize
+    pieces = [numel for numel, _, _ in _pieces(specs, layouts, plan, rank)]
+    kinds["state"] = sum(pieces) * state_bytes_per_element
+    kinds["scalars"] = len(pieces) * state_scalars * 4
+    transients = plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank)
+    return kinds | transients
+
+
+def plan_transients(
+    specs: list[UnitSpec],
+    plan: Plan,
+    num_shards: int,
+    num_replicas: int,
+    pairwise: bool,
+    device_type: str,
+    rank: int = 0,
+) -> dict[str, int]:
+    """The preallocated full-size storages and scratch."""
+    layouts = [spec.layout(num_shards, num_replicas) for spec in specs]
+    pairs = list(zip(specs, layouts, strict=True))
+    trainable = [(spec, layout) for spec, layout in pairs if spec.trainable and not plan.external_gradients]
+    ring = Allotment.of(
+        (spec.weight_borrower(layout.numel) for spec, layout in pairs if plan.weights is SHARDED), PLACES
+    )
+    buckets = Allotment.of(
+        (spec.bucket_borrower(layout.numel) for spec, layout in trainable if plan.grads is SHARDED), IN_FLIGHT
+    )
+    reducing = [
+        reduce_scratch_bytes(layout.numel, spec.precision.grad, spec.precision.wire, num_shards, num_replicas, pairwise)
+        for spec, layout in trainable
+    ]
+    scratch = IN_FLIGHT * max(reducing, default=0)
+    pieces = list(_pieces(specs, layouts, plan, rank))
+    for needed in (1, 2):  # the gradient in main's dtype, and main where it is joined
+        sums = [
+            sum(piece[0] * piece[needed] for piece in (pieces[i] for i in batch))
+            for batch in batches([piece[0] for piece in pieces], BATCH_NUMEL[device_type])
+        ]
+        scratch += max(sums, default=0)
+    return {"ring": ring.num_bytes, "buckets": buckets.num_bytes, "scratch": scratch}
+
+
+def fit_units(
+    model: nn.Module,
+    precision: MixedPrecision | None,
+    limit: int,
+    plan: Plan,
+    mesh_shape: tuple[int, int],
+    pairwise: bool,
+) -> list[UnitSpec]:
+    """Units by size, as large as `limit` bytes of transients allow.
+
+    Raises:
+        ValueError: with the number of bytes that the smallest units need.
+    """
+    unit_bytes = DEFAULT_UNIT_BYTES
+    device_type = next(model.parameters()).device.type
+    while True:
+        specs = choose_units(model, unit_bytes, precision)
+        needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
+        if needed <= limit:
+            return specs
+        if unit_bytes <= 1:
+            raise ValueError(_too_small(limit, needed))
+        unit_bytes //= 2
+
+
+def check_limit(
+    specs: list[UnitSpec], limit: int, plan: Plan, mesh_shape: tuple[int, int], pairwise: bool, device_type: str
+) -> None:
+    """Raises:
+    ValueError: the transients of these units exceed `limit`, with the number of bytes needed."""
+    needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
+    if needed > limit:
+        raise ValueError(_too_small(limit, needed))
+
+
+def _too_small(limit: int, needed: int) -> str:
+    return (
+        f"max_transient_bytes={limit}: these units need {needed} bytes of full-size places, buckets and scratch. Allow "
+        "that much, or choose smaller units (the largest parameter sets the least)"
+    )
+
+
+def _held(layout: BufferLayout, sharded: bool) -> int:
+    return layout.shard_numel if sharded else layout.numel
+
+
+def _pieces(specs: list[UnitSpec], layouts: list[BufferLayout], plan: Plan, rank: int) -> list[tuple[int, int, int]]:
+    """(elements, bytes of gradient scratch per element, bytes of main scratch per element) of each piece stepped."""
+    result = []
+    for spec, layout in zip(specs, layouts, strict=True):
+        if not spec.trainable:
+            continue
+        main = spec.precision.main_dtype
+        cast = plan.external_gradients or spec.precision.grad != main
+        joined = spec.precision.main == "remainder"
+        for _, world in cut(layout, [0] * len(layout.slots)):
+            if (plan.main is REPLICATED or world in layout.shard(rank)) and world & layout.used:
+                result.append((world.numel, cast * main.itemsize, joined * main.itemsize))
+    return result
