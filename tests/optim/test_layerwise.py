@@ -233,20 +233,25 @@ def test_lars_does_not_overflow_on_a_vanishing_gradient(value: float) -> None:
 # The norm ------------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 200_000), st.integers(0, 10))
-def test_the_norm_is_near_that_of_fp64(numel: int, seed: int) -> None:
+@given(st.sampled_from([0, 1, 1023, 1024, 1025, 2048, 5000, 1 << 17, (1 << 20) + 1]), st.integers(0, 3))
+def test_the_norm_is_that_of_fp64(numel: int, seed: int) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     assert norm(x).item() == pytest.approx(x.double().norm().item(), rel=1e-6)
+    assert norm(x.double()).item() == pytest.approx(x.double().norm().item(), rel=1e-12)
 
 
-def test_the_norm_of_a_large_tensor_stays_near_that_of_fp64() -> None:
-    """torch's own fp32 norm drifts with the size on CPU, hence the blocks; here is the size of that drift."""
-    x = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).view(2048, 2048)
+@pytest.mark.parametrize("kind", ["normal", "constant", "spikes"])
+def test_the_norm_does_not_drift_with_the_size(kind: str) -> None:
+    """torch's own does, on CPU, by what the last line asks for at the least: that is what the rows are for."""
+    x = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))
+    if kind != "normal":
+        x = torch.full_like(x, 0.1 if kind == "constant" else 1e-3)
+    if kind == "spikes":
+        x.view(-1)[::7] = -0.3
     exact = x.double().norm().item()
     assert abs(norm(x).item() / exact - 1) < 1e-6
     assert abs(norm(x.t()).item() / exact - 1) < 1e-6  # not contiguous
-    drift = abs(torch.linalg.vector_norm(x).item() / exact - 1)
-    assert drift > 1e-6, f"torch's norm is exact to {drift}: the blocks are no longer needed"
+    assert abs(torch.linalg.vector_norm(x).item() / exact - 1) > 1e-5
 
 
 def test_trust_ratio() -> None:

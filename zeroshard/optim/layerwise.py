@@ -8,18 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
-BLOCK_NUMEL = 1 << 16
+ROW_NUMEL = 1024
 
 
 def norm(tensor: Tensor) -> Tensor:
     """2-norm of the whole tensor, 0-d.
 
-    By blocks: torch on CPU adds fp32 squares in a few running sums, which is 1e-3 off at 25 M elements. Norms of
-    blocks, and then the norm of these, are within 1e-6, at the same speed.
+    Rows first, then their norms. torch on CPU adds the squares of a long fp32 tensor in a few running sums, and drifts
+    by 1e-5 at a quarter of a million elements, by 1e-3 at 25 million; this stays within 1e-6 of fp64, at the same speed.
     """
-    blocks = torch.split(tensor.reshape(-1), BLOCK_NUMEL)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(blocks)))
+    flat = tensor.reshape(-1)
+    while flat.numel() > ROW_NUMEL:
+        stop = flat.numel() // ROW_NUMEL * ROW_NUMEL
+        rows = vector_norm(flat[:stop].view(-1, ROW_NUMEL), dim=1)
+        flat = torch.cat([rows, vector_norm(flat[stop:]).view(1)])
+    total: Tensor = vector_norm(flat)
     return total
 
 
