@@ -17,7 +17,8 @@ def norm(tensor: Tensor) -> Tensor:
     """2-norm of the whole tensor, 0-d.
 
     Rows first, then their norms. torch on CPU adds the squares of a long fp32 tensor in a few running sums, and drifts
-    by 1e-5 at a quarter of a million elements, by 1e-3 at 25 million; this stays within 1e-6 of fp64, at the same speed.
+    by 1e-5 at a quarter of a million elements, by 1e-3 at 25 million. This was within 1e-6 of fp64 wherever it was
+    compared, at the same speed.
     """
     flat = tensor.reshape(-1)
     while flat.numel() > ROW_NUMEL:
