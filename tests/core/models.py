@@ -1,0 +1,180 @@
+"""Small models with awkward sizes, data that differ on every rank, and the loops that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo  # torch.optim loads it when first used: once here, not in every forked rank
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.collectives import CommLog
+from zeroshard.placement import Plan
+from zeroshard.reference import Reference
+
+PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
+VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
+
+State = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, residual blocks, norm, head: sizes that no power of two divides. `tied`: the head is the embedding."""
+
+    def __init__(self, *, tied: bool = False, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Counting(nn.Module):
+    """Three parameters whose gradients are small integers whatever their values are, so that all sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, 17)
+        self.left = nn.Linear(13, 29, bias=False)
+        self.right = nn.Linear(29, 7)
+
+    def forward(self, tokens: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return self.table(tokens).sum() + self.left(x).sum() + self.right(y).sum()
+
+
+def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return model()
+
+
+def loss_of_tokens(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
+    """Cross-entropy on data that no two (rank, micro-batch, step) share."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+    tokens = torch.randint(VOCAB, (3, LENGTH + 1), generator=generator)
+    logits = model(tokens[:, :-1])
+    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return loss / micro_batches
+
+
+def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
+    """As above for `Counting`: integers from -3 to 3; not divided, so that gradients stay integers."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+    tokens = torch.randint(31, (4,), generator=generator)
+    x, y = (torch.randint(-3, 4, (4, width), generator=generator).float() for width in (13, 29))
+    return model(tokens, x, y)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train and how, but for the plan."""
+
+    model: Callable[[], nn.Module] = Net
+    loss_of: Callable[..., Tensor] = loss_of_tokens
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    defaults: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "foreach": False})
+    precision: Any = None
+    units: Any = Block
+    steps: int = 3
+    micro_batches: int = 1
+    reduce_every_micro_batch: bool = False
+    max_norm: float | None = None
+
+    def loss(self, model: nn.Module, rank: int, micro_batch: int, step: int) -> Tensor:
+        return self.loss_of(model, rank, micro_batch, step, self.micro_batches)
+
+    def micro_scopes(self, handle: zeroshard.Handle) -> Iterator[Any]:
+        """One context per micro-batch: reduced each time, or by the last one alone."""
+        for micro_batch in range(self.micro_batches):
+            local = not self.reduce_every_micro_batch and micro_batch < self.micro_batches - 1
+            yield handle.no_sync() if local else nullcontext()
+
+
+@dataclass
+class Outcome:
+    """What a run leaves: one rank's losses, the full weights, the log."""
+
+    losses: list[float]
+    weights: State
+    log: CommLog
+    norms: list[float] = field(default_factory=list)
+
+
+def train(job: Job, plan: Plan, rank: int, mesh: Any = None) -> Outcome:
+    """Train under the engine. Collective."""
+    model = make(job.model)
+    handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision, mesh=mesh)
+    optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, **job.defaults)
+    losses, norms = [], []
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        for micro_batch, scope in enumerate(job.micro_scopes(handle)):
+            with scope:
+                loss = job.loss(model, rank, micro_batch, step)
+                optimizer.backward(loss)
+            losses.append(loss.item())
+        if job.max_norm is not None:
+            norms.append(optimizer.clip_grad_norm_(job.max_norm).item())
+        result = optimizer.step()
+        if job.max_norm is None:
+            norms.append(result.grad_norm)
+    return Outcome(losses, handle.full_state_dict(), handle.comm_log, norms)
+
+
+def train_reference(job: Job, num_ranks: int) -> list[Outcome]:
+    """Train the same in one process: what each rank should have seen."""
+    model = make(job.model)
+    reference = Reference(model, job.optimizer, num_ranks=num_ranks, precision=job.precision, **job.defaults)
+    losses: list[list[float]] = [[] for _ in range(num_ranks)]
+    norms = []
+    for step in range(job.steps):
+        result = reference.step(
+            lambda model, rank, micro_batch, step=step: job.loss(model, rank, micro_batch, step),
+            micro_batches=job.micro_batches,
+            reduce_every_micro_batch=job.reduce_every_micro_batch,
+            max_norm=job.max_norm,
+        )
+        norms.append(result.grad_norm)
+        for rank, of_rank in enumerate(result.losses):
+            losses[rank] += of_rank
+    return [Outcome(of_rank, reference.state_dict(), CommLog(), norms) for of_rank in losses]
+
+
+def same_bits(a: State, b: State) -> bool:
+    """Whether two state dicts have the same names, dtypes, shapes and bits (NaN equals itself)."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+        for name in a
+    )
+
+
+def largest_difference(a: State, b: State) -> float:
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def logs(outcomes: Sequence[Outcome]) -> list[CommLog]:
+    return [outcome.log for outcome in outcomes]

@@ -1,0 +1,229 @@
+"""Intervals, layouts and pieces: arithmetic on shapes, so examples by hand and properties over random shapes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.interval import Interval, round_up
+from zeroshard.layout import ALIGNMENT, BufferLayout, Fragment, Slot
+from zeroshard.pieces import cut
+
+Shapes = list[tuple[int, ...]]
+
+SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 16, 31, 127, 256, 257, 509])
+SHAPES = st.lists(st.lists(SIZES, max_size=2).map(tuple), max_size=7)  # () is 0-d
+BOUNDS = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)
+INTERVALS = BOUNDS.map(lambda bounds: Interval(*bounds))
+
+
+def packed(shapes: Shapes, num_shards: int, alignment: int = ALIGNMENT, num_replicas: int = 1) -> BufferLayout:
+    named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    return BufferLayout.pack(named, num_shards, alignment=alignment, num_replicas=num_replicas)
+
+
+LAYOUTS = st.builds(packed, SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3))
+
+
+# Intervals ------------------------------------------------------------------------------------------------------------
+
+
+@given(INTERVALS, INTERVALS)
+def test_an_intersection_holds_the_common_elements(a: Interval, b: Interval) -> None:
+    common = set(range(a.start, a.stop)) & set(range(b.start, b.stop))
+    found = a & b
+    assert set(range(found.start, found.stop)) == common
+    assert bool(found) == bool(common)
+    assert (b & a).numel == found.numel == len(common)
+    if found:
+        assert found in a and found in b and found == (b & a)
+
+
+@given(INTERVALS, INTERVALS)
+def test_containment_is_that_of_sets(a: Interval, b: Interval) -> None:
+    if b:
+        assert (b in a) == (set(range(b.start, b.stop)) <= set(range(a.start, a.stop)))
+
+
+@given(INTERVALS, st.integers(0, 20))
+def test_moving_the_origin_keeps_the_elements(a: Interval, origin: int) -> None:
+    moved = Interval(a.start + origin, a.stop + origin).relative_to(origin)
+    assert moved == a
+    assert list(range(60))[a.slice] == list(range(a.start, a.stop))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 300))
+def test_rounding_up_reaches_the_next_multiple(value: int, multiple: int) -> None:
+    result = round_up(value, multiple)
+    assert result % multiple == 0 and value <= result < value + multiple
+
+
+@pytest.mark.parametrize("bounds", [(3, 2), (-1, 2)])
+def test_an_interval_is_checked_at_birth(bounds: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="0 <= start <= stop"):
+        Interval(*bounds)
+
+
+def test_an_origin_behind_the_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 <= start <= stop"):
+        Interval(2, 5).relative_to(3)
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_four_parameters_on_four_ranks() -> None:
+    """Sixteen elements, no alignment: `b` begins at element 3, has 5 elements, and lies on ranks 0 and 1."""
+    layout = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1)
+    assert (layout.numel, layout.shard_numel) == (16, 4)
+    of_b = {rank: [f for f in layout.fragments(rank) if f.slot.name == "b"] for rank in range(4)}
+    b = Slot("b", (5,), Interval(3, 8))
+    assert of_b[0] == [Fragment(b, world=Interval(3, 4), local=Interval(3, 4), param=Interval(0, 1))]
+    assert of_b[1] == [Fragment(b, world=Interval(4, 8), local=Interval(0, 4), param=Interval(1, 5))]
+    assert of_b[2] == of_b[3] == []
+    assert [[f.slot.name for f in layout.fragments(rank)] for rank in range(4)] == [
+        ["a", "b"],
+        ["b"],
+        ["c"],
+        ["c", "d"],
+    ]
+
+
+def expect_partition(layout: BufferLayout, fragments: list[list[Fragment]]) -> None:
+    """Every element of every parameter in just one fragment, and the three ranges of each say the same."""
+    seen: dict[str, list[int]] = {slot.name: [] for slot in layout.slots}
+    for rank, of_rank in enumerate(fragments):
+        shard = layout.shard(rank)
+        for fragment in of_rank:
+            assert fragment.world and fragment.world in shard and fragment.world in fragment.slot.world
+            assert fragment.local == fragment.world.relative_to(shard.start)
+            assert fragment.param == fragment.world.relative_to(fragment.slot.world.start)
+            seen[fragment.slot.name] += range(fragment.param.start, fragment.param.stop)
+        assert of_rank == sorted(of_rank, key=lambda fragment: fragment.world)
+    for slot in layout.slots:
+        assert seen[slot.name] == list(range(math.prod(slot.shape)))
+
+
+@given(LAYOUTS)
+def test_fragments_cover_every_element_once(layout: BufferLayout) -> None:
+    expect_partition(layout, [list(layout.fragments(rank)) for rank in range(layout.num_shards)])
+
+
+def test_the_partition_check_sees_a_lost_and_a_shifted_fragment() -> None:
+    layout = packed([(5,), (7,)], 3, alignment=1)
+    good = [list(layout.fragments(rank)) for rank in range(3)]
+    expect_partition(layout, good)
+    with pytest.raises(AssertionError):
+        expect_partition(layout, [good[0][1:], *good[1:]])
+    first = good[0][0]
+    shifted = replace(first, param=Interval(first.param.start + 1, first.param.stop + 1))
+    with pytest.raises(AssertionError):
+        expect_partition(layout, [[shifted, *good[0][1:]], *good[1:]])
+
+
+@given(SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3))
+def test_shards_are_equal_aligned_and_padded_by_less_than_a_block_each(
+    shapes: Shapes, num_shards: int, alignment: int, num_replicas: int
+) -> None:
+    layout = packed(shapes, num_shards, alignment, num_replicas)
+    assert [layout.shard(rank).numel for rank in range(num_shards)] == [layout.shard_numel] * num_shards
+    assert [layout.shard(rank).start for rank in range(num_shards)] == [
+        r * layout.shard_numel for r in range(num_shards)
+    ]
+    assert layout.shard_numel % (alignment * num_replicas) == 0
+    assert 0 <= layout.numel - layout.used.numel < num_shards * alignment * num_replicas
+    assert layout.used.numel == sum(math.prod(shape) for shape in shapes)
+
+
+@given(LAYOUTS, INTERVALS)
+def test_fragments_in_any_range_are_those_of_its_elements(layout: BufferLayout, offset: Interval) -> None:
+    interval = offset & Interval(0, layout.numel)
+    expected = [slot.name for slot in layout.slots for i in range(slot.world.start, slot.world.stop)
+                if interval.start <= i < interval.stop]  # fmt: skip
+    found = [(f.slot.name, i) for f in layout.fragments_in(interval) for i in range(f.local.start, f.local.stop)]
+    assert [name for name, _ in found] == expected
+    assert [i for _, i in found] == list(range(len(found)))
+
+
+def test_more_ranks_than_elements_leaves_whole_ranks_empty() -> None:
+    layout = packed([(), (0, 4), (2,)], 8, alignment=1)
+    assert (layout.numel, layout.shard_numel) == (8, 1)
+    assert [[f.slot.name for f in layout.fragments(rank)] for rank in range(8)] == [["p0"], ["p2"], ["p2"], *[[]] * 5]
+
+
+def test_a_layout_without_elements_is_empty_everywhere() -> None:
+    for shapes in ([], [(0,)], [(0,), (3, 0)]):
+        layout = packed(shapes, 3)
+        assert layout.numel == 0
+        assert [layout.fragments(rank) for rank in range(3)] == [()] * 3
+
+
+def test_a_layout_is_checked_at_birth() -> None:
+    slot = Slot("a", (3,), Interval(0, 3))
+    with pytest.raises(ValueError, match="cannot be cut into 4 equal shards"):
+        BufferLayout((slot,), 6, 4)
+    with pytest.raises(ValueError, match="the slots need 3 elements, the buffer has 2"):
+        BufferLayout((slot,), 2, 1)
+    with pytest.raises(ValueError, match=r"slot b .* must start at 3"):
+        BufferLayout((slot, Slot("b", (2,), Interval(4, 6))), 8, 4)
+    with pytest.raises(ValueError, match=r"slot a .* must start at 0"):
+        BufferLayout((Slot("a", (4,), Interval(0, 3)),), 8, 4)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), found 4"):
+        packed([(3,)], 4).shard(4)
+
+
+# Pieces ---------------------------------------------------------------------------------------------------------------
+
+KEYS = st.lists(st.sampled_from(["decay", "plain", None]), min_size=7, max_size=7)
+
+
+@given(LAYOUTS.filter(lambda layout: layout.numel), KEYS, st.sampled_from([256, 512, 1 << 18]))
+def test_pieces_cover_what_has_a_key_and_stay_inside_shards(
+    layout: BufferLayout, keys: list[str | None], piece_numel: int
+) -> None:
+    keys = keys[: len(layout.slots)]
+    pieces = list(cut(layout, keys, piece_numel))
+    owner: list[str | None] = [None] * layout.numel
+    for key, world in pieces:
+        assert 0 < world.numel <= piece_numel
+        assert any(world in layout.shard(rank) for rank in range(layout.num_shards))
+        assert owner[world.slice] == [None] * world.numel
+        owner[world.slice] = [key] * world.numel
+    for key, slot in zip(keys, layout.slots, strict=True):
+        assert owner[slot.world.slice] == [key] * slot.world.numel
+    padding = owner[layout.used.stop :]
+    assert padding == [keys[-1] if keys else None] * len(padding)
+    assert pieces == sorted(pieces, key=lambda piece: piece[1])
+
+
+ALIGNED = st.builds(packed, SHAPES.filter(len), st.integers(1, 5))
+
+
+@given(ALIGNED, KEYS, st.sampled_from([256, 512, 1 << 18]))
+def test_pieces_start_at_a_block_unless_a_param_group_does(
+    layout: BufferLayout, keys: list[str | None], piece_numel: int
+) -> None:
+    """The rule that keeps fused kernels bit-equal: a vector's tail comes only where a group ends."""
+    keys = keys[: len(layout.slots)]
+    group_starts = {slot.world.start for i, slot in enumerate(layout.slots) if i == 0 or keys[i] != keys[i - 1]}
+    group_ends = {slot.world.stop for i, slot in enumerate(layout.slots[:-1]) if keys[i] != keys[i + 1]}
+    for _, world in cut(layout, keys, piece_numel):
+        assert world.start % ALIGNMENT == 0 or world.start in group_starts
+        assert world.stop % ALIGNMENT == 0 or world.stop in group_ends
+
+
+def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:
+    """No cut depends on who asks: a rank that updates everything steps the same vectors as one that owns a shard."""
+    layout = packed([(700,), (900,), (300,)], 3)
+    everything = list(cut(layout, ["a", "b", "b"], 512))
+    assert everything == [
+        ("a", Interval(0, 512)),
+        ("a", Interval(512, 700)),
+        ("b", Interval(700, 768)),
+        ("b", Interval(768, 1280)),
+        ("b", Interval(1280, 1536)),
+        ("b", Interval(1536, 2048)),
+        ("b", Interval(2048, 2304)),
+    ]

@@ -1,0 +1,175 @@
+"""The slow, obvious, single-process truth that the engine is compared with.
+
+One process plays all ranks, one after the other, on one plain model:
+
+    for each rank, each micro-batch     total[rank] += p.grad after loss.backward()         in the gradient dtype
+    sum over ranks                      gradient = ((total[0] + total[1]) + total[2]) ...   in the wire's dtype
+    one multiply                        main.grad = gradient * (1 / num_ranks * clip)       in main's dtype
+    a plain torch optimizer on main     weights = main, rounded to the compute dtype
+
+No flat buffer, no layout, no shard, no hook that matters: a parameter is a tensor with a main beside it. What the
+engine computes is bit-equal to this where the arithmetic is the same: reduced once per step, an optimizer whose result
+does not depend on how a vector is cut (not `fused`), and no clipping (the norm is summed here in another order).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zeroshard.precision import MixedPrecision, as_precision, precision_for
+
+LossOf = Callable[[nn.Module, int, int], Tensor]
+"""(model, rank, micro-batch) -> the loss whose gradient counts: divide by the number of micro-batches yourself."""
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """`losses[rank][micro_batch]`, and the 2-norm of the mean gradient before clipping."""
+
+    losses: tuple[tuple[float, ...], ...]
+    grad_norm: float
+
+
+class Reference:
+    """Trains a plain model as `num_ranks` ranks would.
+
+    Args:
+        model: changed in place: it holds the weights, in the compute dtype.
+        optimizer_class: any of torch.optim; `defaults` are its arguments.
+        params: as for the optimizer, over the model's parameters; None: all that require grad.
+        precision: as for `shard`.
+
+    Raises:
+        ValueError: a wire narrower than the gradient (the engine does not round the term of a shard's owner, so its sum
+            depends on who owns which element; here nobody owns anything).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        num_ranks: int,
+        precision: MixedPrecision | str | None = None,
+        params: Iterable[dict[str, Any]] | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.model, self.num_ranks = model, num_ranks
+        self.precisions: dict[nn.Parameter, MixedPrecision] = {}
+        self.main: dict[nn.Parameter, nn.Parameter] = {}
+        original = next(model.parameters()).dtype
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._adopt(parameter, precision_for(parameter.dtype, as_precision(precision)))
+        groups = params if params is not None else [{"params": list(self.main)}]
+        main_groups = [{**group, "params": [self.main[p] for p in group["params"]]} for group in groups]
+        self.optimizer = optimizer_class(main_groups, **defaults)
+        compute = next(iter(self.precisions.values())).param
+        if compute != original:
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: pytree.tree_map(lambda leaf: _cast(leaf, compute), (args, kwargs)),
+                with_kwargs=True,
+            )
+
+    def _adopt(self, parameter: nn.Parameter, precision: MixedPrecision) -> None:
+        if precision.wire.itemsize < precision.grad.itemsize:
+            raise ValueError(f"reference: the wire {precision.wire} is narrower than the gradient {precision.grad}")
+        self.precisions[parameter] = precision
+        if precision.weights_are_main:
+            parameter.data = parameter.data.to(precision.param)
+            self.main[parameter] = parameter
+        else:
+            self.main[parameter] = nn.Parameter(parameter.detach().to(precision.main_dtype, copy=True))
+            parameter.data = self._rounded(parameter)
+
+    def step(
+        self,
+        loss_of: LossOf,
+        *,
+        micro_batches: int = 1,
+        reduce_every_micro_batch: bool = False,
+        max_norm: float | None = None,
+    ) -> ReferenceStep:
+        """One step of all ranks.
+
+        Args:
+            reduce_every_micro_batch: sum over ranks after each micro-batch, not once. What has been summed so far then
+                enters as part of rank 0's term. (In the engine it is the term of whoever owns the element: the two are
+                bit-equal where sums are exact.)
+            max_norm: clip the mean gradient to this 2-norm.
+        """
+        losses: list[list[float]] = [[] for _ in range(self.num_ranks)]
+        sums: dict[nn.Parameter, Tensor] = {}
+        rounds = [[m] for m in range(micro_batches)] if reduce_every_micro_batch else [list(range(micro_batches))]
+        for members in rounds:
+            totals = [self._accumulate(loss_of, rank, members, losses[rank]) for rank in range(self.num_ranks)]
+            for parameter in self.main:
+                terms = [total[parameter] for total in totals if parameter in total]
+                if terms:
+                    sums[parameter] = self._sum(parameter, terms, sums.get(parameter))
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in sums.values())) / self.num_ranks
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        self._update(sums, 1.0 / self.num_ranks * clip)
+        return ReferenceStep(tuple(map(tuple, losses)), norm)
+
+    def _accumulate(
+        self, loss_of: LossOf, rank: int, micro_batches: Sequence[int], losses: list[float]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Parameter -> sum over micro-batches of what one rank computes; without those that got no gradient."""
+        total: dict[nn.Parameter, Tensor] = {}
+        for micro_batch in micro_batches:
+            loss = loss_of(self.model, rank, micro_batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            for parameter, precision in self.precisions.items():
+                if parameter.grad is not None:
+                    so_far = total.get(parameter)
+                    added = parameter.grad if so_far is None else so_far + parameter.grad
+                    total[parameter] = added.to(precision.grad)
+                    parameter.grad = None
+        return total
+
+    def _sum(self, parameter: nn.Parameter, terms: Sequence[Tensor], so_far: Tensor | None) -> Tensor:
+        precision = self.precisions[parameter]
+        first = terms[0] if so_far is None else terms[0] + so_far
+        total = first.to(precision.wire)
+        for term in terms[1:]:
+            total = total + term.to(precision.wire)
+        return total.to(precision.grad)
+
+    @torch.no_grad()
+    def _update(self, sums: dict[nn.Parameter, Tensor], factor: float) -> None:
+        for parameter, main in self.main.items():
+            main.grad = sums[parameter].to(main.dtype) * factor if parameter in sums else None
+        self.optimizer.step()
+        for parameter, main in self.main.items():
+            main.grad = None
+            parameter.data = self._rounded(parameter)
+
+    def _rounded(self, parameter: nn.Parameter) -> Tensor:
+        """What the model computes with: main in the compute dtype."""
+        precision, main = self.precisions[parameter], self.main[parameter].detach()
+        if precision.main == "remainder":
+            return nearest_bf16_ties_away(main)
+        return main.to(precision.param)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Names and values of the model's `state_dict()`, copied."""
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+def nearest_bf16_ties_away(master: Tensor) -> Tensor:
+    """The rounding of a 16-bit remainder, see [Note: remainder] in `main_weights`; torch's own takes ties to even."""
+    half = 0x8000
+    return (master.view(torch.int32) + half >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
