@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
+import zeroshard
+
 from .train.config import Config, UserError, check_divides, fields, resolve, with_values
 from .train.data import prepare
 from .train.launch import INTERRUPTED, refuse, start_ranks, under_launcher
@@ -44,7 +46,7 @@ def run(arguments: list[str]) -> int:
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="zeroshard")
+@click.version_option(zeroshard.__version__)
 def main() -> None:
     """Sharded data-parallel training for PyTorch."""
 

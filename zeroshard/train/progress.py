@@ -30,9 +30,7 @@ class Progress:
         self._first = record.step if self._first is None else self._first
         text = describe(record, self._steps)
         if self._live:
-            self._live.update(
-                Text.assemble(bar(record.step / self._steps), " ", text, no_wrap=True, overflow="ellipsis")
-            )
+            self._live.update(Text(f"{bar(record.step / self._steps)} {text}"))
         elif record.step % self._log_every == 0 or record.step in (self._first, self._steps):
             tell(self._console, text)
 

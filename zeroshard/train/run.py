@@ -59,7 +59,13 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
     parallel = config.parallel
     try:
         planned = plan_memory(
-            model, parallel.plan, ranks.world_size, units=Block, precision=parallel.precision, state_bytes_per_element=8
+            model,
+            parallel.plan,
+            ranks.world_size,
+            units=Block,
+            precision=parallel.precision,
+            pairwise=ranks.device.type == "cpu",
+            device_type=ranks.device.type,
         )
         handle = zeroshard.shard(
             model,
