@@ -18,6 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,6 +95,12 @@ class Pending:
             if finish is not None:
                 finish()
             self._log.wait_seconds += time.perf_counter() - start
+
+    def __del__(self) -> None:
+        """A receive that is dropped before its message arrives would block the connection for everything after it."""
+        for work in self._works:
+            with suppress(RuntimeError):
+                work.wait()
 
 
 class Collectives:

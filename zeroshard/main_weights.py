@@ -8,11 +8,14 @@
 
 [Note: remainder] A bf16 number is the top half of an fp32 number. On the int32 bits m of the master:
 `weight = (m + 0x8000) >> 16`, `remainder = int16(m & 0xffff)`, `m = (weight << 16) + remainder` with the remainder
-signed. Lossless for every pattern; the weight is the nearest bf16, exact ties going away from zero. (The idea is
+signed. Lossless for every number; a NaN stays a NaN (there are more NaNs than pairs whose weight shows one). The
+weight is the nearest bf16, exact ties going away from zero. (The idea is
 apex's DistributedFusedAdam, `store_param_remainders`.)
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
 
 def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """bf16 `weight` and int16 `remainder` = fp32 `master`, which is overwritten. See [Note: remainder]."""
+    master.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # some NaNs would round to inf, or carry into 0
     bits = master.view(torch.int32)
     remainder.copy_(bits)  # keeps the low 16 bits
     weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))

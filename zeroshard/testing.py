@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -46,6 +47,7 @@ def run_ranks(
         RankError: the first rank that raised, with its traceback.
         TimeoutError: the ranks that were still running.
     """
+    importlib.import_module("torch._dynamo")  # optimizers import it: once here, not once in every rank
     with tempfile.TemporaryDirectory(prefix="zeroshard-ranks-") as folder:
         pids = {}
         for rank in range(world_size):
