@@ -1,0 +1,262 @@
+"""Time of one training step under each plan, against torch's own DDP, ZeroRedundancyOptimizer and FSDP2.
+
+    python benchmarks/step_time.py --ranks 2 4
+    python benchmarks/step_time.py --device cuda --ranks 8 --width 1024 --batch 16
+
+All contenders live in the same ranks, with the same weights and data, and take turns, step by step:
+
+    round 0   ddp  zero3  FSDP2  zero1  DDP ...     a barrier before each turn; its time is that of the slowest rank
+    round 1   zero1  DDP  ddp  FSDP2  zero3 ...     another order in each round
+
+so that whatever else the machine does strikes all alike. Only ratios are printed: that of the medians, and the range of
+the ratios within single rounds. Weights that a step has left under way (plans with a sharded optimizer gather them
+while the next forward starts) are waited for inside the time, so a step hides nothing in its neighbour's; `--block`
+times several steps of one contender in a row, as in training, and waits once.
+
+At the end the losses of all contenders are compared: equal work, or no numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.testing import run_ranks
+from zeroshard.train.config import ModelConfig
+from zeroshard.train.model import GPT, Block
+
+PAIRS = [
+    ("ddp", "torch DDP"),
+    ("zero1", "torch DDP"),
+    ("zero1", "torch ZeRO"),
+    ("zero2", "torch ZeRO"),
+    ("zero3", "torch FSDP2"),
+]
+"""(plan, peer): what is divided by what."""
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative, for losses after all steps: the contenders add up gradients in different orders."""
+
+
+@dataclass
+class Contender:
+    """`settle` waits for what the last step has left under way. `losses`: one per step, of this rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[float], Any]
+    settle: Callable[[], None] = lambda: None
+    losses: list[Tensor] = field(default_factory=list)
+
+    def step(self, tokens: Tensor, max_norm: float) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        if max_norm:
+            self.clip(max_norm)
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+
+
+def ours(plan: str, model: nn.Module, adamw: dict[str, Any], dtype: torch.dtype) -> Contender:
+    precision = zeroshard.MixedPrecision(dtype, dtype, None, dtype)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **adamw)
+    return Contender(model, optimizer, optimizer.clip_grad_norm_, handle.gatherer.settle)
+
+
+def torch_ddp(model: nn.Module, adamw: dict[str, Any]) -> Contender:
+    wrapped = _data_parallel(model)
+    return _of_torch(wrapped, torch.optim.AdamW(wrapped.parameters(), **adamw))
+
+
+def torch_zero(model: nn.Module, adamw: dict[str, Any]) -> Contender:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = _data_parallel(model)
+    return _of_torch(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **adamw))
+
+
+def torch_fsdp2(model: nn.Module, adamw: dict[str, Any], device: str) -> Contender:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    for module in [*(m for m in model.modules() if isinstance(m, Block)), model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return _of_torch(model, torch.optim.AdamW(model.parameters(), **adamw))
+
+
+def _data_parallel(model: nn.Module) -> nn.Module:
+    # In its faster configuration: nothing is copied between gradients and buckets, and no buffer is sent round.
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def _of_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
+    parameters = list(model.parameters())
+    return Contender(model, optimizer, lambda max_norm: nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+BUILDERS: dict[str, Callable[[nn.Module, dict[str, Any], torch.dtype, str], Contender]] = {
+    **{plan: lambda m, a, dtype, _, plan=plan: ours(plan, m, a, dtype) for plan in ("ddp", "zero1", "zero2", "zero3")},
+    "torch DDP": lambda m, a, *_: torch_ddp(m, a),
+    "torch ZeRO": lambda m, a, *_: torch_zero(m, a),
+    "torch FSDP2": lambda m, a, _, device: torch_fsdp2(m, a, device),
+}
+
+
+def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+    """On one rank: seconds per step and final losses of each contender."""
+    warnings.simplefilter("ignore")  # torch's own deprecations, repeated on every rank
+    device = torch.device(options.device, rank % torch.cuda.device_count() if options.device == "cuda" else None)
+    if options.device == "cpu":
+        torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    config = ModelConfig(
+        layers=options.layers, width=options.width, heads=options.heads, context=options.context, tied=options.tied
+    )
+    adamw = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
+    contenders = {}
+    for name in options.contenders:
+        torch.manual_seed(0)
+        model = GPT(config, options.vocabulary).to(device, dtype)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        contenders[name] = BUILDERS[name](model, adamw, dtype, options.device)
+
+    generator = torch.Generator().manual_seed(1000 + rank)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(options.warmup + options.steps):
+        shape = options.block, options.batch, options.context + 1
+        # Small tokens are more frequent than large ones, so there is something to learn and the losses move.
+        batches = (torch.rand(shape, generator=generator) ** 3 * options.vocabulary).long().to(device)
+        order = list(contenders)
+        random.Random(index).shuffle(order)
+        for name in order:
+            elapsed = _timed(contenders[name], batches, options.clip, device)
+            if index >= options.warmup:
+                seconds[name].append(elapsed / options.block)
+    losses = {name: _mean_over_ranks(torch.stack(c.losses)).tolist() for name, c in contenders.items()}
+    return {"num_parameters": num_parameters, "seconds": seconds, "losses": losses}
+
+
+def _timed(contender: Contender, batches: Tensor, clip: float, device: torch.device) -> float:
+    """Seconds that the slowest rank took."""
+    dist.barrier()
+    _synchronize(device)
+    start = time.perf_counter()
+    for tokens in batches:
+        contender.step(tokens, clip)
+    contender.settle()
+    _synchronize(device)
+    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _mean_over_ranks(values: Tensor) -> Tensor:
+    values = values.double()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+def start_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Rank 0's results: from forked gloo ranks, or from spawned NCCL ones, one per GPU."""
+    if options.device == "cpu":
+        return run_ranks(measure, world_size, options, timeout=options.timeout, collective_timeout=120)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_cuda_rank, (world_size, folder, options), nprocs=world_size)
+        return json.loads(Path(folder, "result").read_text())
+
+
+def _cuda_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace) -> None:
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    result = measure(rank, options)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def report(world_size: int, result: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Print the ratios; False (and no ratios) where the losses differ."""
+    print(f"\n{world_size} ranks, {result['num_parameters'] / 1e6:.1f} M parameters, {options.dtype}, {options.device}")
+    losses = {name: torch.tensor(values) for name, values in result["losses"].items()}
+    first, reference = next(iter(losses.items()))
+    for name, values in losses.items():
+        if not torch.allclose(values, reference, rtol=TOLERANCE[options.dtype], atol=0):
+            gap = ((values - reference).abs() / reference).max().item()
+            print(f"the losses of {name} and {first} differ by up to {gap:.1e}: they do not do the same work")
+            return False
+    gap = max(((values - reference).abs() / reference).max().item() for values in losses.values())
+    print(f"losses agree: {reference[0]:.4f} -> {reference[-1]:.4f} over {len(reference)} steps, within {gap:.0e}")
+    print(f"{'':<24} {'medians':>8}   {'min':>5} {'25%':>5} {'75%':>5} {'max':>5}  of single rounds")
+    seconds = result["seconds"]
+    for plan, peer in PAIRS:
+        if plan in seconds and peer in seconds:
+            ratio = statistics.median(seconds[plan]) / statistics.median(seconds[peer])
+            rounds = [a / b for a, b in zip(seconds[plan], seconds[peer], strict=True)]
+            low, _, high = statistics.quantiles(rounds, n=4)
+            spread = " ".join(f"{value:5.2f}" for value in (min(rounds), low, high, max(rounds)))
+            print(f"{plan + ' / ' + peer:<24} {ratio:8.3f}   {spread}")
+    return True
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="world sizes, one after the other")
+    parser.add_argument("--steps", type=int, default=30, help="rounds that count")
+    parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
+    parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
+    parser.add_argument("--contenders", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="NAME")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="per rank on CPU; 0: cores / ranks, at least 1")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights, gradients and state")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--tied", action="store_true", help="the embedding matrix is the output head too")
+    parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
+    parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: do not clip")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for everything on CPU")
+    parser.add_argument("--json", type=Path, help="write all times and losses to this file")
+    options = parser.parse_args()
+    if options.steps < 2 or options.block < 1:
+        parser.error("--steps must be at least 2 and --block at least 1")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    results = {world_size: start_ranks(world_size, options) for world_size in options.ranks}
+    equal = [report(world_size, result, options) for world_size, result in results.items()]
+    if options.json:
+        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "results": results}, indent=1))
+    raise SystemExit(0 if all(equal) else 1)
+
+
+if __name__ == "__main__":
+    main()
