@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim loads it when first used: once here, not in every forked rank
 from torch import Tensor, nn
 
 import zeroshard

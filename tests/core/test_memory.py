@@ -1,0 +1,292 @@
+"""Memory is a contract: the bytes that rest between steps are the table's, to the byte; a step allocates nothing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from zeroshard.placement import Plan
+from zeroshard.planner import plan_memory
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import expect_same_logs, run_ranks
+
+BF16 = torch.bfloat16
+TABLE = {
+    "fp32": ("fp32", ((16, 0), (8, 8), (4, 12), (0, 16))),
+    "bf16, fp32 gradient, master": ("bf16", ((18, 0), (6, 12), (2, 16), (0, 18))),
+    "fp16, fp32 gradient, master": ("fp16", ((18, 0), (6, 12), (2, 16), (0, 18))),
+    "bf16, 16-bit gradient, master": (MixedPrecision(grad=BF16), ((16, 0), (4, 12), (2, 14), (0, 16))),
+    "bf16, fp32 gradient, remainder": ("bf16-remainder", ((16, 0), (6, 10), (2, 14), (0, 16))),
+    "bf16, 16-bit gradient, remainder": (
+        MixedPrecision(grad=BF16, main="remainder"),
+        ((14, 0), (4, 10), (2, 12), (0, 14)),
+    ),
+}
+"""Bytes per parameter with Adam under DDP, ZERO1, ZERO2, ZERO3: (a, b) stands for a + b / d."""
+
+RESTING = ("weights", "grads", "main", "state")
+ADAM_STATE_BYTES = 8
+
+
+def storages(tensors: list[Any]) -> dict[int, int]:
+    found = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live_storages() -> dict[int, int]:
+    """Address -> bytes of every storage behind any tensor that Python can reach, found without asking the engine.
+
+    Call `gc.freeze()` first: what existed before (all of torch) is then left out, and need not be searched.
+    """
+    gc.collect()
+    return storages([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+
+
+def expected_bytes(handle: zeroshard.Handle, rank: int, replicated: int, sharded: int) -> int:
+    """The table's row over the padded layouts. An interval that is nothing but padding is never stepped, and has no
+    moments."""
+    total = 0
+    for unit in handle.units:
+        layout = unit.layout
+        total += replicated * layout.numel + sharded * layout.shard_numel
+        mine = range(layout.num_shards) if handle.plan is zeroshard.DDP else [rank]
+        total -= sum(ADAM_STATE_BYTES * layout.shard_numel for shard in mine if not layout.fragments(shard))
+    return total
+
+
+def trained(plan: Plan, precision: Any, rank: int, steps: int = 2) -> tuple[nn.Module, zeroshard.Handle, Any]:
+    model = make(partial(Net, tied=True))
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, foreach=False)
+    run_steps(model, optimizer, rank, range(steps))
+    return model, handle, optimizer
+
+
+def run_steps(model: nn.Module, optimizer: Any, rank: int, steps: range, micro_batches: int = 1) -> None:
+    for step in steps:
+        for micro_batch in range(micro_batches):
+            loss_of_tokens(model, rank, micro_batch, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_resting_bytes_are_the_tables_and_no_storage_is_forgotten(num_ranks: int) -> None:
+    def check(rank: int) -> list[Any]:
+        gc.freeze()
+        logs = []
+        for precision, row in TABLE.values():
+            for plan, (replicated, sharded) in zip(PLANS, row, strict=True):
+                before = live_storages()
+                model, handle, optimizer = trained(plan, precision, rank)
+                memory = handle.memory()
+                expected = expected_bytes(handle, rank, replicated, sharded)
+                assert sum(memory[kind] for kind in RESTING) == expected, (plan, precision, memory)
+                # Placeholders and step counts are single numbers; whatever is larger must be in the account.
+                new = {at: size for at, size in live_storages().items() if at not in before and size > 64}
+                assert sum(new.values()) == sum(memory.values()) - memory["scalars"], (plan, precision, memory)
+                with torch.device("meta"):
+                    on_meta = Net(tied=True)
+                planned = plan_memory(on_meta, plan, num_ranks, units=Block, precision=precision, rank=rank)
+                assert memory == planned
+                logs.append(handle.comm_log)
+                del model, handle, optimizer
+        return logs
+
+    by_rank = run_ranks(check, num_ranks)
+    for logs in zip(*by_rank, strict=True):
+        expect_same_logs(logs)
+
+
+def test_per_parameter_the_bytes_approach_the_table() -> None:
+    """A model large enough that padding is small: what is printed as bytes per parameter is what the table says."""
+
+    def check(rank: int) -> None:
+        for plan, (replicated, sharded) in zip(PLANS, TABLE["fp32"][1], strict=True):
+            model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, foreach=False)
+            model(torch.ones(1, 300)).sum().backward()
+            optimizer.step()
+            memory = handle.memory()
+            per_parameter = sum(memory[kind] for kind in RESTING) / (2 * 300 * 301)
+            assert replicated + sharded / 3 <= per_parameter < (replicated + sharded / 3) * 1.02
+
+    run_ranks(check, 3)
+
+
+def test_a_storage_that_nobody_accounts_for_is_seen() -> None:
+    def check(rank: int) -> None:
+        gc.freeze()
+        before = live_storages()
+        _, handle, _ = trained(zeroshard.ZERO2, None, rank)
+        handle.units[0].stray = torch.zeros(100)
+        new = {at: size for at, size in live_storages().items() if at not in before and size > 64}
+        memory = handle.memory()
+        assert sum(new.values()) == sum(memory.values()) - memory["scalars"] + 400
+
+    run_ranks(check, 3)
+
+
+def test_frozen_parameters_cost_their_weights_alone() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            for parameter in model.blocks.parameters():
+                parameter.requires_grad_(False)
+            handle = zeroshard.shard(model, plan, units=Block)
+            frozen = [unit for unit in handle.units if not unit.spec.trainable]
+            assert len(frozen) == 3 and all(unit.grads is None and unit.main is None for unit in frozen)
+            held = sum(u.layout.shard_numel if plan is zeroshard.ZERO3 else u.layout.numel for u in handle.units)
+            assert handle.memory()["weights"] == 4 * held
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            before = handle.full_state_dict()
+            run_steps(model, optimizer, rank, range(2))
+            after = handle.full_state_dict()
+            changed = {name for name in before if not torch.equal(before[name], after[name])}
+            assert changed == {name for name in before if not name.startswith("blocks")}
+
+    run_ranks(check, 3)
+
+
+# A step allocates nothing ---------------------------------------------------------------------------------------------
+
+ENGINE = str(Path(zeroshard.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+OTHERS = tuple(f"{TORCH}/{part}/" for part in ("optim", "autograd", "nn"))
+
+
+class Allocations(TorchDispatchMode):
+    """Records who makes new storages of at least 1 KiB: the innermost frame of the engine, unless the inner optimizer,
+    autograd's own kernels or a module are further in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_engine: list[tuple[str, int]] = []
+        self.by_others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = storages(pytree.tree_leaves((args, kwargs)))
+        result = func(*args, **kwargs)
+        new = {at: size for at, size in storages(pytree.tree_leaves(result)).items() if at not in known}
+        if size := sum(size for size in new.values() if size >= 1024):
+            where = _origin()
+            if where is None:
+                self.by_others += 1
+            else:
+                self.by_engine.append((f"{func} at {where}", size))
+        return result
+
+
+def _origin() -> str | None:
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(ENGINE):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        if name.startswith(OTHERS) or name == __file__ or name.endswith("models.py"):
+            return None
+        frame = frame.f_back
+    return None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_steady_step_allocates_nothing(num_ranks: int) -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for precision, _ in TABLE.values():
+            for plan in PLANS:
+                model, handle, optimizer = trained(plan, precision, rank, steps=2)
+                places = handle.memory()
+                with Allocations() as seen:
+                    run_steps(model, optimizer, rank, range(2, 3), micro_batches=2)
+                assert seen.by_engine == [], (plan, precision)
+                assert seen.by_others > 20
+                assert handle.memory() == places
+                logs.append(handle.comm_log)
+        return logs
+
+    by_rank = run_ranks(check, num_ranks)
+    for logs in zip(*by_rank, strict=True):
+        expect_same_logs(logs)
+
+
+def test_local_accumulation_allocates_its_buckets_once() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, optimizer = trained(plan, None, rank)
+
+            def step(number: int, model: nn.Module = model, handle: Any = handle, optimizer: Any = optimizer) -> None:
+                with handle.no_sync():
+                    loss_of_tokens(model, rank, 0, number).backward()
+                loss_of_tokens(model, rank, 1, number).backward()
+                optimizer.step()
+
+            step(2)
+            grads = handle.memory()["grads"] + handle.memory()["buckets"]
+            assert grads >= 4 * sum(unit.layout.numel for unit in handle.units)
+            with Allocations() as seen:
+                step(3)
+            assert seen.by_engine == []
+
+    run_ranks(check, 3)
+
+
+def test_an_allocation_by_the_engine_is_seen() -> None:
+    def check(rank: int) -> None:
+        model, handle, _ = trained(zeroshard.ZERO2, None, rank)
+        with Allocations() as seen:
+            handle.full_state_dict()
+        del model
+        assert any("shard.py" in where for where, _ in seen.by_engine)
+
+    run_ranks(check, 2)
+
+
+# Freeing --------------------------------------------------------------------------------------------------------------
+
+
+def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
+    def check(rank: int) -> None:
+        gc.freeze()
+        for plan in PLANS:
+            before = live_storages()
+            model, handle, optimizer = trained(plan, "bf16", rank)
+            watched = [weakref.ref(handle), weakref.ref(model), weakref.ref(optimizer), *map(weakref.ref, handle.units)]
+            assert len(live_storages()) > len(before)
+            del model, handle, optimizer
+            assert {at: size for at, size in live_storages().items() if at not in before} == {}, plan
+            assert [ref() for ref in watched] == [None] * len(watched)
+
+    run_ranks(check, 2)
+
+
+def test_a_reference_left_behind_keeps_its_bytes() -> None:
+    """The negative control: one unit held from outside keeps storages alive, and the check above would say so."""
+
+    def check(rank: int) -> None:
+        gc.freeze()
+        before = live_storages()
+        model, handle, optimizer = trained(zeroshard.ZERO3, None, rank)
+        left_behind = handle.units[0]
+        del model, handle, optimizer
+        assert sum(size for at, size in live_storages().items() if at not in before) >= left_behind.layout.shard_numel
+
+    run_ranks(check, 2)
