@@ -2,6 +2,9 @@
 
 from zeroshard import planner as planner
 from zeroshard import testing as testing
+from zeroshard.loss_scale import ConstantScale as ConstantScale
+from zeroshard.loss_scale import DynamicScale as DynamicScale
+from zeroshard.loss_scale import LossScaler as LossScaler
 from zeroshard.mesh import init as init
 from zeroshard.optimizer import ShardedOptimizer as ShardedOptimizer
 from zeroshard.optimizer import StepResult as StepResult

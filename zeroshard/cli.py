@@ -32,7 +32,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def run(arguments: list[str]) -> int:
     """Carry out one command and return the exit code. Bad input: one line on stderr and 2, never a traceback."""
     try:
-        result = main(arguments, prog_name="zeroshard", standalone_mode=False, obj=arguments)
+        result = main(arguments or ["--help"], prog_name="zeroshard", standalone_mode=False, obj=arguments)
         return result if isinstance(result, int) else 0
     except click.NoSuchOption as error:
         nearest = difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(zeroshard.__version__)
 def main() -> None:
     """Sharded data-parallel training for PyTorch."""

@@ -57,10 +57,11 @@ class CommLog:
     wait_seconds: float = 0.0
     digests: dict[str, int] = field(default_factory=dict)
 
-    def record(self, op: str, unit: str, phase: str, num_bytes: int) -> None:
+    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, uneven: bool = False) -> None:
+        """`uneven`: ranks may send different amounts."""
         self.entries.append(CommEvent(op, unit, phase, num_bytes))
         self.total_bytes += num_bytes
-        self.digests[op] = zlib.crc32(f"{unit} {num_bytes}".encode(), self.digests.get(op, 0))
+        self.digests[op] = zlib.crc32(f"{unit} {'' if uneven else num_bytes}".encode(), self.digests.get(op, 0))
 
     def clear(self) -> None:
         """Forget the entries (the totals stay)."""
@@ -153,13 +154,36 @@ class Collectives:
 
         return Pending(self.log, (), sum_over_replicas)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values, in place. Not logged: it belongs to no step."""
-        world = self.mesh.world
-        for tensor in tensors if world.size > 1 else ():
+    def all_to_all(
+        self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str
+    ) -> Pending:
+        """Over the shard axis: the first `sent[0]` elements of `data` go to rank 0, the next `sent[1]` to rank 1, ...;
+        `out` takes `received[r]` elements from each rank r, in rank order."""
+        axis = self.mesh.shard
+        total = sum(sent)
+        parts, places = torch.split(data[:total], list(sent)), torch.split(out[: sum(received)], list(received))
+        self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), uneven=True)
+        with record_function(f"zeroshard::all_to_all({unit})"):
+            if not self.pairwise and axis.size > 1:
+                arguments = out[: sum(received)], data[:total], list(received), list(sent)
+                return Pending(self.log, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)])
+            works = []
+            for step in range(1, axis.size):
+                source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
+                if places[source].numel():
+                    works.append(_receive(axis, places[source], source, "all_to_all"))
+                if parts[target].numel():
+                    works.append(_send(axis, parts[target], target, "all_to_all"))
+            places[axis.rank].copy_(parts[axis.rank])
+            return Pending(self.log, works)
+
+    def broadcast(self, tensors: Sequence[Tensor], axis: Axis | None = None, source: int = 0) -> None:
+        """The values of rank `source` of an axis (all ranks), in place. Not logged: it belongs to no step."""
+        axis = axis or self.mesh.world
+        for tensor in tensors if axis.size > 1 else ():
             if tensor.numel():
                 dense = tensor.contiguous()
-                dist.broadcast(dense, group=world.group, group_src=0)
+                dist.broadcast(dense, group=axis.group, group_src=source)
                 if dense is not tensor:
                     tensor.copy_(dense)
 

@@ -132,7 +132,8 @@ def _norm_by_rows(piece: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor
     end = piece.numel() // _ROW_NUMEL * _ROW_NUMEL
     rows = vector_norm(piece[:end].view(-1, _ROW_NUMEL), norm_type, dim=1, dtype=dtype)
     tail = vector_norm(piece[end:], norm_type, dtype=dtype) if end < piece.numel() else rows.new_zeros(())
-    return vector_norm(torch.cat([rows, tail.view(1)]), norm_type, dtype=torch.float64)
+    total: Tensor = vector_norm(torch.cat([rows, tail.view(1)]), norm_type, dtype=torch.float64)
+    return total
 
 
 def _pack(flags: Sequence[bool]) -> list[float]:

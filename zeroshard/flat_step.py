@@ -29,6 +29,37 @@ class Batch:
     finished: tuple[Unit, ...]
 
 
+@dataclass(frozen=True)
+class Update:
+    """What is done to the summed gradient on its way into a step: one multiply, and perhaps a clamp.
+
+    Attributes:
+        factor: mean over ranks (or tokens), loss scale and norm clip in one number.
+        clip_value: bound on the absolute value after that.
+    """
+
+    factor: float
+    clip_value: float | None = None
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """In place."""
+        if self.factor != 1.0:
+            gradient.mul_(self.factor)
+        return gradient if self.clip_value is None else gradient.clamp_(-self.clip_value, self.clip_value)
+
+
+def take_options(inner: dict[int, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
+    """Hyper-parameters of the user's param groups -> those of the inner optimizer, by index."""
+    for index, group in inner.items():
+        group.update({key: value for key, value in options[index].items() if key != "params"})
+
+
+def give_options(inner: dict[int, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
+    """Back again: some classes keep counts in their groups."""
+    for index, group in inner.items():
+        options[index].update({key: value for key, value in group.items() if key != "params"})
+
+
 class FlatStep:
     """Owns the inner optimizer, whose parameters are the pieces that this rank updates.
 
@@ -41,19 +72,16 @@ class FlatStep:
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        options: Sequence[dict[str, Any]],
+        options: dict[int, dict[str, Any]],
         defaults: dict[str, Any],
         groups: dict[Unit, list[int | None]],
     ) -> None:
-        """`options`: one dictionary per param group, without "params"."""
+        """`options`: the hyper-parameters of each param group that is this stepper's, by its index."""
         self.groups = groups
         self.pieces = [piece for unit, keys in groups.items() for piece in _pieces(unit, keys, keys)]
-        inner_groups = [
-            {**option, "params": [piece.tensor for piece in self.pieces if piece.group == index]}
-            for index, option in enumerate(options)
-        ]
+        inner_groups = [{**option, "params": self._tensors_of(index)} for index, option in options.items()]
         self.optimizer = optimizer_class(inner_groups, **defaults)
-        self._all_groups = self.optimizer.param_groups
+        self._inner = dict(zip(options, self.optimizer.param_groups, strict=True))
         self._gradient_scratch = torch.empty(0)
         self._main_scratch = torch.empty(0)
         self._batches: tuple[Batch, ...] = ()
@@ -94,9 +122,12 @@ class FlatStep:
                     }
         position = self.pieces.index(old[0])
         self.pieces[position : position + len(old)] = new
-        for index, group in enumerate(self._all_groups):
-            group["params"] = [piece.tensor for piece in self.pieces if piece.group == index]
+        for index, group in self._inner.items():
+            group["params"] = self._tensors_of(index)
         self._plan_batches()
+
+    def _tensors_of(self, group: int) -> list[Tensor]:
+        return [piece.tensor for piece in self.pieces if piece.group == group]
 
     def of_unit(self, unit: Unit) -> list[Piece]:
         return [piece for piece in self.pieces if piece.unit is unit]
@@ -108,7 +139,7 @@ class FlatStep:
         for piece in self.pieces:
             own = piece.unit.own_shard()
             if piece.world in own:
-                for tensor in _gradient_views(piece):
+                for tensor in piece.unit.gradient_views(piece.world):
                     yield piece.group, tensor
 
     # Stepping ----------------------------------------------------------------------------------------------------
@@ -117,19 +148,17 @@ class FlatStep:
     def step(
         self,
         options: Sequence[dict[str, Any]],
-        factor: float,
+        update: Update,
         start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
     ) -> None:
-        """One step of all active pieces, with gradients times `factor`.
+        """One step of all active pieces.
 
         Args:
             options: the user's param groups; their hyper-parameters take effect (and changes by the class go back).
             start: called before the first piece of a unit is read; updated: after its last one is written.
         """
-        for group, option in zip(self._all_groups, options, strict=True):
-            group.update({key: value for key, value in option.items() if key != "params"})
-        everything = [group["params"] for group in self._all_groups]
+        take_options(self._inner, options)
         started: set[Unit] = set()
         try:
             for batch in self._batches:
@@ -137,25 +166,24 @@ class FlatStep:
                     if piece.unit not in started:
                         started.add(piece.unit)
                         start(piece.unit)
-                self._load(batch.pieces, factor)
-                for index, group in enumerate(self._all_groups):
+                self._load(batch.pieces, update)
+                for index, group in self._inner.items():
                     group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
-                self.optimizer.param_groups = [group for group in self._all_groups if group["params"]]
+                self.optimizer.param_groups = [group for group in self._inner.values() if group["params"]]
                 if batch.pieces:
                     self.optimizer.step()
                 self._store(batch.pieces)
                 for unit in batch.finished:
                     updated(unit)
         finally:
-            self.optimizer.param_groups = self._all_groups
-            for group, tensors in zip(self._all_groups, everything, strict=True):
-                group["params"] = tensors
+            self.optimizer.param_groups = list(self._inner.values())
+            for index, group in self._inner.items():
+                group["params"] = self._tensors_of(index)
             for piece in self.pieces:
                 piece.tensor.grad = None
-        for group, option in zip(self._all_groups, options, strict=True):
-            option.update({key: value for key, value in group.items() if key != "params"})
+        give_options(self._inner, options)
 
-    def _load(self, pieces: Sequence[Piece], factor: float) -> None:
+    def _load(self, pieces: Sequence[Piece], update: Update) -> None:
         gradient_at = main_at = 0
         for piece in pieces:
             numel, main = piece.world.numel, piece.unit.main
@@ -166,11 +194,11 @@ class FlatStep:
             if _needs_gradient_scratch(piece):
                 gradient = self._gradient_scratch[gradient_at : gradient_at + numel]
                 gradient_at += numel
-                _assemble_gradient(piece, gradient)
+                piece.unit.read_gradient(piece.world, gradient)
             else:
                 assert piece.unit.grads is not None
                 gradient = piece.unit.grads.piece(piece.world)
-            piece.tensor.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+            piece.tensor.grad = update.apply(gradient)
 
     def _store(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -246,28 +274,6 @@ def _main_tensor(unit: Unit, world: Interval) -> Tensor:
 def _needs_gradient_scratch(piece: Piece) -> bool:
     grads, main = piece.unit.grads, piece.unit.main
     return grads is None or main is None or grads.buffer.dtype != main.dtype
-
-
-def _assemble_gradient(piece: Piece, out: Tensor) -> None:
-    """[world.numel] in main's dtype, from a narrower buffer or from the `grad` of the user's parameters."""
-    if piece.unit.grads is not None:
-        out.copy_(piece.unit.grads.piece(piece.world))
-        return
-    out.zero_()
-    for fragment in piece.unit.layout.fragments_in(piece.world):
-        grad = piece.unit.parameters[piece.unit.slot_index(fragment.slot.name)].grad
-        if grad is not None:
-            out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
-
-
-def _gradient_views(piece: Piece) -> Iterator[Tensor]:
-    if piece.unit.grads is not None:
-        yield piece.unit.grads.piece(piece.world)
-        return
-    for fragment in piece.unit.layout.fragments_in(piece.world):
-        grad = piece.unit.parameters[piece.unit.slot_index(fragment.slot.name)].grad
-        if grad is not None:
-            yield grad.reshape(-1)[fragment.param.slice]
 
 
 def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:

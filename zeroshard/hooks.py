@@ -102,6 +102,7 @@ class Schedule:
         """The first hook of a backward asks for a call at its end (whatever the graph of this rank contains)."""
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
+            self.reducer.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -84,13 +84,13 @@ class MainWeights:
         else:
             self.weights[local].copy_(value)
 
-    def set(self, piece: Interval, value: Tensor) -> None:
-        """Main becomes `value` ([piece.numel], any float dtype), and the weights follow."""
+    def set(self, piece: Interval, value: Tensor, *, spare: bool = False) -> None:
+        """Main becomes `value` ([piece.numel], any float dtype), and the weights follow. `spare`: may overwrite it."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             self.weights[local].copy_(value)
         elif self.needs_scratch:
-            split_remainder(value.to(self.dtype, copy=True), self.weights[local], self.extra[local])
+            split_remainder(value if spare else value.to(self.dtype, copy=True), self.weights[local], self.extra[local])
         else:
             self.extra[local].copy_(value)
             self.weights[local].copy_(value)

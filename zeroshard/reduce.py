@@ -10,7 +10,7 @@ takes part with zeros: no collective ever depends on what one rank's graph happe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,18 +25,27 @@ IN_FLIGHT = 2
 """Reductions under way at a time: one arriving, one starting. Each has its own scratch (and bucket)."""
 
 
+Watch = Callable[[str, Tensor], None]
+
+
 class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
         order: trainable units, in the order in which they are reduced.
         sync: whether the backward under way reduces (else it accumulates locally, see `no_sync`).
+        scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
+        num_backwards: how many have ended.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self.order = [unit for unit in reversed(units) if unit.grads is not None]
         self.collectives = collectives
         self.sync = True
+        self.scale: float | None = None
+        self.num_backwards = 0
+        self._backward_scale = 1.0
+        self._watch: Watch | None = None
         self._cursor = 0
         self._in_flight: deque[tuple[Unit, Tensor]] = deque()
         self._buckets: dict[Hashable, list[Place]] = {}  # that units take turns in; a free one has no holder
@@ -63,6 +72,24 @@ class Reducer:
         finally:
             self.sync = before
 
+    @contextmanager
+    def scaled(self, scale: float, watch: Watch | None) -> Iterator[None]:
+        """The backward inside is that of a loss times `scale`; `watch(name, gradient)` sees each gradient first."""
+        self._backward_scale, self._watch = scale, watch
+        try:
+            yield
+        finally:
+            self._backward_scale, self._watch = 1.0, None
+
+    def begin_backward(self) -> None:
+        if self.scale is None:
+            self.scale = self._backward_scale
+
+    def forget_scale(self) -> None:
+        """Once all gradients have been used or discarded."""
+        if all(unit.grads is None or unit.grads.state is GradState.EMPTY for unit in self.order):
+            self.scale = None
+
     @torch.no_grad()
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Backward has left a parameter's gradient: move it into the unit's bucket."""
@@ -71,6 +98,10 @@ class Reducer:
         grad, parameter.grad = parameter.grad, None
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
+        if self._watch is not None:
+            self._watch(unit.layout.slots[index].name, grad)
+        if self.scale is not None and self.scale != self._backward_scale:  # losses with scales of their own
+            grad = grad.to(grads.buffer.dtype, copy=True).mul_(self.scale / self._backward_scale)
         grads.accumulate(index, grad)
         if self.sync and len(grads.ready) == len(unit.parameters):
             self._advance()
@@ -86,6 +117,7 @@ class Reducer:
         while self._in_flight:
             self._finish_oldest()
         self._cursor = 0
+        self.num_backwards += 1
         for unit in self.order:
             assert unit.grads is not None
             unit.grads.ready.clear()

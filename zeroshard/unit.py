@@ -6,7 +6,7 @@ three buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +129,33 @@ class Unit:
     def _values(self, name: str, param: Interval) -> Tensor:
         parameter = self.parameters[self.slot_index(name)]
         return parameter.detach().reshape(-1)[param.slice]
+
+    def read_gradient(self, world: Interval, out: Tensor) -> None:
+        """`out` [world.numel], any float dtype = the summed gradient over `world`; zeros where there is none."""
+        if self.grads is not None:
+            out.copy_(self.grads.piece(world))
+            return
+        out.zero_()
+        for fragment in self.layout.fragments_in(world):
+            grad = self.parameters[self.slot_index(fragment.slot.name)].grad
+            if grad is not None:
+                out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
+
+    def gradient_views(self, world: Interval) -> Iterator[Tensor]:
+        """The same elements where they lie: in the buffer, or in the `grad` of the user's parameters."""
+        if self.grads is not None:
+            yield self.grads.piece(world)
+            return
+        for fragment in self.layout.fragments_in(world):
+            grad = self.parameters[self.slot_index(fragment.slot.name)].grad
+            if grad is not None:
+                yield grad.reshape(-1)[fragment.param.slice]
+
+    def has_gradient(self, index: int) -> bool:
+        """Whether a slot got a gradient on this rank since the last step."""
+        if self.grads is None:
+            return self.parameters[index].grad is not None
+        return index in self.grads.present
 
     def slot_index(self, name: str) -> int:
         return len(self.spec.names) - 1 - self.spec.names.index(name)

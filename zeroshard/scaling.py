@@ -1,0 +1,101 @@
+"""Loss scales of one optimizer: which loss was multiplied by what, whose gradients overflowed, and where.
+
+A gradient that is not finite is found in the reduced shard, in the control exchange, at no extra cost. *Whose* it was
+(which loss, which parameter on which rank, in which micro-batch) is known where gradients are looked at before they
+are accumulated. That costs a pass over them, so it is done where it is needed: for losses with a scaler of their own,
+and once a step has overflowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.loss_scale import LossScaler
+from zeroshard.reduce import Reducer
+
+
+class LossScaling:
+    """See the module's note.
+
+    Attributes:
+        default: the scaler of losses that name none; None for no scaling.
+        weight: sum of the weights of this rank's losses since the last step; None where none was given.
+    """
+
+    def __init__(self, default: LossScaler | None) -> None:
+        self.default = default
+        self.weight: float | None = None
+        self._used: list[LossScaler] = []  # since the last step, the same on every rank
+        self._looked: list[tuple[LossScaler | None, int, str, Tensor]] = []
+        self._own_scalers = False
+        self._num_backwards = 0
+        self._suspicious = False
+
+    @contextmanager
+    def backward(self, reducer: Reducer, scaler: LossScaler | None, weight: float | None) -> Iterator[float]:
+        """Around one backward pass; gives the factor on its loss."""
+        if self._num_backwards and (weight is None) != (self.weight is None):
+            raise RuntimeError("either all losses of a step have a weight, or none has")
+        own, scaler = scaler is not None, scaler or self.default
+        if scaler is not None and scaler not in self._used:
+            self._used.append(scaler)
+        self._own_scalers |= own
+        micro_batch = self._num_backwards
+        self._num_backwards += 1
+        if weight is not None:
+            self.weight = (self.weight or 0.0) + weight
+
+        def look(name: str, grad: Tensor) -> None:
+            self._looked.append((scaler, micro_batch, name, torch.isfinite(grad).all()))
+
+        scale = scaler.scale if scaler is not None else 1.0
+        with reducer.scaled(scale, look if own or self._suspicious else None):
+            yield scale * (1.0 if weight is None else weight)
+
+    def overflows(self) -> list[bool]:
+        """For each scaler in use: whether this rank saw its loss overflow (all False where nobody looked)."""
+        guilty = {id(scaler) for scaler, _, _ in self._found()}
+        return [id(scaler) in guilty for scaler in self._used]
+
+    def findings(self) -> list[str]:
+        """The first parameters that were not finite on this rank, with the micro-batch (JSON-able)."""
+        return [f"{name} (micro-batch {micro_batch})" for _, micro_batch, name in self._found()[:3]]
+
+    def settle(self, found_inf: bool, overflows: list[bool]) -> None:
+        """All ranks agree: every scaler in use adjusts, on its own overflow where that is known."""
+        known = any(overflows)
+        for scaler, overflow in zip(self._used, overflows, strict=True):
+            scaler.update(overflow if known and self._own_scalers else found_inf)
+        self._suspicious = found_inf
+        self.reset()
+
+    def reset(self) -> None:
+        """Gradients have been used or discarded."""
+        self.weight = None
+        self._used, self._looked, self._own_scalers, self._num_backwards = [], [], False, 0
+
+    @property
+    def exhausted(self) -> LossScaler | None:
+        """A scaler that would give up with one more overflow in a row."""
+        for scaler in self._used:
+            if scaler.policy.max_skips is not None and scaler.skips_in_a_row + 1 >= scaler.policy.max_skips:
+                return scaler
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.default is None else self.default.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.default is not None and state:
+            self.default.load_state_dict(state)
+
+    def _found(self) -> list[tuple[LossScaler | None, int, str]]:
+        if not self._looked:
+            return []
+        finite = torch.stack([flag for *_, flag in self._looked]).tolist()
+        return [look[:3] for look, fine in zip(self._looked, finite, strict=True) if not fine]
