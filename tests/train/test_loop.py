@@ -25,9 +25,9 @@ TINY = {
     "model.context": 32,
     "batch.sequences": 12,
     "optimizer.lr": 1e-2,
-    "schedule.steps": 8,
+    "schedule.steps": 6,
     "schedule.warmup": 2,
-    "evaluation.every": 4,
+    "evaluation.every": 3,
     "evaluation.windows": 6,
     "evaluation.sample_tokens": 4,
 }
@@ -61,7 +61,7 @@ def test_all_plans_learn_and_agree_bit_for_bit(text_folder: Path, tmp_path: Path
         config = tiny(text_folder, tmp_path / plan, parallel__plan=plan, batch__micro_batches=2)
         outcomes = run_ranks(train_rank, 2, config)
         assert outcomes[0] == outcomes[1]
-        assert outcomes[0].step == 8
+        assert outcomes[0].step == 6
     found = losses(tmp_path / "ddp")
     assert found[0] == pytest.approx(math.log(256), abs=0.05)
     assert found[-1] < found[0] - 0.5
@@ -92,8 +92,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(text_folder: Path, tmp_path: Pat
         return tiny(text_folder, tmp_path / out, parallel__plan=plan, parallel__precision=precision)
 
     run_ranks(train_rank, 2, config("whole"))
-    stopped = run_ranks(train_rank, 2, config("parts"), None, 5)
-    assert (stopped[0].step, stopped[0].validation_loss) == (5, None)
+    stopped = run_ranks(train_rank, 2, config("parts"), None, 4)
+    assert (stopped[0].step, stopped[0].validation_loss) == (4, None)
     run_ranks(train_rank, 2, config("parts"), tmp_path / "parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert rows(tmp_path / "parts", "validation") == rows(tmp_path / "whole", "validation")
@@ -101,12 +101,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(text_folder: Path, tmp_path: Pat
 
 
 def test_resume_into_another_folder_plan_and_world_size(text_folder: Path, tmp_path: Path) -> None:
-    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "a"), None, 4)
+    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "a"), None, 3)
     config = tiny(text_folder, tmp_path / "b", parallel__plan="zero1", parallel__nproc=3)
     run_ranks(train_rank, 3, config, tmp_path / "a")
-    assert [row["step"] for row in rows(tmp_path / "b", "step")] == [5, 6, 7, 8]
+    assert [row["step"] for row in rows(tmp_path / "b", "step")] == [4, 5, 6]
     run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "whole"))
-    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "whole")[4:], abs=2e-4)
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "whole")[3:], abs=2e-4)
 
 
 def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(text_folder: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(text_folder:
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"kind": "step", "step": 4, "loss": 99.0}\n{"kind": "st')
     run_ranks(train_rank, 2, tiny(text_folder, out), out)
-    assert [row["step"] for row in rows(out, "step")] == list(range(1, 9))
+    assert [row["step"] for row in rows(out, "step")] == list(range(1, 7))
     assert 99.0 not in losses(out)
 
 
@@ -130,7 +130,7 @@ def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
     assert first["bits_per_byte"] == pytest.approx(first["loss"] / math.log(2))
     assert first["engine_bytes"] > 0
     assert 0 <= first["communication_share"] <= 1
-    assert [row["step"] for row in rows(out, "validation")] == [4, 8]
+    assert [row["step"] for row in rows(out, "validation")] == [3, 6]
     names = load_file(out / "state.safetensors").keys()
     assert {"model.blocks.0.mlp.down.weight", "optimizer.blocks.0.mlp.down.weight.exp_avg"} <= names
 
@@ -158,7 +158,7 @@ def test_signals_to_one_rank_save_and_stop_all_after_the_step(text_folder: Path,
     assert [outcome.step for outcome in outcomes] == [3, 3]
     assert len(rows(tmp_path / "run", "step")) == 3
     run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "run"), tmp_path / "run")
-    assert len(rows(tmp_path / "run", "step")) == 8
+    assert len(rows(tmp_path / "run", "step")) == 6
 
 
 def refused(rank: int, config: Config, resume: Path | None = None) -> str:

@@ -93,10 +93,10 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     kind = device_type(config)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     ours = not dist.is_initialized()
     if ours:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
