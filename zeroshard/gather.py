@@ -77,10 +77,10 @@ class Gatherer:
     def enter_backward(self, units: Sequence[Unit]) -> None:
         """Backward has reached the output of a module whose forward needed these units."""
         for unit in units:
+            if not unit.spec.outer:  # before the gather, which looks ahead: the place of the unit before is free now
+                self._protected = unit
             if not unit.weights.shown:
                 self._unshard(unit, "backward")
-            if not unit.spec.outer:
-                self._protected = unit
 
     def end_backward(self) -> None:
         self._protected = None

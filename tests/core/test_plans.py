@@ -27,6 +27,7 @@ from tests.core.models import (
     train_reference,
 )
 from zeroshard import collectives
+from zeroshard.flat_step import FlatStep
 from zeroshard.interval import Interval
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -174,7 +175,8 @@ def test_all_plans_step_the_same_vectors() -> None:
         plain = [p for p in handle.trainable_parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain}]
         optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW)
-        return [(piece.unit.name, piece.world, piece.group) for piece in optimizer._stepper().pieces]
+        flat = [stepper for stepper in optimizer._steppers if isinstance(stepper, FlatStep)]
+        return [(piece.unit.name, piece.world, piece.group) for stepper in flat for piece in stepper.pieces]
 
     everything = run_ranks(pieces, 3, zeroshard.DDP)
     assert everything[0] == everything[1] == everything[2]

@@ -1,0 +1,227 @@
+"""How much is communicated, exactly: collectives and bytes of a step are the formulas', and the log tells the truth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make
+from zeroshard.collectives import CommEvent, CommLog
+from zeroshard.gather import Gatherer
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import expect_same_logs, run_ranks
+
+SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "16-bit gradients": MixedPrecision(grad=torch.bfloat16),
+    "narrow wire": MixedPrecision(reduce=torch.bfloat16),
+    "wide wire": MixedPrecision(grad=torch.bfloat16, reduce=torch.float32),
+}
+
+
+def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[zeroshard.Handle, list[CommEvent], int]:
+    """The events of a step in steady state, and the bytes that were really handed to torch.distributed meanwhile."""
+    model = make(job.model)
+    handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, foreach=False)
+    sent = 0
+    isend = dist.isend
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.numel() * tensor.element_size()
+        return isend(tensor, *args, **kwargs)
+
+    for step in range(steps):
+        handle.gatherer.settle()  # what the last step has sent belongs to it
+        handle.comm_log.clear()
+        sent, dist.isend = 0, counted
+        for micro_batch, scope in enumerate(job.micro_scopes(handle)):
+            with scope:
+                optimizer.backward(job.loss(model, rank, micro_batch, step))
+        optimizer.step()
+        dist.isend = isend
+    return handle, list(handle.comm_log.entries), sent
+
+
+def gathers(num_units: int, micro_batches: int) -> Counter[str]:
+    """ZERO3, by hand: units take turns in two places, first come first served; a unit is gathered unless it is still
+    there. The root has a place of its own. Nothing is valid after the optimizer has stepped."""
+    held: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for _ in range(micro_batches):
+        forward = ["root", *(f"blocks.{i}" for i in range(num_units))]
+        for unit in [*forward, *reversed(forward)]:
+            place = "own" if unit == "root" else f"place {int(unit.split('.')[1]) % 2}"
+            if held.get(place) != unit:
+                held[place] = unit
+                count[unit] += 1
+    return count
+
+
+def expected(handle: zeroshard.Handle, job: Job) -> Counter[tuple[str, str, str, int]]:
+    """(operation, unit, phase, bytes) -> how often in a step."""
+    k = job.micro_batches
+    reductions = k if job.reduce_every_micro_batch else 1
+    result: Counter[tuple[str, str, str, int]] = Counter()
+    for unit in handle.units:
+        foreign = unit.layout.numel - unit.layout.shard_numel  # (d - 1) / d of the buffer
+        precision = unit.spec.precision
+        result["reduce_scatter", unit.name, "backward", foreign * precision.wire.itemsize] = reductions
+        if handle.plan is zeroshard.DDP:
+            result["all_gather", unit.name, "step", foreign * precision.grad.itemsize] = 1
+        elif handle.plan is not zeroshard.ZERO3:
+            result["all_gather", unit.name, "step", foreign * precision.param.itemsize] = 1
+    if handle.plan is zeroshard.ZERO3:
+        of_unit = {unit.name: unit for unit in handle.units}
+        for name, count in gathers(len(of_unit) - 1, k).items():
+            unit = of_unit[name]
+            foreign = unit.layout.numel - unit.layout.shard_numel
+            result["all_gather", name, "any", foreign * unit.spec.precision.param.itemsize] = count
+    return +result
+
+
+def found(events: list[CommEvent], plan: Any) -> Counter[tuple[str, str, str, int]]:
+    """The same of a log, without the control exchange; when ZERO3 gathers a unit is left open."""
+    return Counter(
+        (e.op, e.unit, "any" if plan is zeroshard.ZERO3 and e.op == "all_gather" else e.phase, e.bytes)
+        for e in events
+        if e.op != "exchange"
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_collectives_and_bytes_of_a_step_are_the_formulas(num_ranks: int) -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for schedule, (micro_batches, every) in SCHEDULES.items():
+            for precision in PRECISIONS.values() if schedule == "one" else ("fp32", "bf16"):
+                for plan in PLANS:
+                    job = Job(
+                        model=partial(Net, blocks=3, tied=True),
+                        precision=precision,
+                        micro_batches=micro_batches,
+                        reduce_every_micro_batch=every,
+                    )
+                    handle, events, sent = sent_in_one_step(plan, job, rank)
+                    assert found(events, plan) == expected(handle, job), (plan, precision, schedule)
+                    assert [e.op for e in events].count("exchange") == 1  # of control, whatever the plan
+                    assert sent == sum(e.bytes for e in events)
+                    logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_same_logs(logs)
+
+
+def test_in_psi_a_step_sends_2_or_k_plus_1_and_zero3_gathers_what_was_evicted() -> None:
+    """The same in the words of the design: Psi, the bytes of the weights, times the ring factor (d - 1) / d."""
+
+    def check(rank: int) -> None:
+        for (micro_batches, every), volume in zip(SCHEDULES.values(), (2, 2, 4), strict=True):
+            for plan in PLANS[:3]:
+                job = Job(micro_batches=micro_batches, reduce_every_micro_batch=every)
+                handle, events, _ = sent_in_one_step(plan, job, rank)
+                psi = 4 * sum(unit.layout.numel for unit in handle.units)
+                total = sum(e.bytes for e in events if e.op != "exchange")
+                assert total == volume * psi * 2 // 3, plan
+        for num_blocks in (1, 2, 3, 5):
+            for k in (1, 2, 3):
+                job = Job(model=partial(Net, blocks=num_blocks), micro_batches=k, reduce_every_micro_batch=True)
+                handle, events, _ = sent_in_one_step(zeroshard.ZERO3, job, rank)
+                block, root = (4 * unit.layout.numel for unit in (handle.units[1], handle.units[0]))
+                assert {unit.name for unit in handle.units} == {"root", *(f"blocks.{i}" for i in range(num_blocks))}
+                psi, kept = root + num_blocks * block, min(2, num_blocks) * block
+                # Backward finds the last two units where forward left them, and the next forward the first two; the
+                # root stays for the whole step. So 3 Psi - kept once and 3 Psi - 2 kept after that, without the root's.
+                volume = 3 * k * psi - (2 * k - 1) * (kept + root)
+                total = sum(e.bytes for e in events if e.op != "exchange")
+                assert total == volume * 2 // 3, (num_blocks, k)
+                assert total <= 3 * k * psi * 2 // 3
+
+    run_ranks(check, 3)
+
+
+def test_one_rank_sends_nothing() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            _, events, sent = sent_in_one_step(plan, Job(micro_batches=2), rank)
+            assert events == [] and sent == 0
+
+    run_ranks(check, 1)
+
+
+def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that forgets what it holds trains just as well, and only the count shows it."""
+    leave = Gatherer.leave
+
+    def forgetful(self: Gatherer, units: Any) -> Any:
+        free = leave(self, units)
+        for unit in free:
+            if not unit.weights.buffer.owns_full:
+                unit.weights.drop()
+        return free
+
+    def check(rank: int) -> None:
+        handle, events, _ = sent_in_one_step(zeroshard.ZERO3, Job(), rank)
+        assert found(events, zeroshard.ZERO3) != expected(handle, Job())
+
+    monkeypatch.setattr(Gatherer, "leave", forgetful)
+    run_ranks(check, 2)
+
+
+def test_gathers_start_one_unit_ahead_in_forward_and_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, when a module asks for its unit, the gather is already under way."""
+    started: list[tuple[str, str, bool]] = []
+    prefetch, start = Gatherer._prefetch, Gatherer._start
+    ahead = False
+
+    def noting_prefetch(self: Gatherer, *args: Any) -> None:
+        nonlocal ahead
+        ahead = True
+        prefetch(self, *args)
+        ahead = False
+
+    def noting_start(self: Gatherer, unit: Any, phase: str) -> None:
+        started.append((phase, unit.name, ahead))
+        start(self, unit, phase)
+
+    def check(rank: int) -> None:
+        model = make(partial(Net, blocks=6))
+        handle = zeroshard.shard(model, zeroshard.ZERO3, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            started.clear()
+            loss_of_tokens(model, rank, 0, step).backward()
+            optimizer.step()
+        forward = [(name, was_ahead) for phase, name, was_ahead in started if phase == "forward"]
+        backward = [(name, was_ahead) for phase, name, was_ahead in started if phase == "backward"]
+        assert forward == [("root", False), *((f"blocks.{i}", True) for i in range(6))]
+        assert backward == [(f"blocks.{i}", True) for i in (3, 2, 1, 0)]
+
+    monkeypatch.setattr(Gatherer, "_prefetch", noting_prefetch)
+    monkeypatch.setattr(Gatherer, "_start", noting_start)
+    run_ranks(check, 2)
+
+
+def test_the_comparison_of_logs_sees_a_difference_in_size_order_and_number() -> None:
+    def log(*events: tuple[str, int]) -> CommLog:
+        result = CommLog()
+        for unit, num_bytes in events:
+            result.record("all_gather", unit, "forward", num_bytes)
+        return result
+
+    same = log(("a", 8), ("b", 8))
+    expect_same_logs([same, log(("a", 8), ("b", 8))])
+    for other in (log(("a", 8), ("b", 16)), log(("b", 8), ("a", 8)), log(("a", 8)), log(("a", 8), ("b", 8), ("c", 8))):
+        assert other.digest != same.digest
+        with pytest.raises(AssertionError, match="rank 1 differs from rank 0 in all_gather"):
+            expect_same_logs([same, other])
