@@ -17,6 +17,7 @@ from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.run import learning_rate_factor
+from zeroshard.train.save import load
 
 TINY = {
     "model.layers": 2,
@@ -133,6 +134,30 @@ def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows(out, "validation")] == [3, 6]
     names = load_file(out / "state.safetensors").keys()
     assert {"model.blocks.0.mlp.down.weight", "optimizer.blocks.0.mlp.down.weight.exp_avg"} <= names
+
+
+def crashing_rank(rank: int, config: Config) -> int:
+    take_step = loop.train_step
+
+    def crashing(run: loop.Run, step: int) -> Any:
+        if step == 5:
+            raise ZeroDivisionError
+        return take_step(run, step)
+
+    loop.train_step = crashing  # this process is a fork: nobody else sees it
+    with pytest.raises(ZeroDivisionError):
+        train(config)
+    return load(Path(config.run.out)).step
+
+
+def test_a_crashed_run_goes_on_from_its_last_regular_save(text_folder: Path, tmp_path: Path) -> None:
+    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "whole"))
+    crashed = tiny(text_folder, tmp_path / "crashed", run__save_every=2)
+    assert run_ranks(crashing_rank, 2, crashed) == [4, 4]
+    assert len(losses(tmp_path / "crashed")) == 5
+    run_ranks(train_rank, 2, crashed, tmp_path / "crashed")
+    assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
+    assert equal_states(tmp_path / "crashed", tmp_path / "whole")
 
 
 def interrupted_rank(rank: int, config: Config) -> Outcome:

@@ -98,8 +98,8 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         loss, result = train_step(run, step)
         scheduler.step()
 
-        loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, requests.save])
-        requests.save = False
+        asked, requests.save = requests.save, False  # a signal from here on counts for the next step
+        loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, asked])
         now, done = time.perf_counter(), step + 1
         memory, peak = process_memory(ranks)
         record = StepRecord(
