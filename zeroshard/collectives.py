@@ -105,12 +105,19 @@ class Pending:
 
 
 class Collectives:
-    """The collectives of one mesh, logged."""
+    """The collectives of one mesh, logged.
+
+    Attributes:
+        pairwise: whether buffers move by pairwise exchange (gloo) or by the backend's own collectives.
+        device: where control data travels, and tensors are expected.
+    """
 
     def __init__(self, mesh: Mesh, log: CommLog) -> None:
         self.mesh = mesh
         self.log = log
         self.pairwise = is_gloo(mesh.world.group)
+        on_cuda = str(dist.get_backend(mesh.world.group)) == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
     # Full buffers -----------------------------------------------------------------------------------------------
 
@@ -206,11 +213,6 @@ class Collectives:
         padded[: data.numel()] = data
         rows = self.exchange(padded.to(device)).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
-
-    @property
-    def device(self) -> torch.device:
-        """Where control data travels."""
-        return torch.device("cpu") if self.pairwise else torch.device("cuda", torch.cuda.current_device())
 
     # The two ways -----------------------------------------------------------------------------------------------
 

@@ -278,22 +278,31 @@ def shard(
     try:
         chosen = as_plan(plan)
         specs = _choose(model, chosen, units, as_precision(precision), collectives, max_transient_bytes)
-        _refuse_owned(model)
-    except (ValueError, TypeError) as error:
-        problem = f"{error}"
+        _refuse_unready(model, collectives)
+    except Exception as error:  # also what a user's callable raises: the other ranks must hear of it
+        problem = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
     _raise_together(collectives, problem, "shard")
     _expect_same_model(collectives, model, specs, chosen)
     before = [(parameter, parameter.data) for parameter in model.parameters()]
+    handle, failure = None, None
     try:
+        collectives.broadcast([*(data for _, data in before), *model.buffers()])
         handle = Handle(chosen, _build(model, specs, chosen, collectives), collectives, model)
-        for parameter in model.parameters():
+        for parameter, _ in before:
             _HANDLES[parameter] = weakref.ref(handle)
         handle.attach()
-    except BaseException:
+    except Exception as error:
+        failure = error
+    try:
+        _raise_together(collectives, "" if failure is None else repr(failure), "shard")
+    except ValueError:
+        if handle is not None:
+            handle.schedule.detach()
         for parameter, data in before:
             parameter.data = data
             _HANDLES.pop(parameter, None)
         raise
+    assert handle is not None
     return handle
 
 
@@ -304,6 +313,7 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     if not len(holder):
         raise ValueError("none of the parameters requires grad: there is nothing to optimize")
     specs = choose_units(holder, None, None)
+    collectives.broadcast([parameter.data for parameter in holder])
     _expect_same_model(collectives, holder, specs, OPTIMIZER_ONLY)
     handle = Handle(OPTIMIZER_ONLY, _build(holder, specs, OPTIMIZER_ONLY, collectives), collectives, None)
     for parameter in holder.parameters():
@@ -337,23 +347,29 @@ def _choose(
 
 
 def _build(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives: Collectives) -> list[Unit]:
-    """Allocate one unit after the other, and take rank 0's values."""
+    """Allocate one unit after the other."""
     parameters = dict(model.named_parameters())
     units = []
     for index, spec in enumerate(specs):
         of_unit = [parameters[name] for name in reversed(spec.names)]
-        collectives.broadcast([parameter.detach() for parameter in of_unit])
         unit = Unit(index, spec, of_unit, plan, collectives.mesh)
         unit.fill()
         units.append(unit)
-    collectives.broadcast(list(model.buffers()))
     return units
 
 
-def _refuse_owned(model: nn.Module) -> None:
+def _refuse_unready(model: nn.Module, collectives: Collectives) -> None:
+    device_type = collectives.device.type
     for name, parameter in model.named_parameters():
         if handle_of(parameter) is not None:
             raise ValueError(f"parameter {name} is sharded already: close() the other handle first")
+        if parameter.device.type == "meta":
+            raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
+        if parameter.device.type != device_type:
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, and this process group moves {device_type} tensors: "
+                f"call model.to({device_type!r}) first, or zeroshard.init with another backend"
+            )
 
 
 def _expect_same_model(collectives: Collectives, model: nn.Module, specs: Sequence[UnitSpec], plan: Plan) -> None:
