@@ -299,6 +299,8 @@ def _sum_in_rank_order(own: Tensor, received: list[Tensor], rank: int, total: Te
 
 def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     """out = a + b for 1-D tensors, without the full-size temporary that a CPU makes of each operand it has to cast."""
+    if a.dtype == b.dtype and a.dtype.itemsize < out.dtype.itemsize:
+        a = out.copy_(a)  # else torch adds in the narrow dtype, and widens what is left
     if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
         torch.add(a, b, out=out)
         return

@@ -35,14 +35,15 @@ class Gradients:
     Attributes:
         buffer: the flat buffer in the gradient dtype. Holds sums over ranks and micro-batches, not means: the step
             divides, once.
+        carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
         state: the life cycle above.
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
         ready: slots accumulated in the backward under way.
         present: slots that got a gradient on this rank since the last step.
     """
 
-    def __init__(self, unit: str, buffer: FlatBuffer, wire: torch.dtype) -> None:
-        self._unit, self._wire = unit, wire
+    def __init__(self, unit: str, buffer: FlatBuffer, wire: torch.dtype, carries: bool = True) -> None:
+        self._unit, self._wire, self.carries = unit, wire, carries
         self._pending = Pending()
         self._carry = False
         self.buffer = buffer
@@ -59,13 +60,13 @@ class Gradients:
     def open(self, bucket: Tensor | None = None) -> None:
         """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
-        reduced = self.state is GradState.REDUCED
+        carries = self.state is GradState.REDUCED and self.carries
         if bucket is not None:
             self.buffer.attach(bucket)
             bucket[self.buffer.layout.used.stop :].zero_()
         assert self.buffer.full is not None, "accumulation needs a bucket"
-        self._carry = reduced and not self.buffer.owns_full
-        if reduced and self.buffer.owns_full:  # the own interval carries the sum so far, the others start anew
+        self._carry = carries and not self.buffer.owns_full
+        if carries and self.buffer.owns_full:  # the own interval carries the sum so far, the others start anew
             own = self.buffer.layout.shard(self.buffer.rank)
             self.buffer.full[: own.start].zero_()
             self.buffer.full[own.stop :].zero_()

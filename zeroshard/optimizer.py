@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ranks count alike, and the losses of k micro-batches are divided by k by the caller.
 
         Raises:
-            ValueError: not a scalar (without `gradient=`); a weight that is not positive.
+            ValueError: not a scalar (without `gradient=`); a weight that is negative or not finite.
             RuntimeError: a loss without a graph (forward under no_grad, or backward a second time).
         """
         self.handle.check_open("backward")
@@ -200,6 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
+        self._scaling.check_used()
         control = self._agree(self._control[1].norm_type if self._control else 2.0)
         mean = self._mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)

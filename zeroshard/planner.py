@@ -5,6 +5,8 @@ The model may live on the meta device. The numbers equal `handle.memory()` (a te
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 from torch import nn
 
 from zeroshard.buffer import Allotment
@@ -33,6 +35,7 @@ def plan_memory(
     num_replicas: int = 1,
     pairwise: bool = True,
     device_type: str = "cpu",
+    group_of: Callable[[str], Hashable] = lambda name: 0,
 ) -> dict[str, int]:
     """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
 
@@ -40,6 +43,7 @@ def plan_memory(
         world_size: ranks on the shard axis.
         state_bytes_per_element: of the optimizer: 8 for Adam's two fp32 moments, 4 for SGD with momentum.
         state_scalars: fp32 scalars that it keeps for each tensor (Adam: the step count).
+        group_of: parameter name -> its param group, where the optimizer has several (they cut the pieces).
         pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
     """
     plan = as_plan(plan)
@@ -57,10 +61,10 @@ def plan_memory(
             kinds["main"] += main_numel * 2
         elif not spec.precision.weights_are_main:
             kinds["main"] += main_numel * spec.precision.main_dtype.itemsize
-    pieces = [numel for numel, _, _ in _pieces(specs, layouts, plan, rank)]
+    pieces = [numel for numel, _, _ in _pieces(specs, layouts, plan, rank, group_of)]
     kinds["state"] = sum(pieces) * state_bytes_per_element
     kinds["scalars"] = len(pieces) * state_scalars * 4
-    transients = plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank)
+    transients = plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank, group_of)
     return kinds | transients
 
 
@@ -72,6 +76,7 @@ def plan_transients(
     pairwise: bool,
     device_type: str,
     rank: int = 0,
+    group_of: Callable[[str], Hashable] = lambda name: 0,
 ) -> dict[str, int]:
     """The preallocated full-size storages and scratch."""
     layouts = [spec.layout(num_shards, num_replicas) for spec in specs]
@@ -88,7 +93,7 @@ def plan_transients(
         for spec, layout in trainable
     ]
     scratch = IN_FLIGHT * max(reducing, default=0)
-    pieces = list(_pieces(specs, layouts, plan, rank))
+    pieces = list(_pieces(specs, layouts, plan, rank, group_of))
     for needed in (1, 2):  # the gradient in main's dtype, and main where it is joined
         sums = [
             sum(piece[0] * piece[needed] for piece in (pieces[i] for i in batch))
@@ -144,7 +149,9 @@ def _held(layout: BufferLayout, sharded: bool) -> int:
     return layout.shard_numel if sharded else layout.numel
 
 
-def _pieces(specs: list[UnitSpec], layouts: list[BufferLayout], plan: Plan, rank: int) -> list[tuple[int, int, int]]:
+def _pieces(
+    specs: list[UnitSpec], layouts: list[BufferLayout], plan: Plan, rank: int, group_of: Callable[[str], Hashable]
+) -> list[tuple[int, int, int]]:
     """(elements, bytes of gradient scratch per element, bytes of main scratch per element) of each piece stepped."""
     result = []
     for spec, layout in zip(specs, layouts, strict=True):
@@ -153,7 +160,7 @@ def _pieces(specs: list[UnitSpec], layouts: list[BufferLayout], plan: Plan, rank
         main = spec.precision.main_dtype
         cast = plan.external_gradients or spec.precision.grad != main
         joined = spec.precision.main == "remainder"
-        for _, world in cut(layout, [0] * len(layout.slots)):
+        for _, world in cut(layout, [group_of(slot.name) for slot in layout.slots]):
             if (plan.main is REPLICATED or world in layout.shard(rank)) and world & layout.used:
                 result.append((world.numel, cast * main.itemsize, joined * main.itemsize))
     return result

@@ -57,6 +57,15 @@ class LossScaling:
         with reducer.scaled(scale, look if own or self._suspicious else None):
             yield scale * (1.0 if weight is None else weight)
 
+    def check_used(self) -> None:
+        """Raises:
+        RuntimeError: there is a loss scale, and no loss of this step went through `backward`."""
+        if self.default is not None and not self._used:
+            raise RuntimeError(
+                "this optimizer scales losses, and this step's was not: call optimizer.backward(loss) instead of "
+                "loss.backward(), or pass loss_scale=1.0"
+            )
+
     def overflows(self) -> list[bool]:
         """For each scaler in use: whether this rank saw its loss overflow (all False where nobody looked)."""
         guilty = {id(scaler) for scaler, _, _ in self._found()}

@@ -11,7 +11,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,8 @@ class Handle:
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._claims: dict[int, weakref.ref[HoldsTensors]] = {}
-        self._stay: RemovableHandle | None = None
+        self._guards: list[RemovableHandle] = []
+        self._reading = False
         self._closed = False
 
     @property
@@ -80,7 +81,8 @@ class Handle:
         """Inside, all parameters have their full values, under every plan. Collective.
 
         Args:
-            write: changes made inside (the same on every rank) become the new weights, and main follows.
+            write: changes made inside (the same on every rank) become the new weights, and main follows. Without it
+                they must not be changed: what becomes of a change depends on the plan.
         """
         self.check_open("unsharded")
         with torch.no_grad():
@@ -120,7 +122,7 @@ class Handle:
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 values[id(parameter)] = full[slot.world.slice].view(slot.shape).clone()
         self.gatherer.settle()
-        state = self.model.state_dict(keep_vars=True)
+        state = self._names()
         return {name: values[id(v)] if id(v) in values else v.detach().clone() for name, v in state.items()}
 
     @torch.no_grad()
@@ -131,7 +133,7 @@ class Handle:
             ValueError: names that are missing or unexpected, or other shapes; nothing has been changed.
         """
         self.check_open("load_full_state_dict")
-        current = self.model.state_dict(keep_vars=True)
+        current = self._names()
         problems = [f"missing {name}" for name in current if name not in state_dict]
         problems += [f"unexpected {name}" for name in state_dict if name not in current]
         problems += [
@@ -149,6 +151,14 @@ class Handle:
             if id(value) not in sharded:
                 value.copy_(state_dict[name])
         self.gatherer.settle()
+
+    def _names(self) -> dict[str, Tensor]:
+        """What the plain model's `state_dict()` lists: parameters and buffers themselves."""
+        self._reading = True
+        try:
+            return dict(self.model.state_dict(keep_vars=True))
+        finally:
+            self._reading = False
 
     # Looking -----------------------------------------------------------------------------------------------------
 
@@ -197,17 +207,49 @@ class Handle:
 
     def attach(self) -> None:
         """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
-        self.schedule.attach(self.model)
-        self._stay = self.model.register_forward_pre_hook(self._ignore)
+        model = self.model
+        self.schedule.attach(model)
+        self._guards = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]
+        ]
 
-    def _ignore(self, module: nn.Module, args: object) -> None:
-        """The model holds this bound method, and so the handle."""
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        reduced = not self._claims and any(unit.grads is not None and unit.grads.present for unit in self.units)
+        if reduced and torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
+                "parameters (a plain optimizer sees no gradient, and would train nothing)"
+            )
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.gatherer.settle()
+        if not self._reading and not all(unit.weights.shown for unit in self.units):
+            raise RuntimeError(
+                "the parameters of this model are sharded and would read as NaN: call handle.full_state_dict(), or "
+                "model.state_dict() inside `with handle.unsharded():`"
+            )
+
+    def _before_load_state_dict(self, module: nn.Module, *args: object) -> None:
+        raise RuntimeError(
+            "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights too"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "a sharded model cannot be copied: copy it before shard(), or build a new one and load "
+            "handle.full_state_dict() into it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
 
     def _release(self) -> None:
         self._closed = True
         self.schedule.detach()
-        if self._stay is not None:
-            self._stay.remove()
+        for guard in self._guards:
+            guard.remove()
         for unit in self.units:
             for parameter in unit.parameters:
                 _HANDLES.pop(parameter, None)
@@ -277,6 +319,11 @@ def shard(
     problem, specs, chosen = "", [], OPTIMIZER_ONLY
     try:
         chosen = as_plan(plan)
+        if chosen.external_gradients:
+            raise ValueError(
+                "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "
+                "ShardedOptimizer, without shard()"
+            )
         specs = _choose(model, chosen, units, as_precision(precision), collectives, max_transient_bytes)
         _refuse_unready(model, collectives)
     except Exception as error:  # also what a user's callable raises: the other ranks must hear of it

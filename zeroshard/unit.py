@@ -87,7 +87,7 @@ class Unit:
             self.main = MainWeights(interval, held, spec.precision)
             if not plan.external_gradients:
                 grads = FlatBuffer(self.layout, rank, spec.precision.grad, device, plan.grads)
-                self.grads = Gradients(spec.name, grads, spec.precision.wire)
+                self.grads = Gradients(spec.name, grads, spec.precision.wire, carries=mesh.replicate.rank == 0)
 
     @property
     def name(self) -> str:

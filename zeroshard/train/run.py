@@ -66,6 +66,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
             precision=parallel.precision,
             pairwise=ranks.device.type == "cpu",
             device_type=ranks.device.type,
+            group_of=lambda name: model.get_parameter(name).dim() >= 2,  # as in make_optimizer
         )
         handle = zeroshard.shard(
             model,
