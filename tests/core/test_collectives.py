@@ -1,0 +1,276 @@
+"""What moves between ranks: sums in rank order in any wire dtype, gathers in place, one mesh axis or two."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.core.models import (
+    PLANS,
+    Block,
+    Counting,
+    Job,
+    Net,
+    Outcome,
+    largest_difference,
+    logs,
+    loss_of_integers,
+    same_bits,
+    train,
+)
+from zeroshard.collectives import Collectives, CommLog, reduce_scratch_bytes
+from zeroshard.mesh import Mesh
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import expect_same_logs, run_ranks
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16), (FP32, FP16), (BF16, FP32), (FP16, FP32)]
+"""(buffer, wire)"""
+
+
+def terms(rank: int, numel: int, dtype: torch.dtype, *, exact: bool = False) -> Tensor:
+    """What a rank contributes: random numbers, or integers whose sums are exact in any float dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    if exact:
+        return torch.randint(-9, 10, (numel,), generator=generator).to(dtype)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def sum_by_hand(own: int, of_ranks: list[Tensor], wire: torch.dtype) -> Tensor:
+    """((g0 + g1) + g2) + ... in the wider of the two dtypes; what travels is rounded to the wire, what stays is not."""
+    dtype = of_ranks[0].dtype
+    wider = wire if wire.itemsize > dtype.itemsize else dtype
+    moved = [(term if rank == own else term.to(wire)).to(wider) for rank, term in enumerate(of_ranks)]
+    total = moved[0]
+    for term in moved[1:]:
+        total = total + term
+    return total.to(dtype)
+
+
+def reduce_scatter(collectives: Collectives, full: Tensor, wire: torch.dtype, *, in_place: bool) -> Tensor:
+    mesh = collectives.mesh
+    sizes = mesh.reduce.size, mesh.replicate.size
+    scratch = torch.empty(
+        reduce_scratch_bytes(full.numel(), full.dtype, wire, *sizes, collectives.pairwise), dtype=torch.uint8
+    )
+    own = full.view(mesh.shard.size, -1)[mesh.shard.rank]
+    out = own if in_place else torch.full_like(own, 99)
+    collectives.reduce_scatter(full, out, scratch, wire=wire, unit="u", phase="test").wait()
+    return out
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_reduce_scatter_is_the_sum_in_rank_order_bit_for_bit(num_ranks: int) -> None:
+    def check(rank: int) -> CommLog:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
+            numel = num_ranks * 264
+            of_ranks = [terms(r, numel, dtype) for r in range(num_ranks)]
+            mine = slice(rank * 264, (rank + 1) * 264)
+            full = of_ranks[rank].clone()
+            out = reduce_scatter(collectives, full, wire, in_place=in_place)
+            assert torch.equal(out, sum_by_hand(rank, of_ranks, wire)[mine]), (dtype, wire, in_place)
+            untouched = of_ranks[rank].clone()
+            if in_place:
+                untouched[mine] = out
+            assert torch.equal(full, untouched)
+            if num_ranks > 1:
+                assert collectives.log.entries[-1].bytes == (num_ranks - 1) * 264 * wire.itemsize
+        return collectives.log
+
+    expect_same_logs(run_ranks(check, num_ranks))
+
+
+def test_order_and_dtype_of_the_sum_are_visible_in_its_bits() -> None:
+    """The negative control: with these terms another order, or another wire, gives other bits."""
+    of_ranks = [terms(r, 264, FP32) for r in range(4)]
+    right = sum_by_hand(0, of_ranks, FP32)
+    assert not torch.equal(right, sum_by_hand(0, of_ranks[::-1], FP32))
+    assert not torch.equal(right, sum_by_hand(0, of_ranks, BF16))
+    assert not torch.equal(sum_by_hand(0, of_ranks, BF16), sum_by_hand(1, of_ranks, BF16))
+    narrow = [term.to(BF16) for term in of_ranks]
+    assert not torch.equal(sum_by_hand(0, narrow, BF16), sum_by_hand(0, narrow, FP32))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(num_ranks: int) -> None:
+    """The path that NCCL takes, here through gloo's collectives (which sum in an order of their own)."""
+
+    def check(rank: int) -> CommLog:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        collectives.pairwise = False
+        for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
+            of_ranks = [terms(r, num_ranks * 256, dtype, exact=True) for r in range(num_ranks)]
+            out = reduce_scatter(collectives, of_ranks[rank].clone(), wire, in_place=in_place)
+            expected = sum_by_hand(rank, of_ranks, wire)[rank * 256 : (rank + 1) * 256]
+            assert torch.equal(out, expected), (dtype, wire, in_place)
+            full = torch.zeros(num_ranks * 256, dtype=dtype)
+            full[rank * 256 : (rank + 1) * 256] = out
+            collectives.all_gather(full, unit="u", phase="test").wait()
+            assert torch.equal(full[:256], sum_by_hand(0, of_ranks, wire)[:256])
+        return collectives.log
+
+    expect_same_logs(run_ranks(check, num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_gather_fills_in_what_others_have(num_ranks: int) -> None:
+    def check(rank: int) -> CommLog:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        for dtype in (FP32, BF16, FP16, torch.uint8, torch.int64):
+            expected = torch.cat([torch.arange(5).add(10 * r).to(dtype) for r in range(num_ranks)])
+            full = torch.zeros_like(expected)
+            own = full[5 * rank : 5 * rank + 5]
+            own.copy_(expected[5 * rank : 5 * rank + 5])
+            collectives.all_gather(full, unit="u", phase="test").wait()
+            assert torch.equal(full, expected)
+            assert own.data_ptr() == full.data_ptr() + 5 * rank * dtype.itemsize
+        empty = torch.empty(0)
+        collectives.all_gather(empty, unit="u", phase="test").wait()
+        reduce_scatter(collectives, empty, FP32, in_place=True)
+        return collectives.log
+
+    expect_same_logs(run_ranks(check, num_ranks))
+
+
+def test_several_collectives_under_way_do_not_mix() -> None:
+    def check(rank: int) -> CommLog:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        fulls, outs, pending = [], [], []
+        for number in range(4):
+            full = torch.full((3 * 256,), float(10**number * (rank + 1)))
+            out = torch.zeros(256)
+            scratch = torch.empty(2 * 256 * 4, dtype=torch.uint8)
+            pending.append(collectives.reduce_scatter(full, out, scratch, wire=FP32, unit=f"{number}", phase="test"))
+            gathered = torch.zeros(3 * 256)
+            gathered[rank * 256 : (rank + 1) * 256] = 100 * number + rank
+            pending.append(collectives.all_gather(gathered, unit=f"{number}", phase="test"))
+            fulls.append((full, gathered))
+            outs.append(out)
+        for each in reversed(pending):
+            each.wait()
+            each.wait()  # a second time does nothing
+        for number, (out, (_, gathered)) in enumerate(zip(outs, fulls, strict=True)):
+            assert out.eq(10**number * 6).all()
+            assert gathered.view(3, 256).eq(torch.tensor([[100 * number + r] for r in range(3)])).all()
+        return collectives.log
+
+    expect_same_logs(run_ranks(check, 3))
+
+
+def test_objects_are_exchanged_in_rank_order() -> None:
+    def check(rank: int) -> CommLog:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        assert collectives.exchange_objects(["x" * rank, rank, None]) == [["x" * r, r, None] for r in range(3)]
+        return collectives.log
+
+    assert len(run_ranks(check, 3)) == 3
+
+
+# Two axes -------------------------------------------------------------------------------------------------------------
+
+SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1), (1, 4), (4, 1)]
+"""replicas x shards"""
+
+
+def on_mesh(shape: tuple[int, int], jobs: list[Job]) -> Callable[[int], list[list[Outcome]]]:
+    def run(rank: int) -> list[list[Outcome]]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return [[train(job, plan, rank, mesh) for plan in PLANS] for job in jobs]
+
+    return run
+
+
+def exact(precision: Any = None, every: bool = False) -> Job:
+    return Job(
+        model=Counting,
+        loss_of=loss_of_integers,
+        units=torch.nn.Linear,
+        precision=precision,
+        micro_batches=2,
+        reduce_every_micro_batch=every,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mesh_of_two_axes_is_the_mesh_of_one_where_sums_are_exact(shape: tuple[int, int]) -> None:
+    jobs = [exact(), exact("bf16"), exact(MixedPrecision(reduce=BF16)), exact(every=True)]
+    num_ranks = shape[0] * shape[1]
+
+    def flat(rank: int) -> list[Outcome]:
+        return [train(job, zeroshard.ZERO2, rank) for job in jobs]
+
+    expected = run_ranks(flat, num_ranks)
+    found = run_ranks(on_mesh(shape, jobs), num_ranks)
+    for index in range(len(jobs)):
+        for plan in range(len(PLANS)):
+            by_rank = [found[rank][index][plan] for rank in range(num_ranks)]
+            for rank, outcome in enumerate(by_rank):
+                assert outcome.losses == expected[rank][index].losses
+                assert same_bits(outcome.weights, expected[rank][index].weights)
+            expect_same_logs(logs(by_rank))
+
+
+def test_on_two_axes_all_plans_and_both_replicas_have_the_same_bits() -> None:
+    """With ordinary data: sums over the mesh are taken in another order than over four ranks, to rounding the same."""
+    job = Job(model=partial(Net, blocks=2), steps=10, micro_batches=2)
+
+    def flat(rank: int) -> Outcome:
+        return train(job, zeroshard.ZERO1, rank)
+
+    found = run_ranks(on_mesh((2, 2), [job]), 4)
+    one_axis = run_ranks(flat, 4)
+    for rank in range(4):
+        for outcome in found[rank][0]:
+            assert same_bits(outcome.weights, found[0][0][0].weights)
+            assert outcome.losses == found[rank][0][0].losses
+            assert outcome.norms == found[0][0][0].norms
+        assert 0 < largest_difference(found[rank][0][0].weights, one_axis[rank].weights) < 1e-6
+    for plan in range(len(PLANS)):
+        of_plan = logs([found[rank][0][plan] for rank in range(4)])
+        expect_same_logs(of_plan)
+        assert {event.op for event in of_plan[0].entries} >= {"reduce_scatter", "reduce_replicas", "all_gather"}
+
+
+def test_forgetting_the_replicas_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Collectives.reduce_scatter
+
+    def within_the_node(self: Collectives, *args: Any, **kwargs: Any) -> Any:
+        mesh = self.mesh
+        self.mesh = Mesh(mesh.shard, mesh.shard, mesh.world, mesh.reduce) if mesh.replicate.size > 1 else mesh
+        object.__setattr__(self.mesh, "replicate", Mesh.of(None).replicate)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.mesh = mesh
+
+    monkeypatch.setattr(Collectives, "reduce_scatter", within_the_node)
+    found = run_ranks(on_mesh((2, 2), [exact()]), 4)
+    assert not same_bits(found[0][0][1].weights, found[2][0][1].weights)
+
+
+def test_other_meshes_are_refused() -> None:
+    def check(rank: int) -> None:
+        with pytest.raises(ValueError, match="needs the axes 'replicate' and 'shard', found"):
+            Mesh.of(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
+        with pytest.raises(ValueError, match=r"expected a mesh of one axis .* found 3"):
+            Mesh.of(init_device_mesh("cpu", (1, 1, 2)))
+        mesh = Mesh.of(init_device_mesh("cpu", (2, 1)))
+        assert (mesh.replicate.size, mesh.shard.size) == (2, 1)
+        mesh = Mesh.of(init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "replicate")))
+        assert (mesh.replicate.size, mesh.shard.size) == (1, 2)
+        model = Net()
+        with pytest.raises(ValueError, match="needs the axes"):
+            zeroshard.shard(
+                model, "zero3", mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), units=Block
+            )
+
+    run_ranks(check, 2)
