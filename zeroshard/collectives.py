@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -143,7 +143,7 @@ class Collectives:
         pending = Pending()
         if axis.size > 1 and full.numel():
             self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
-            with record_function(f"zeroshard::reduce_scatter({unit})"):
+            with _trace(f"zeroshard::reduce_scatter({unit})"):
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
                 pending = start(axis, full, out, scratch, wire, "reduce_scatter")
         elif out.data_ptr() != own.data_ptr():
@@ -170,7 +170,7 @@ class Collectives:
         total = sum(sent)
         parts, places = torch.split(data[:total], list(sent)), torch.split(out[: sum(received)], list(received))
         self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), uneven=True)
-        with record_function(f"zeroshard::all_to_all({unit})"):
+        with _trace(f"zeroshard::all_to_all({unit})"):
             if not self.pairwise and axis.size > 1:
                 arguments = out[: sum(received)], data[:total], list(received), list(sent)
                 return Pending(self.log, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)])
@@ -223,7 +223,7 @@ class Collectives:
         own = shards[axis.rank]
         if log:
             self.log.record(kind, unit, phase, (full.numel() - own.numel()) * full.element_size())
-        with record_function(f"zeroshard::{kind}({unit})"):
+        with _trace(f"zeroshard::{kind}({unit})"):
             if not self.pairwise:
                 return Pending(self.log, [_all_gather(full, own, group=axis.group, async_op=True)])
             works = []
@@ -308,6 +308,11 @@ def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
         torch.add(piece[1], piece[2], out=piece[0])
 
 
+def _trace(name: str) -> AbstractContextManager[Any]:
+    """A named range in the profiler's trace, where one is on."""
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
 def _shards(full: Tensor, size: int) -> tuple[Tensor, ...]:
     return full.view(size, -1).unbind(0)
 
@@ -323,8 +328,8 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _send(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    return dist.isend(tensor, group=axis.group, group_dst=rank, tag=_TAGS[kind])
+    return axis.group.send([tensor], rank, _TAGS[kind])
 
 
 def _receive(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    return dist.irecv(tensor, group=axis.group, group_src=rank, tag=_TAGS[kind])
+    return axis.group.recv([tensor], rank, _TAGS[kind])

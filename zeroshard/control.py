@@ -116,7 +116,7 @@ def _norm_terms(
     if not bool(torch.isfinite(norms).all()):  # an element, or just the fp32 sum of squares
         norms = _norms([piece for _, piece in pieces], norm_type, torch.float64)
     if math.isinf(norm_type):
-        return terms.index_reduce_(0, groups, norms, "amax")
+        return terms.scatter_reduce_(0, groups, norms, "amax")
     return terms.index_add_(0, groups, norms.pow_(norm_type))
 
 

@@ -85,13 +85,16 @@ class FlatStep:
         self._gradient_scratch = torch.empty(0)
         self._main_scratch = torch.empty(0)
         self._batches: tuple[Batch, ...] = ()
+        self._active: dict[Unit, list[bool]] = {}
         self._plan_batches()
 
     # Cutting -----------------------------------------------------------------------------------------------------
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
         """Which slots take part from now on. Where one piece holds both kinds it is cut, and its state with it."""
-        changed = False
+        if active == self._active:
+            return
+        self._active, changed = active, False
         for unit, flags in active.items():
             if any(len({flags[i] for i in slots_in(unit, piece.world)}) > 1 for piece in self.of_unit(unit)):
                 self.refine(unit, flags)
@@ -158,20 +161,22 @@ class FlatStep:
             options: the user's param groups; their hyper-parameters take effect (and changes by the class go back).
             start: called before the first piece of a unit is read; updated: after its last one is written.
         """
-        take_options(self._inner, options)
         started: set[Unit] = set()
         try:
-            for batch in self._batches:
+            for number, batch in enumerate(self._batches):
                 for piece in batch.pieces:
                     if piece.unit not in started:
                         started.add(piece.unit)
                         start(piece.unit)
                 self._load(batch.pieces, update)
+                # Every group is stepped, and every batch starts from the same options: a class that counts steps in
+                # its groups counts one, on all ranks, however many pieces there are.
                 for index, group in self._inner.items():
                     group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
-                self.optimizer.param_groups = [group for group in self._inner.values() if group["params"]]
-                if batch.pieces:
-                    self.optimizer.step()
+                stepped = {index: group for index, group in self._inner.items() if group["params"] or not number}
+                take_options(stepped, options)
+                self.optimizer.param_groups = list(stepped.values())
+                self.optimizer.step()
                 self._store(batch.pieces)
                 for unit in batch.finished:
                     updated(unit)

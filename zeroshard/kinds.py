@@ -47,7 +47,7 @@ _REFUSED = {
 
 def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], elementwise: bool | None) -> Kind:
     """Listed classes by name, torchao's low-bit ones (elementwise in blocks of 256, which shards never cut), others as
-    declared by `elementwise`, or else by trial: two small matrices stepped whole, and cut.
+    declared by `elementwise`, or else by trial: two small matrices stepped together, one by one, and cut.
 
     Raises:
         ValueError: a class that cannot be sharded, or that the trial cannot run.
@@ -61,29 +61,39 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
     if optimizer_class.__module__.startswith("torchao."):
         return Kind.ELEMENTWISE
     try:
-        return Kind.ELEMENTWISE if _same_when_cut(optimizer_class, options) else Kind.WHOLE
+        whole, apart, cut = _try_out(optimizer_class, options)
     except Exception as error:
         raise ValueError(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Say "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
+    if not torch.allclose(whole, apart, rtol=1e-6, atol=1e-7):
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (a norm "
+            "over all of them, perhaps), and no rank has them all"
+        )
+    return Kind.ELEMENTWISE if torch.allclose(apart, cut, rtol=1e-6, atol=1e-7) else Kind.WHOLE
 
 
-def _same_when_cut(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
+def _try_out(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> list[Tensor]:
+    """Two matrices after four steps: by one optimizer, by one each, and in pieces by one each."""
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
-    flat = torch.cat([tensor.reshape(-1) for tensor in whole])
-    cut = [piece.clone() for piece in torch.split(flat, 7)]
+    matrices = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
+    flat = torch.cat([tensor.reshape(-1) for tensor in matrices])
+    pieces = list(torch.split(flat, 7))
     results = []
-    for tensors in (whole, cut):
-        optimizer = optimizer_class([tensor.requires_grad_() for tensor in tensors], **copy.deepcopy(options))
+    for tensors, together in ((matrices, True), (matrices, False), (pieces, False)):
+        tensors = [tensor.clone().requires_grad_() for tensor in tensors]
+        members = [tensors] if together else [[tensor] for tensor in tensors]
+        optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
         gradients = torch.Generator().manual_seed(1)
         for _ in range(4):
             gradient = torch.randn(flat.numel(), generator=gradients) * torch.linspace(0.1, 3, flat.numel())
             _set_gradients(tensors, gradient)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         results.append(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
-    return torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-7)
+    return results
 
 
 def _set_gradients(tensors: list[Tensor], gradient: Tensor) -> None:

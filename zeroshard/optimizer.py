@@ -416,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _mean_factor(self, control: Control) -> float:
         """Buffers hold sums over ranks (torch DDP's gradients are means already) of scaled losses."""
-        total = 1.0 if self.handle.plan.external_gradients and self._scaling.weight is None else control.weight
+        total = control.weight / (len(control.status) if self.handle.plan.external_gradients else 1)
         return 1.0 / (total * (self.handle.reducer.scale or 1.0))
 
     def _decide_to_skip(self, control: Control, norm: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,23 +15,23 @@ from zeroshard.placement import SHARDED
 from zeroshard.unit import Unit
 
 
-def full_state(flat: FlatStep, collectives: Collectives) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Parameter -> state, full tensors in the parameter's shape and scalars as 0-d. Collective.
+def full_state(flat: FlatStep, collectives: Collectives) -> dict[nn.Parameter, dict[str, Any]]:
+    """Parameter -> state, full tensors in the parameter's shape, scalars as 0-d, numbers as numbers. Collective.
 
     Unit by unit and key by key: the transient is one full buffer.
     """
     schema = _schema(flat, collectives)
-    result: dict[nn.Parameter, dict[str, Tensor]] = {}
+    result: dict[nn.Parameter, dict[str, Any]] = {}
     for unit in flat.groups:
-        has = _gather(
-            flat, collectives, unit, lambda piece: 1 if flat.optimizer.state.get(piece.tensor) else 0, "uint8"
-        )
-        for key, (dtype, is_scalar) in schema.items():
-            full = _gather(flat, collectives, unit, lambda piece, k=key: flat.optimizer.state[piece.tensor][k], dtype)
+        for key, (dtype, kind) in schema.items():
+            has = _gather(flat, collectives, unit, key, lambda value: 1, "uint8")
+            full = _gather(flat, collectives, unit, key, lambda value: value, dtype)
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 if slot.world and has[slot.world.start]:
-                    value = full[slot.world.start].cpu() if is_scalar else full[slot.world.slice].view(slot.shape)
-                    result.setdefault(parameter, {})[key] = value.clone()
+                    value: Any = full[slot.world.slice].view(slot.shape).clone()
+                    if kind != "elementwise":
+                        value = full[slot.world.start].cpu().clone()
+                    result.setdefault(parameter, {})[key] = value.item() if kind == "number" else value
     return result
 
 
@@ -72,23 +73,32 @@ def _scalars(values: dict[str, Any]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(items)) if values else (("", 0.0),)
 
 
-def _schema(flat: FlatStep, collectives: Collectives) -> dict[str, tuple[str, bool]]:
-    """State key -> (dtype, is a scalar), over all ranks (one with an empty shard has no state of its own)."""
+def _schema(flat: FlatStep, collectives: Collectives) -> dict[str, tuple[str, str]]:
+    """State key -> (dtype to gather in, kind), over all ranks (one with an empty shard has no state of its own)."""
     mine = {
-        key: (str(value.dtype).removeprefix("torch."), value.dim() == 0)
+        key: _kind(value)
         for state in flat.optimizer.state.values()
         for key, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, (Tensor, int, float))
     }
     return {key: tuple(kind) for found in collectives.exchange_objects(mine) for key, kind in found.items()}
 
 
-def _gather(flat: FlatStep, collectives: Collectives, unit: Unit, value_of: Any, dtype: str) -> Tensor:
-    """[layout.numel]: the value of each piece (elementwise, or one scalar) in its place, from all ranks."""
+def _kind(value: Any) -> tuple[str, str]:
+    if isinstance(value, Tensor):
+        return str(value.dtype).removeprefix("torch."), "elementwise" if value.dim() else "scalar"
+    return "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float64", "number"
+
+
+def _gather(
+    flat: FlatStep, collectives: Collectives, unit: Unit, key: str, value_of: Callable[[Any], Any], dtype: str
+) -> Tensor:
+    """[layout.numel]: something of each piece's state (elementwise, or one number) in its place, from all ranks."""
     full = torch.zeros(unit.layout.numel, dtype=getattr(torch, dtype), device=unit.weights.own().device)
     for piece in flat.of_unit(unit):
-        if flat.optimizer.state.get(piece.tensor):
-            full[piece.world.slice] = value_of(piece)
+        state = flat.optimizer.state.get(piece.tensor, {})
+        if state.get(key) is not None:
+            full[piece.world.slice] = value_of(state[key])
     if unit.plan.main is SHARDED:
         collectives.all_gather(full, unit=unit.name, phase="state").wait()
     return full

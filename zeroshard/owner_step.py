@@ -101,6 +101,9 @@ class OwnerStep:
         main = next(iter(groups)).main
         assert main is not None
         self._dtype, self._device = main.dtype, main.weights.device
+        # What the class refuses (Muon: all but matrices), it refuses on every rank, not on the owner alone.
+        shapes = [torch.empty(whole.slot.shape, dtype=self._dtype, device="meta") for whole in self.wholes]
+        optimizer_class(shapes, **defaults)
         self._values, self._gradients = self._allocate(), self._allocate()
         self.optimizer = optimizer_class(
             [{**option, "params": self._of_group(index)} for index, option in options.items()], **defaults

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class MixedPrecision:
     """See [Note: precisions].
 
     Raises:
-        ValueError: a dtype that is not floating point; a main narrower than the weights; a remainder for weights that
-            are not bf16.
+        ValueError: a dtype that is not floating point; both kinds of 16 bits; a main narrower than the weights; a
+            remainder for weights that are not bf16.
     """
 
     param: torch.dtype = torch.bfloat16
@@ -46,6 +47,9 @@ class MixedPrecision:
                 f"precision: the 16-bit remainder completes bf16 weights to fp32; weights are {self.param}. "
                 "Use param=torch.bfloat16, or main=torch.float32"
             )
+        halves = {dtype for dtype in (self.param, self.grad, self.reduce, self.main) if dtype in HALVES}
+        if len(halves) > 1:
+            raise ValueError(f"precision: torch.bfloat16 and torch.float16 hold different numbers, found both in {self}")
         if isinstance(self.main, torch.dtype) and self.main.itemsize < self.param.itemsize:
             raise ValueError(f"precision: main {self.main} is narrower than the weights {self.param}; use {self.param}")
 

@@ -90,12 +90,11 @@ class Reducer:
         if all(unit.grads is None or unit.grads.state is GradState.EMPTY for unit in self.order):
             self.scale = None
 
-    @torch.no_grad()
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Backward has left a parameter's gradient: move it into the unit's bucket."""
         grads = unit.grads
         assert grads is not None and parameter.grad is not None, "only trainable units accumulate"
-        grad, parameter.grad = parameter.grad, None
+        grad, parameter.grad = parameter.grad.detach(), None
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
         if self._watch is not None:
