@@ -344,7 +344,7 @@ def shard(
         _raise_together(collectives, "" if failure is None else repr(failure), "shard")
     except ValueError:
         if handle is not None:
-            handle.schedule.detach()
+            handle._release()
         for parameter, data in before:
             parameter.data = data
             _HANDLES.pop(parameter, None)

@@ -166,9 +166,13 @@ def same_bits(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
-        and torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+        and torch.equal(_bits(a[name]), _bits(b[name]))
         for name in a
     )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def largest_difference(a: State, b: State) -> float:

@@ -1,0 +1,436 @@
+"""What a user gets wrong: one clear error on every rank, soon, and nothing half-attached."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+def hooks(model: nn.Module) -> int:
+    """How many hooks hang on the model, its modules and its parameters."""
+    of_modules = sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()
+    )
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def state(model: nn.Module) -> Any:
+    """All that `shard` changes: where the data of a parameter lie, what they are, and the hooks."""
+    parameters = {name: (p.data_ptr(), p.shape, p.dtype, id(p)) for name, p in model.named_parameters()}
+    return parameters, {name: value.clone() for name, value in model.state_dict().items()}, hooks(model)
+
+
+def expect_plain(model: nn.Module, before: Any) -> None:
+    after = state(model)
+    assert after[0] == before[0]
+    assert same_bits(after[1], before[1])
+    assert after[2] == before[2]
+
+
+def expect_trainable(model: nn.Module, rank: int) -> None:
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+    assert optimizer.step().applied
+    handle.close()
+
+
+def raises_on_one(module: nn.Module) -> bool:
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("a mistake in the user's function")
+    return isinstance(module, Block)
+
+
+def with_complex() -> nn.Module:
+    model = Net()
+    model.extra = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    return model
+
+
+def frozen_on(rank: int, last: int) -> nn.Module:
+    model = Net()
+    model.norm.weight.requires_grad_(rank != last)
+    return model
+
+
+def renamed(rank: int, last: int) -> nn.Module:
+    model = Net()
+    if rank == last:
+        model.tail = model.norm
+        del model.norm
+        model.norm = nn.Identity()
+    return model
+
+
+def half_on(rank: int, last: int) -> nn.Module:
+    model = Net()
+    model.head.to(torch.bfloat16 if rank == last else torch.float32)
+    return model
+
+
+Case = tuple[Callable[[int, int], nn.Module], Callable[[int, int], dict[str, Any]], str]
+"""(rank, last rank) -> model; -> arguments of `shard`; and what the message says."""
+
+
+def same(**arguments: Any) -> Callable[[int, int], dict[str, Any]]:
+    return lambda rank, last: {"plan": "zero2", "units": Block, **arguments}
+
+
+def net(rank: int, last: int) -> nn.Module:
+    return Net()
+
+
+CASES: dict[str, Case] = {
+    "unknown plan": (net, same(plan="zero4"), r"unknown plan 'zero4': expected one of 'ddp', .*did you mean 'zero"),
+    "plan by its upper-case name": (net, same(plan="ZERO3"), "did you mean 'zero3'"),
+    "a plan that is no plan": (net, same(plan=3), "unknown plan 3: expected one of"),
+    "unknown plan on one rank": (
+        net,
+        lambda rank, last: {"plan": "zero5" if rank == last else "zero2"},
+        r"\(on rank \d\): unknown plan 'zero5'",
+    ),
+    "a plan for optimizers": (
+        net,
+        same(plan=zeroshard.OPTIMIZER_ONLY),
+        "pass model.parameters\\(\\) to ShardedOptimizer",
+    ),
+    "no parameters": (lambda rank, last: nn.ReLU(), same(), "ReLU has no parameters: there is nothing to shard"),
+    "a class that matches nothing": (
+        net,
+        same(units=nn.Conv2d),
+        "Conv2d.* matches no module of Net; its modules are of the classes Block, Embedding, LayerNorm, Linear",
+    ),
+    "a callable that matches nothing": (net, same(units=lambda module: False), "matches no module of Net"),
+    "classes of which none matches": (net, same(units=[nn.Conv1d, nn.Conv2d]), "matches no module of Net"),
+    "units by name": (net, same(units="Block"), "module classes, a callable or a number of bytes, found 'Block'"),
+    "units as a truth value": (net, same(units=True), "module classes, a callable or a number of bytes"),
+    "units of no bytes": (net, same(units=0), "must be positive, found 0"),
+    "a callable that raises on one rank": (net, same(units=raises_on_one), r"\(on rank 1\): .*a mistake in the user's"),
+    "unknown precision": (net, same(precision="bf61"), "unknown precision 'bf61'.*did you mean 'bf16'"),
+    "too little room": (
+        net,
+        same(plan="zero3", max_transient_bytes=100),
+        r"max_transient_bytes=100: .* need \d+ bytes",
+    ),
+    "complex parameters": (lambda rank, last: with_complex(), same(), "parameter extra is torch.complex64"),
+    "on the meta device": (lambda rank, last: Net().to("meta"), same(), "is on the meta device: materialise"),
+    "another size on one rank": (
+        lambda rank, last: Net(blocks=2 if rank == last else 3),
+        same(),
+        r"different models: rank 0 has 'blocks.2.norm.weight \(19,\).* where rank \d has 'norm.weight",
+    ),
+    "another name on one rank": (renamed, same(), r"rank 0 has 'norm.weight .* where rank \d has 'head.weight"),
+    "another dtype on one rank": (half_on, same(), r"rank 0 has .*float32.* where rank \d has .*bfloat16"),
+    "frozen on one rank": (
+        frozen_on,
+        same(),
+        "rank 0 has 'norm.weight .*=True' where rank . has 'norm.weight .*=False'",
+    ),
+    "another plan on one rank": (
+        net,
+        lambda rank, last: {"plan": "zero1" if rank == last else "ddp"},
+        r"rank 0 has 'plan ddp' where rank \d has 'plan zero1'",
+    ),
+    "other units on one rank": (
+        net,
+        lambda rank, last: {"plan": "ddp", "units": nn.Linear if rank == last else Block},
+        "different models: rank 0 has 'unit .*' where rank . has 'unit",
+    ),
+    "another precision on one rank": (
+        net,
+        lambda rank, last: {"plan": "ddp", "units": Block, "precision": "bf16" if rank == last else None},
+        "rank 0 has 'unit .*float32.* where rank . has 'unit .*bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shard_refuses_on_every_rank_and_leaves_the_model_plain(num_ranks: int) -> None:
+    def check(rank: int) -> None:
+        for name, (make_model, arguments, message) in CASES.items():
+            torch.manual_seed(rank)  # other values on every rank: they have to survive
+            model = make_model(rank, num_ranks - 1)
+            on_meta = name == "on the meta device"
+            before = None if on_meta else state(model)
+            start = time.monotonic()
+            with pytest.raises(ValueError, match=message):
+                zeroshard.shard(model, **arguments(rank, num_ranks - 1))
+            assert time.monotonic() - start < 10
+            if not on_meta:
+                expect_plain(model, before)
+        model = make(Net)
+        with pytest.raises(ValueError, match="unknown plan"):
+            zeroshard.shard(model, "zeor3")
+        expect_trainable(model, rank)
+
+    run_ranks(check, num_ranks, collective_timeout=10)
+
+
+def test_the_check_for_a_plain_model_sees_a_hook_a_pointer_and_a_value() -> None:
+    model = Net()
+    before = state(model)
+    expect_plain(model, before)
+    removable = model.blocks[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(AssertionError):
+        expect_plain(model, before)
+    removable.remove()
+    expect_plain(model, before)
+    original = model.norm.weight.data
+    model.norm.weight.data = original.clone()
+    with pytest.raises(AssertionError):
+        expect_plain(model, before)
+    model.norm.weight.data = original
+    model.norm.weight.data[3] += 1
+    with pytest.raises(AssertionError):
+        expect_plain(model, before)
+
+
+def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in the middle, on one rank: the units built before it let go of their parameters, on all ranks."""
+    module = sys.modules["zeroshard.shard"]  # the name in the package is the function
+    build = module.Unit
+
+    def out_of_memory(index: int, *args: Any) -> Any:
+        if index == 2 and torch.distributed.get_rank() == 1:
+            raise MemoryError("no room for unit 2")
+        return build(index, *args)
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            before = state(model)
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "Unit", out_of_memory)
+                with pytest.raises(ValueError, match=r"shard \(on rank 1\): MemoryError\('no room for unit 2'\)"):
+                    zeroshard.shard(model, plan, units=Block)
+            expect_plain(model, before)
+            expect_trainable(model, rank)
+
+    run_ranks(check, 3)
+
+
+def test_a_parameter_has_one_handle() -> None:
+    def check(rank: int) -> None:
+        model, other = make(Net), make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        other.head.weight = model.head.weight
+        for again in (model, other):
+            with pytest.raises(ValueError, match=r"parameter .* is sharded already: close\(\) the other handle first"):
+                zeroshard.shard(again, "ddp")
+        assert hooks(other) <= 1  # what the first handle has attached to the parameter they share
+        handle.close()
+        handle.close()
+        expect_trainable(model, rank)
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer() -> None:
+    def check(rank: int) -> None:
+        first, second, plain = make(Net), make(Net, 1), make(Net, 2)
+        one, two = zeroshard.shard(first, "zero3", units=Block), zeroshard.shard(second, "zero2", units=Block)
+
+        def build(*parameters: nn.Parameter) -> zeroshard.ShardedOptimizer:
+            return zeroshard.ShardedOptimizer(list(parameters), torch.optim.SGD, lr=0.1)
+
+        for others in (second.norm.weight, plain.norm.weight):
+            with pytest.raises(
+                ValueError, match=r"belong to different handles .*: build one ShardedOptimizer per handle"
+            ):
+                build(first.norm.weight, others)
+        optimizer = zeroshard.ShardedOptimizer(one, torch.optim.SGD, lr=0.1)
+        with pytest.raises(
+            ValueError, match=r"parameter norm.weight belongs to another ShardedOptimizer: .* or delete"
+        ):
+            build(first.norm.weight)
+        with pytest.raises(ValueError, match="ShardedOptimizer got no parameters"):
+            build()
+        with pytest.raises(ValueError, match="Invalid learning rate"):
+            zeroshard.ShardedOptimizer(two, torch.optim.AdamW, lr=-1.0)
+        optimizer.backward(loss_of_tokens(first, rank, 0, 0))
+        optimizer.step()
+        del optimizer
+        again = build(first.norm.weight)
+        again.backward(loss_of_tokens(first, rank, 0, 1))
+        again.step()
+        fresh = zeroshard.ShardedOptimizer(two, torch.optim.SGD, lr=0.1)
+        fresh.backward(loss_of_tokens(second, rank, 0, 0))
+        fresh.step()
+
+    run_ranks(check, 3)
+
+
+# The order of calls ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on(plan: Any) -> None:
+    def check(rank: int) -> Any:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+
+        def loss(step: int = 0) -> Tensor:
+            return loss_of_tokens(model, rank, 0, step)
+
+        start = handle.full_state_dict()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"there are no gradients. Call backward before step"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match=r"there are no gradients. Call backward before step or clip"):
+                optimizer.clip_grad_norm_(1.0)
+        with handle.no_sync():
+            optimizer.backward(loss())
+        with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\) and never reduced"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="there are no gradients"):
+            optimizer.step()
+        first = loss()
+        optimizer.backward(first)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            optimizer.backward(first)
+        optimizer.zero_grad()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="the loss has no graph"):
+            optimizer.backward(loss())
+        with pytest.raises(ValueError, match=r"the loss must be a scalar, found shape \(3, 23\)"):
+            optimizer.backward(model(torch.zeros(3, 1, dtype=torch.long))[:, 0])
+        for bad in (0.0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match="max_norm must be positive, found"):
+                optimizer.clip_grad_norm_(bad)
+        assert same_bits(handle.full_state_dict(), start)
+        optimizer.zero_grad()
+
+        # Nothing of all that has left a trace: it trains as if it had not happened.
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(loss(step))
+            optimizer.step()
+        fresh = train(Job(), plan, rank)
+        assert same_bits(handle.full_state_dict(), fresh.weights)
+
+        handle.close()
+        for call in (
+            handle.no_sync,
+            handle.memory,
+            handle.full_state_dict,
+            optimizer.step,
+            optimizer.state_dict,
+            lambda: optimizer.clip_grad_norm_(1.0),
+            lambda: optimizer.backward(loss()),
+            lambda: zeroshard.ShardedOptimizer(handle, torch.optim.SGD),
+            lambda: handle.unsharded().__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match=r"this handle is closed.*call shard\(\) anew"):
+                call()
+        loss().backward()  # the model is a plain one
+        assert all(p.grad is not None for p in model.parameters())
+        return handle.comm_log
+
+    expect_same_logs(run_ranks(check, 3, collective_timeout=10))
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            optimizer.step()
+            before, moments = handle.full_state_dict(), optimizer.state_dict()["state"]
+            loss = loss_of_tokens(model, rank, 0, 1)
+            optimizer.backward(loss * (float("nan") if rank == 1 else 1.0))
+            with pytest.raises(RuntimeError, match=r"not finite.*weight.*Nothing has been updated"):
+                optimizer.step()
+            assert same_bits(handle.full_state_dict(), before)
+            after = optimizer.state_dict()["state"]
+            assert all(same_bits(after[i], moments[i]) for i in moments)
+            optimizer.zero_grad()
+            optimizer.backward(loss_of_tokens(model, rank, 0, 1))
+            assert optimizer.step().applied
+
+    run_ranks(check, 3)
+
+
+def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
+    """Two gathers of one size in another order give each rank the other unit's weights, and nothing fails."""
+
+    class Turned(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for index in (1, 0, 2) if torch.distributed.get_rank() == 1 else (0, 1, 2):
+                x = self.blocks[index](x)
+            return self.head(self.norm(x))
+
+    def check(rank: int) -> None:
+        model = make(Turned)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        own = [unit.weights.own().clone() for unit in handle.units]
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] have not issued the same collectives.*Nothing has been"):
+            optimizer.step()
+        assert all(torch.equal(unit.weights.own(), value) for unit, value in zip(handle.units, own, strict=True))
+
+    run_ranks(check, 3, collective_timeout=10)
+
+
+# State and precision --------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        before = handle.full_state_dict()
+        last = rank == 2
+        cases = {
+            "missing head.bias": {name: v for name, v in before.items() if name != "head.bias"},
+            "unexpected tail": {**before, "tail": torch.zeros(1)},
+            r"head.bias: expected \(23,\), found \(22,\)": {**before, "head.bias": torch.zeros(22)},
+        }
+        for message, bad in cases.items():
+            for given in (bad, bad if last else {name: value + 1 for name, value in before.items()}):
+                with pytest.raises(ValueError, match=message):
+                    handle.load_full_state_dict(given)
+                assert same_bits(handle.full_state_dict(), before)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+        plain = torch.optim.AdamW([{"params": [p]} for p in Net().parameters()])
+        with pytest.raises(ValueError, match="param groups of"):
+            optimizer.load_state_dict(plain.state_dict())
+
+    run_ranks(check, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"param": torch.int8}, "param must be one of .* found torch.int8"),
+        ({"grad": None}, "grad must be one of .* found None"),
+        ({"main": "master"}, "main must be one of .* found 'master'"),
+        ({"param": torch.float16, "main": "remainder"}, "completes bf16 weights to fp32; weights are torch.float16"),
+        ({"param": torch.float32, "main": torch.bfloat16}, "main torch.bfloat16 is narrower than the weights"),
+    ],
+)
+def test_a_precision_is_checked_at_birth(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecision(**arguments)
+
+
+def test_without_a_process_group_shard_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match=r"not initialised: call zeroshard.init\(\) first"):
+        zeroshard.shard(Net(), "zero1")
+    with pytest.raises(ValueError, match="timeout must be positive, found -1"):
+        zeroshard.init(timeout=-1)
