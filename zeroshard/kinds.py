@@ -69,8 +69,8 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
         ) from error
     if not torch.allclose(whole, apart, rtol=1e-6, atol=1e-7):
         raise ValueError(
-            f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (a norm "
-            "over all of them, perhaps), and no rank has them all"
+            f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
+            "norm over all of them, perhaps), and no rank has them all"
         )
     return Kind.ELEMENTWISE if torch.allclose(apart, cut, rtol=1e-6, atol=1e-7) else Kind.WHOLE
 

@@ -69,7 +69,9 @@ def _piece_value(piece: Piece, key: str, of_slot: list[dict[str, Any]], example:
 
 def _scalars(values: dict[str, Any]) -> tuple[tuple[str, float], ...]:
     """What all parameters of one piece must agree in."""
-    items = ((key, float(value)) for key, value in values.items() if not isinstance(value, Tensor) or not value.dim())
+    numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+    numbers |= {key: value.item() for key, value in values.items() if isinstance(value, Tensor) and not value.dim()}
+    items = ((key, float(value)) for key, value in numbers.items())
     return tuple(sorted(items)) if values else (("", 0.0),)
 
 
@@ -87,7 +89,7 @@ def _schema(flat: FlatStep, collectives: Collectives) -> dict[str, tuple[str, st
 def _kind(value: Any) -> tuple[str, str]:
     if isinstance(value, Tensor):
         return str(value.dtype).removeprefix("torch."), "elementwise" if value.dim() else "scalar"
-    return "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float64", "number"
+    return "uint8" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float64", "number"
 
 
 def _gather(

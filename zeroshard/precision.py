@@ -49,7 +49,7 @@ class MixedPrecision:
             )
         halves = {dtype for dtype in (self.param, self.grad, self.reduce, self.main) if dtype in HALVES}
         if len(halves) > 1:
-            raise ValueError(f"precision: torch.bfloat16 and torch.float16 hold different numbers, found both in {self}")
+            raise ValueError(f"precision: bfloat16 and float16 hold different numbers, found both in {self}")
         if isinstance(self.main, torch.dtype) and self.main.itemsize < self.param.itemsize:
             raise ValueError(f"precision: main {self.main} is narrower than the weights {self.param}; use {self.param}")
 
