@@ -75,8 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_class: for example `torch.optim.AdamW`.
         loss_scale: a policy, a number, or "dynamic". None: dynamic where weights are fp16, else none. Losses must
             then go through `backward`.
-        non_finite: what a step does with a gradient that is not finite: "raise" (the default without a loss scale),
-            "skip" (the default with one), "ignore".
+        non_finite: what a step does with a gradient that is not finite: "raise" (the default where no loss was
+            scaled), "skip" (the default where one was), "ignore".
         skip_norm_above: skip steps whose gradient norm is larger.
         elementwise: declares an unknown class; None: it is tried out (see `kinds`).
         process_group: only for parameters without a handle.
@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.handle.claim(self._parameters(), self)
         policy = _policy(loss_scale, self._units)
         self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
-        self._non_finite: NonFinite = _non_finite(non_finite, policy)
+        self._non_finite = _non_finite(non_finite)
         self._skip_norm_above = skip_norm_above
         self._control: tuple[int, Control] | None = None  # and the number of backwards it was made after
         self._clip = 1.0
@@ -140,7 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ranks count alike, and the losses of k micro-batches are divided by k by the caller.
 
         Raises:
-            ValueError: not a scalar (without `gradient=`); a weight that is negative or not finite.
+            ValueError: not a scalar (without `gradient=`); a weight that is negative or not finite; under plan
+                OPTIMIZER_ONLY, a scale that differs from that of the losses before it.
             RuntimeError: a loss without a graph (forward under no_grad, or backward a second time).
         """
         self.handle.check_open("backward")
@@ -154,9 +155,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
         with self._scaling.backward(self.handle.reducer, scaler, weight) as factor:
             if self.handle.plan.external_gradients:
+                self._expect_one_scale(scaler)
                 self.handle.reducer.begin_backward()
             scaled = loss if factor == 1.0 else loss.float() * factor
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def _expect_one_scale(self, scaler: LossScaler | None) -> None:
+        scaler = scaler or self._scaling.default
+        scale, before = 1.0 if scaler is None else scaler.scale, self.handle.reducer.scale
+        if before not in (None, scale):
+            raise ValueError(
+                f"losses scaled by {before} and by {scale} would be mixed in p.grad, which plan OPTIMIZER_ONLY leaves "
+                "to others: use one scaler, or shard(model, plan)"
+            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Let the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
@@ -209,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
             self._update(control, Update(mean * self._clip, self._clip_value))
-        self._scaling.settle(not control.finite, list(control.present[self._num_slots() :]))
+        self._scaling.settle(not control.finite, self._overflows(control))
         self._discard_gradients()
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
@@ -237,6 +248,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_class = group.pop("optimizer_class", self._class)
         if group_class is not self._class:
             group = {**_defaults_of(group_class, {}), **group}
+        lr = group.get("lr", 0.0)
+        if not 0.0 <= float(lr) < math.inf:
+            raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
         super().add_param_group(group)
         self._classes.append(group_class)
         if self._steppers:
@@ -402,6 +416,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
             if ranks:
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
+        if control.weight == 0:
+            raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
         self._control = now, control
         return control
 
@@ -419,13 +435,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         total = control.weight / (len(control.status) if self.handle.plan.external_gradients else 1)
         return 1.0 / (total * (self.handle.reducer.scale or 1.0))
 
+    def _overflows(self, control: Control) -> list[bool]:
+        """For each scaler in use: whether any rank saw its loss overflow."""
+        return list(control.present[self._num_slots() :])
+
     def _decide_to_skip(self, control: Control, norm: float) -> bool:
-        if self._skip_norm_above is not None and norm > self._skip_norm_above:
-            return True
-        if control.finite or self._non_finite == "ignore":
-            return False
-        exhausted = self._scaling.exhausted
-        if self._non_finite == "raise" or exhausted is not None:
+        policy = self._non_finite or ("skip" if self._scaling.is_scaled else "raise")
+        if control.finite or policy == "ignore":
+            return self._skip_norm_above is not None and not norm <= self._skip_norm_above
+        exhausted = self._scaling.exhausted(self._overflows(control))
+        if policy == "raise" or exhausted is not None:
             many = f" {exhausted.skips_in_a_row + 1} times in a row" if exhausted is not None else ""
             raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
@@ -523,9 +542,7 @@ def _policy(
     raise ValueError(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
 
 
-def _non_finite(choice: NonFinite | None, policy: LossScalePolicy | None) -> NonFinite:
-    if choice is None:
-        return "raise" if policy is None else "skip"
-    if choice not in ("raise", "skip", "ignore"):
+def _non_finite(choice: NonFinite | None) -> NonFinite | None:
+    if choice not in ("raise", "skip", "ignore", None):
         raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {choice!r}")
     return choice

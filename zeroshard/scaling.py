@@ -77,11 +77,13 @@ class LossScaling:
 
     def settle(self, found_inf: bool, overflows: list[bool]) -> None:
         """All ranks agree: every scaler in use adjusts, on its own overflow where that is known."""
-        known = any(overflows)
-        for scaler, overflow in zip(self._used, overflows, strict=True):
-            scaler.update(overflow if known and self._own_scalers else found_inf)
+        for scaler, overflow in zip(self._used, self._blamed(found_inf, overflows), strict=True):
+            scaler.update(overflow)
         self._suspicious = found_inf
         self.reset()
+
+    def _blamed(self, found_inf: bool, overflows: list[bool]) -> list[bool]:
+        return overflows if any(overflows) and self._own_scalers else [found_inf] * len(self._used)
 
     def reset(self) -> None:
         """Gradients have been used or discarded."""
@@ -89,10 +91,15 @@ class LossScaling:
         self._used, self._looked, self._own_scalers, self._num_backwards = [], [], False, 0
 
     @property
-    def exhausted(self) -> LossScaler | None:
-        """A scaler that would give up with one more overflow in a row."""
-        for scaler in self._used:
-            if scaler.policy.max_skips is not None and scaler.skips_in_a_row + 1 >= scaler.policy.max_skips:
+    def is_scaled(self) -> bool:
+        """Whether a loss since the last step had a scaler."""
+        return bool(self._used)
+
+    def exhausted(self, overflows: list[bool]) -> LossScaler | None:
+        """A scaler that would give up with the overflow at hand. `overflows`: as for `settle`."""
+        for scaler, overflow in zip(self._used, self._blamed(True, overflows), strict=True):
+            most = scaler.policy.max_skips
+            if overflow and most is not None and scaler.skips_in_a_row + 1 >= most:
                 return scaler
         return None
 
