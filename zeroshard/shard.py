@@ -183,8 +183,9 @@ class Handle:
         return model
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """In registration order within each unit."""
-        return [p for unit in self.units if unit.main is not None for p in reversed(unit.parameters)]
+        """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
+        trainable = {id(p) for unit in self.units if unit.main is not None for p in unit.parameters}
+        return [p for p in self.model.parameters() if id(p) in trainable]
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -399,7 +400,7 @@ def _build(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives:
     units = []
     for index, spec in enumerate(specs):
         of_unit = [parameters[name] for name in reversed(spec.names)]
-        unit = Unit(index, spec, of_unit, plan, collectives.mesh)
+        unit = Unit(index, spec, of_unit, plan, collectives)
         unit.fill()
         units.append(unit)
     return units
