@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from zeroshard.layout import BufferLayout
 from zeroshard.placement import Placement
+
+Allocate = Callable[[int], Tensor]
+"""Number of bytes -> uint8 zeros."""
 
 
 class FlatBuffer:
@@ -24,10 +27,10 @@ class FlatBuffer:
         placement: which values are valid now.
     """
 
-    __slots__ = ("_borrowed", "_views", "_views_of", "full", "layout", "placement", "rank", "shard")
+    __slots__ = ("_borrowed", "_storage", "_views", "_views_of", "full", "layout", "placement", "rank", "shard")
 
     def __init__(
-        self, layout: BufferLayout, rank: int, dtype: torch.dtype, device: torch.device, resident: Placement
+        self, layout: BufferLayout, rank: int, dtype: torch.dtype, resident: Placement, allocate: Allocate
     ) -> None:
         """`resident`: SHARDED allocates the shard alone, anything else the full buffer. Zeros."""
         self.layout, self.rank, self.placement = layout, rank, resident
@@ -35,11 +38,14 @@ class FlatBuffer:
         self._views_of: Tensor | None = None
         self._borrowed = resident is Placement.SHARDED
         self.full: Tensor | None = None
+        numel = layout.shard_numel if self._borrowed else layout.numel
+        self._storage = allocate(numel * dtype.itemsize)
+        held = self._storage.view(dtype)
         if self._borrowed:
-            self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+            self.shard = held
         else:
-            self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
-            self.shard = self.full[layout.shard(rank).slice]
+            self.full = held
+            self.shard = held[layout.shard(rank).slice]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +82,7 @@ class FlatBuffer:
 
     def storages(self) -> list[Tensor]:
         """What this buffer owns (not what it borrows)."""
-        return [self.shard] if self._borrowed or self.full is None else [self.full]
+        return [self._storage]
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,8 @@ class Place:
 
     __slots__ = ("_tensors", "holder", "storage")
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, num_bytes: int, allocate: Allocate) -> None:
+        self.storage = allocate(num_bytes)
         self.holder: Any = None
         self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
 

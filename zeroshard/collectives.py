@@ -1,7 +1,9 @@
 """The only caller of torch.distributed collectives: what is exchanged, how, and the log of it.
 
-Two ways to move the same bytes:
+Three ways to move the same bytes:
 
+- *shared* (gloo, all ranks on one host): buffers lie in memory that every rank maps; messages say when one may
+  be read, and when it has been.
 - *pairwise* (gloo): `isend` / `irecv` of slices, straight into place. gloo's own reduce-scatter and all-gather clone
   the whole buffer; the exchange is three to four times faster, needs no hidden memory, and sums in rank order, an
   order that we choose: `((g0 + g1) + g2) + ...` on every rank, whoever owns the shard.
@@ -14,6 +16,7 @@ other special path for a single rank.
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections import deque
@@ -28,11 +31,12 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from zeroshard.mesh import Axis, Mesh, is_gloo
+from zeroshard.shared_memory import Location, SharedMemory
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_TAGS = {"all_gather": 1, "reduce_scatter": 2, "replicate": 3, "exchange": 4, "all_to_all": 5}
+_TAGS = {"all_gather": 1, "reduce_scatter": 2, "replicate": 3, "exchange": 4, "all_to_all": 5, "read": 6}
 """Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
 
 _CAST_NUMEL = 1 << 16
@@ -82,9 +86,14 @@ class Pending:
     """Communication under way. `wait()` returns when the result may be used (on CUDA: by the current stream)."""
 
     def __init__(
-        self, log: CommLog | None = None, works: Sequence[Any] = (), finish: Callable[[], None] | None = None
+        self,
+        log: CommLog | None = None,
+        works: Sequence[Any] = (),
+        finish: Callable[[], Sequence[Any] | None] | None = None,
     ) -> None:
+        """`finish`: runs once the works are done; may return further ones, for `release`."""
         self._log, self._works, self._finish = log, works, finish
+        self._acknowledgements: Sequence[Any] = ()
 
     def wait(self) -> None:
         works, self._works = self._works, ()
@@ -94,12 +103,19 @@ class Pending:
             for work in works:
                 work.wait()
             if finish is not None:
-                finish()
+                self._acknowledgements = finish() or ()
             self._log.wait_seconds += time.perf_counter() - start
+
+    def release(self) -> None:
+        """Waits until the peers have read what this rank gave, too: only then may it be written to."""
+        self.wait()
+        works, self._acknowledgements = self._acknowledgements, ()
+        for work in works:
+            work.wait()
 
     def __del__(self) -> None:
         """A receive that is dropped before its message arrives would block the connection for everything after it."""
-        for work in self._works:
+        for work in [*self._works, *self._acknowledgements]:
             with suppress(RuntimeError):
                 work.wait()
 
@@ -109,6 +125,7 @@ class Collectives:
 
     Attributes:
         pairwise: whether buffers move by pairwise exchange (gloo) or by the backend's own collectives.
+        shared: memory that all ranks can read, where they can: then buffers allocated in it do not move.
         device: where control data travels, and tensors are expected.
     """
 
@@ -118,12 +135,45 @@ class Collectives:
         self.pairwise = is_gloo(mesh.world.group)
         on_cuda = str(dist.get_backend(mesh.world.group)) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        self.shared: SharedMemory | None = None
+        self._pids: list[int] = []
+        if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
+            self._try_to_share()
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 zeros [num_bytes] for buffers that peers gather or reduce from."""
+        if self.shared is not None and device.type == "cpu":
+            return self.shared.allocate(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     # Full buffers -----------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: Tensor, *, unit: str, phase: str) -> Pending:
-        """SHARDED -> REPLICATED, in place. `full` [numel]: the own shard is filled in, the others arrive."""
-        return self._all_gather(self.mesh.shard, full, "all_gather", unit, phase)
+    def all_gather(
+        self, full: Tensor, source: Tensor | None = None, *, unit: str, phase: str, acknowledge: bool = False
+    ) -> Pending:
+        """SHARDED -> REPLICATED, in place. `full` [numel]: the own shard is filled in, the others arrive.
+
+        Args:
+            source: [numel / d], the same values where they rest, if that is not inside `full`.
+            acknowledge: the own shard will be written to before the ranks meet again; call `release` first. (Weights
+                are written by a step, and a step begins with an exchange among all ranks.)
+        """
+        axis = self.mesh.shard
+        own = _shards(full, axis.size)[axis.rank] if source is None else source
+        location = self.shared.locate(own) if self.shared is not None else None
+        if location is None or axis.size == 1 or not full.numel():
+            return self._all_gather(axis, full, "all_gather", unit, phase)
+        self.log.record("all_gather", unit, phase, (full.numel() - own.numel()) * full.element_size())
+        with _trace(f"zeroshard::all_gather({unit})"):
+            works, locations = self._tell(axis, location, "all_gather")
+
+        def copy_from_peers() -> Sequence[Any]:
+            for rank, place in enumerate(_shards(full, axis.size)):
+                if rank != axis.rank:
+                    place.copy_(self._peer(axis, rank, locations[rank], place))
+            return self._acknowledge(axis) if acknowledge else []
+
+        return Pending(self.log, works, copy_from_peers)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str
@@ -144,15 +194,16 @@ class Collectives:
         if axis.size > 1 and full.numel():
             self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
             with _trace(f"zeroshard::reduce_scatter({unit})"):
+                shared = self._reduce_shared(axis, full, out, scratch) if wire == full.dtype else None
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
-                pending = start(axis, full, out, scratch, wire, "reduce_scatter")
+                pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter")
         elif out.data_ptr() != own.data_ptr():
             out.copy_(own)
         if replicas.size == 1 or not full.numel():
             return pending
 
         def sum_over_replicas() -> None:
-            pending.wait()
+            pending.release()
             part = _shards(out, replicas.size)[replicas.rank]
             self.log.record("reduce_replicas", unit, phase, 2 * (out.numel() - part.numel()) * wire.itemsize)
             start = self._reduce_pairwise if self.pairwise else self._reduce_native
@@ -214,7 +265,7 @@ class Collectives:
         rows = self.exchange(padded.to(device)).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
-    # The two ways -----------------------------------------------------------------------------------------------
+    # The three ways -----------------------------------------------------------------------------------------------
 
     def _all_gather(self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True) -> Pending:
         if axis.size == 1 or not full.numel():
@@ -232,6 +283,56 @@ class Collectives:
                 works.append(_receive(axis, shards[source], source, kind))
                 works.append(_send(axis, own, target, kind))
             return Pending(self.log, works)
+
+    def _reduce_shared(self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor) -> Pending | None:
+        """None where `full` does not lie in shared memory."""
+        location = self.shared.locate(full) if self.shared is not None else None
+        if location is None:
+            return None
+        works, locations = self._tell(axis, location, "reduce_scatter")
+
+        def sum_from_peers() -> Sequence[Any]:
+            terms = [
+                self._peer(axis, rank, locations[rank], full).view(axis.size, -1)[axis.rank]
+                for rank in range(axis.size)
+                if rank != axis.rank
+            ]
+            own = _shards(full, axis.size)[axis.rank]
+            _sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out)
+            return self._acknowledge(axis)
+
+        return Pending(self.log, works, sum_from_peers)
+
+    def _tell(self, axis: Axis, location: Location, kind: str) -> tuple[list[Any], dict[int, Tensor]]:
+        """Tell all peers where to read, and hear it of them."""
+        mine = location.as_tensor()
+        peers = [rank for rank in range(axis.size) if rank != axis.rank]
+        locations = {rank: torch.empty_like(mine) for rank in peers}
+        works = [_receive(axis, locations[rank], rank, kind) for rank in peers]
+        return works + [_send(axis, mine, rank, kind) for rank in peers], locations
+
+    def _peer(self, axis: Axis, rank: int, location: Tensor, like: Tensor) -> Tensor:
+        assert self.shared is not None
+        return self.shared.peer(self._pids[axis.ranks[rank]], Location(*location.tolist()), like)
+
+    def _acknowledge(self, axis: Axis) -> list[Any]:
+        """Tell all peers that their memory has been read; the works are done when they have said so too."""
+        peers = [rank for rank in range(axis.size) if rank != axis.rank]
+        tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
+        works = [_receive(axis, tokens[rank], rank, "read") for rank in peers]
+        return works + [_send(axis, tokens[axis.rank], rank, "read") for rank in peers]
+
+    def _try_to_share(self) -> None:
+        """Whether every rank can read every other's memory: all of them find the same answer."""
+        shared = SharedMemory()
+        keep, probe = shared.probe()
+        probes = self.exchange_objects(probe)
+        if all(self.exchange_objects(all(map(shared.can_read, probes)))):
+            self.shared = shared
+            self._pids = [0] * (max(self.mesh.world.ranks) + 1)
+            for rank, (pid, *_) in zip(self.mesh.world.ranks, probes, strict=True):
+                self._pids[rank] = pid
+        del keep
 
     def _reduce_pairwise(
         self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str

@@ -54,7 +54,7 @@ class Gatherer:
             if unit.name in allotment.own:
                 self._give_own_place(unit)
         for kind, (count, num_bytes) in allotment.shared.items():
-            self.places[kind] = [Place(num_bytes, borrowers[0].weights.own().device) for _ in range(count)]
+            self.places[kind] = [self._new_place(num_bytes) for _ in range(count)]
 
     def enter(self, units: Sequence[Unit]) -> None:
         """A forward that needs these units begins."""
@@ -161,5 +161,9 @@ class Gatherer:
 
     def _give_own_place(self, unit: Unit) -> Place:
         num_bytes = unit.spec.weight_borrower(unit.layout.numel).num_bytes
-        place = self._place_of[unit] = Place(num_bytes, unit.weights.own().device)
+        place = self._place_of[unit] = self._new_place(num_bytes)
         return place
+
+    def _new_place(self, num_bytes: int) -> Place:
+        device = self.units[0].weights.own().device
+        return Place(num_bytes, lambda n: torch.empty(n, dtype=torch.uint8, device=device))

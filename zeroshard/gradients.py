@@ -111,6 +111,10 @@ class Gradients:
         self.buffer.placement = SHARDED
         self.state = GradState.REDUCED
 
+    def release(self) -> None:
+        """Wait until no peer reads the bucket any more."""
+        self._pending.release()
+
     def close(self, *, forget: bool = False) -> None:
         """Give a borrowed bucket back."""
         if not self.buffer.owns_full:
@@ -123,7 +127,7 @@ class Gradients:
         if self.buffer.placement is REPLICATED:
             return Pending()
         self.buffer.placement = REPLICATED
-        return collectives.all_gather(self.buffer.full, unit=self._unit, phase="step")
+        return collectives.all_gather(self.buffer.full, unit=self._unit, phase="step", acknowledge=True)
 
     def consume(self, slots: set[int]) -> None:
         """REDUCED -> EMPTY for these slots: the step has used them, or `zero_grad` discards them."""

@@ -481,7 +481,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def start(unit: Unit) -> None:
             if unit in arriving:
-                arriving[unit].wait()
+                arriving[unit].release()
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class Reducer:
         self._watch: Watch | None = None
         self._cursor = 0
         self._in_flight: deque[tuple[Unit, Tensor]] = deque()
+        self._read_by_peers: deque[Unit] = deque()  # reduced here, perhaps not yet everywhere
         self._buckets: dict[Hashable, list[Place]] = {}  # that units take turns in; a free one has no holder
         self._bucket_of: dict[Unit, Place] = {}  # of its own, for good
         self._borrowed: dict[Unit, Place] = {}
@@ -56,9 +58,9 @@ class Reducer:
         device = self.order[0].weights.own().device if self.order else None
         for unit in borrowers:
             if unit.name in allotment.own:
-                self._bucket_of[unit] = _new_bucket(unit)
+                self._bucket_of[unit] = self._new_bucket(unit)
         for dtype, (count, num_bytes) in allotment.shared.items():
-            self._buckets[dtype] = [Place(num_bytes, borrowers[0].weights.own().device) for _ in range(count)]
+            self._buckets[dtype] = [self._new_place(num_bytes) for _ in range(count)]
         scratch_bytes = max((_scratch_bytes(unit, collectives) for unit in self.order), default=0)
         self._scratch = [torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
         self._free_scratch = list(self._scratch)
@@ -115,6 +117,8 @@ class Reducer:
             self._launch(unit)
         while self._in_flight:
             self._finish_oldest()
+        while self._read_by_peers:
+            self._release_oldest()
         self._cursor = 0
         self.num_backwards += 1
         for unit in self.order:
@@ -148,8 +152,14 @@ class Reducer:
         unit, scratch = self._in_flight.popleft()
         assert unit.grads is not None
         unit.grads.arrive()
-        unit.grads.close()
         self._free_scratch.append(scratch)
+        self._read_by_peers.append(unit)
+
+    def _release_oldest(self) -> None:
+        unit = self._read_by_peers.popleft()
+        assert unit.grads is not None
+        unit.grads.release()
+        unit.grads.close()
         if unit in self._borrowed:
             self._borrowed.pop(unit).holder = None
 
@@ -158,24 +168,28 @@ class Reducer:
             grads.open()
             return
         if not self.sync and unit not in self._bucket_of:  # local accumulation: the price is a full gradient
-            self._bucket_of[unit] = _new_bucket(unit)
+            self._bucket_of[unit] = self._new_bucket(unit)
         place = self._bucket_of.get(unit)
         if place is None:
             place = self._free_bucket(grads.buffer.dtype)
-            while place is None and self._in_flight:
-                self._finish_oldest()
+            while place is None and (self._in_flight or self._read_by_peers):
+                if not self._read_by_peers:
+                    self._finish_oldest()
+                self._release_oldest()
                 place = self._free_bucket(grads.buffer.dtype)
             # No bucket is free where earlier units wait for gradients that may never come: one more, for this once.
-            place = self._borrowed[unit] = place or _new_bucket(unit)
+            place = self._borrowed[unit] = place or self._new_bucket(unit)
             place.holder = unit
         grads.open(place.tensor(unit.layout.numel, grads.buffer.dtype))
 
+    def _new_bucket(self, unit: Unit) -> Place:
+        return self._new_place(unit.spec.bucket_borrower(unit.layout.numel).num_bytes)
+
+    def _new_place(self, num_bytes: int) -> Place:
+        return Place(num_bytes, partial(self.collectives.allocate, device=self.order[0].weights.own().device))
+
     def _free_bucket(self, dtype: torch.dtype) -> Place | None:
         return next((place for place in self._buckets[dtype] if place.holder is None), None)
-
-
-def _new_bucket(unit: Unit) -> Place:
-    return Place(unit.spec.bucket_borrower(unit.layout.numel).num_bytes, unit.weights.own().device)
 
 
 def _scratch_bytes(unit: Unit, collectives: Collectives) -> int:

@@ -400,7 +400,7 @@ def _build(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives:
     units = []
     for index, spec in enumerate(specs):
         of_unit = [parameters[name] for name in reversed(spec.names)]
-        unit = Unit(index, spec, of_unit, plan, collectives.mesh)
+        unit = Unit(index, spec, of_unit, plan, collectives)
         unit.fill()
         units.append(unit)
     return units

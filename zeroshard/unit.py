@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from zeroshard.gradients import Gradients
 from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
-from zeroshard.mesh import Mesh
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.precision import MixedPrecision, precision_for
 from zeroshard.weights import Weights
@@ -69,13 +69,16 @@ class UnitSpec:
 class Unit:
     """See the module's note. `parameters` are in buffer order (the order of `layout.slots`)."""
 
-    def __init__(self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, mesh: Mesh) -> None:
+    def __init__(
+        self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, collectives: Collectives
+    ) -> None:
         self.index, self.spec, self.plan = index, spec, plan
         self.parameters = tuple(parameters)
+        mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
-        device = self.parameters[0].device
+        allocate = partial(collectives.allocate, device=self.parameters[0].device)
         rank = mesh.shard.rank
-        buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, device, plan.weights)
+        buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
         self.weights = Weights(spec.name, self.parameters, buffer)
         self.grads: Gradients | None = None
         self.main: MainWeights | None = None
@@ -86,7 +89,7 @@ class Unit:
             assert held is not None, "a replicated main needs replicated weights"
             self.main = MainWeights(interval, held, spec.precision)
             if not plan.external_gradients:
-                grads = FlatBuffer(self.layout, rank, spec.precision.grad, device, plan.grads)
+                grads = FlatBuffer(self.layout, rank, spec.precision.grad, plan.grads, allocate)
                 self.grads = Gradients(spec.name, grads, spec.precision.wire, carries=mesh.replicate.rank == 0)
 
     @property

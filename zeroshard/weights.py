@@ -70,7 +70,7 @@ class Weights:
             self.buffer.attach(full)
             self.buffer.own_part_of_full().copy_(self.buffer.shard)
         assert self.buffer.full is not None, "gathering needs a full buffer"
-        self._pending = collectives.all_gather(self.buffer.full, unit=self._unit, phase=phase)
+        self._pending = collectives.all_gather(self.buffer.full, self.buffer.shard, unit=self._unit, phase=phase)
         self.state = Residency.GATHERING
 
     def arrive(self) -> None:
