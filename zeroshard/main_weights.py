@@ -84,6 +84,15 @@ class MainWeights:
         else:
             self.weights[local].copy_(value)
 
+    def rounded(self, value: Tensor) -> Tensor:
+        """`value` (any shape) as weights beside a remainder hold it; unchanged where `copy_` rounds as main does."""
+        if not self.needs_scratch:
+            return value
+        weight = torch.empty(value.numel(), dtype=torch.bfloat16, device=value.device)
+        remainder = torch.empty(value.numel(), dtype=torch.int16, device=value.device)
+        split_remainder(value.to(self.dtype, copy=True).reshape(-1), weight, remainder)
+        return weight.view(value.shape)
+
     def set(self, piece: Interval, value: Tensor, *, spare: bool = False) -> None:
         """Main becomes `value` ([piece.numel], any float dtype), and the weights follow. `spare`: may overwrite it."""
         local = piece.relative_to(self.interval.start).slice

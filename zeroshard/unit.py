@@ -102,7 +102,7 @@ class Unit:
         if self.main is not None:
             for fragment in self.layout.fragments_in(self.main.interval):
                 self.main.set(fragment.world, self._values(fragment.slot.name, fragment.param))
-        self.weights.fill()
+        self.weights.fill(self.main.rounded if self.main is not None else lambda value: value)
 
     def set(self, values: Sequence[Tensor]) -> None:
         """New full values, in buffer order: main takes its part, and the own interval of the weights follows."""

@@ -12,7 +12,7 @@ into the same storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -50,17 +50,22 @@ class Weights:
         self.shown = False
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Take the values of the parameters and hold what the resting placement holds; parameters are hidden after."""
+    def fill(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        """Take the values of the parameters and hold what the resting placement holds; parameters are hidden after.
+
+        Args:
+            rounded: as main rounds: a remainder takes ties another way than `copy_` does.
+        """
         if self.buffer.owns_full:
             for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
-                view.copy_(parameter)
+                view.copy_(rounded(parameter.detach()))
             self.state = Residency.RESIDENT
             self.show()
         else:
             for fragment in self.buffer.layout.fragments(self.buffer.rank):
                 parameter = self._parameters[self.buffer.layout.slots.index(fragment.slot)]
-                self.buffer.shard[fragment.local.slice] = parameter.detach().reshape(-1)[fragment.param.slice]
+                value = parameter.detach().reshape(-1)[fragment.param.slice]
+                self.buffer.shard[fragment.local.slice] = rounded(value)
             self.hide()
 
     def gather(self, collectives: Collectives, phase: str, full: Tensor | None = None) -> None:
