@@ -73,8 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Parameters that no handle owns are taken under plan OPTIMIZER_ONLY: torch DDP (say) reduces their
             gradients, this optimizer shards its state over `process_group`.
         optimizer_class: for example `torch.optim.AdamW`.
-        loss_scale: a policy, a number, or "dynamic". None: dynamic where weights are fp16, else none. Losses must
-            then go through `backward`.
+        loss_scale: a policy, a number (1: no scaling), or "dynamic". None: dynamic where weights are fp16, else none.
+            Scaled losses must go through `backward`.
         non_finite: what a step does with a gradient that is not finite: "raise" (the default where no loss was
             scaled), "skip" (the default where one was), "ignore".
         skip_norm_above: skip steps whose gradient norm is larger.
@@ -536,7 +536,7 @@ def _policy(
     if loss_scale == "dynamic":
         return DynamicScale()
     if isinstance(loss_scale, (int, float)):
-        return ConstantScale(float(loss_scale))
+        return None if loss_scale == 1 else ConstantScale(float(loss_scale))
     if isinstance(loss_scale, (ConstantScale, DynamicScale)):
         return loss_scale
     raise ValueError(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")

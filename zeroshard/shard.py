@@ -164,7 +164,8 @@ class Handle:
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind: what rests between steps (weights, grads, main, state, scalars) and the
-        preallocated transients (ring: full-size places of weights; buckets: of gradients; scratch)."""
+        preallocated transients (ring: full-size places of weights; buckets: of gradients; scratch). What is mapped of
+        another rank's memory is counted there."""
         self.check_open("memory")
         kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
         kinds["ring"] = self.gatherer.tensors()

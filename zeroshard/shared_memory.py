@@ -67,6 +67,10 @@ class SharedMemory:
             self._mapped[key] = _map(f"/proc/{pid}/fd/{location.fd}", location.num_bytes)
         return self._mapped[key][location.offset : location.offset + like.nbytes].view(like.dtype).view(like.shape)
 
+    def mapped(self) -> list[Tensor]:
+        """What has been mapped of peers (it is their memory, and no second copy of it)."""
+        return list(self._mapped.values())
+
     def probe(self) -> tuple[Tensor, list[int]]:
         """A segment to try with: the tensor to keep, and what a peer needs to know of it."""
         tensor = self.allocate(8)
