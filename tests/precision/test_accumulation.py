@@ -1,0 +1,135 @@
+"""fp32 accumulation that is real: the sum that 16 bits cannot hold.
+
+1, then four times 1/512: in bf16 (8 bits of significand) each addition to 1 rounds back to 1. In fp32 the sum is exactly
+1 + 4/512 = 1.0078125, whether it is taken over micro-batches or over ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.core.models import PLANS
+from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import run_ranks
+
+EXACT = 1.0078125
+PARTS = (1.0, *[1 / 512] * 4)
+NUMEL = 700  # several shards, the last one partly padding
+
+
+class Scalar(nn.Module):
+    """Its gradient is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def accumulated(plan: Any, precision: Any, every: bool, parts: list[float]) -> tuple[float, Any]:
+    """The step of plain SGD with lr 1 from 0 is minus the gradient; `unit.grads` holds the sum in its own dtype."""
+    model = Scalar()
+    handle = zeroshard.shard(model, plan, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0, loss_scale=1.0)
+    for index, part in enumerate(parts):
+        with nullcontext() if every or index == len(parts) - 1 else handle.no_sync():
+            optimizer.backward(model(torch.full((NUMEL,), part)))
+    optimizer.step()
+    values = -handle.full_state_dict(main=True)["weight"]
+    assert torch.equal(values, values[0].expand(NUMEL))
+    return values[0].item(), handle.comm_log
+
+
+FP32_SUMS = {
+    "bf16": "bf16",
+    "bf16-remainder": "bf16-remainder",
+    "bf16 wire": MixedPrecision(reduce=BF16),
+    "bf16 as the model is": None,
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_micro_batches_sum_in_fp32_in_every_plan(num_ranks: int) -> None:
+    """Only rank 0's gradients are not zero: the mean is the sum of its parts by the number of ranks."""
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan, every, (name, precision) in itertools.product(PLANS, (False, True), FP32_SUMS.items()):
+            parts = [part * num_ranks if rank == 0 else 0.0 for part in PARTS]
+            if num_ranks == 3:  # 3 / 512 is a bf16 number too; the division by 3 is not exact, the sum is
+                parts = [part if rank == 0 else 0.0 for part in PARTS]
+            if name == "bf16 wire" and not every and num_ranks > 1:
+                continue  # the sum over micro-batches itself is rounded to travel
+            value, log = accumulated(plan, precision, every, parts)
+            expected = float(torch.tensor(EXACT) * (1 / 3)) if num_ranks == 3 else EXACT
+            assert value == expected, (plan, every, name)
+            logs.append(log)
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_ranks_sum_in_fp32_also_when_16_bits_travel() -> None:
+    """One part per rank, 1 on rank 0 and 1/512 on four others."""
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan, (name, precision) in itertools.product(PLANS, FP32_SUMS.items()):
+            value, log = accumulated(plan, precision, True, [PARTS[rank]])
+            assert value == float(torch.tensor(EXACT) * (1 / 5)), (plan, name)
+            logs.append(log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 5), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_a_wider_wire_sums_16_bit_gradients_once_rounded() -> None:
+    """bf16 gradients, fp32 on the wire: over ranks nothing is lost but the last rounding, here to 1 + 2 / 256."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            wide, _ = accumulated(plan, MixedPrecision(grad=BF16, reduce=FP32), True, [PARTS[rank]])
+            narrow, _ = accumulated(plan, MixedPrecision(grad=BF16), True, [PARTS[rank]])
+            assert wide == float(torch.tensor(EXACT) * (1 / 5))
+            assert narrow == float(torch.tensor(1.0) * (1 / 5))
+
+    run_ranks(check, 5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_16_bit_gradients_lose_it(num_ranks: int) -> None:
+    """The negative control: the same parts, accumulated in bf16, are 1."""
+
+    def check(rank: int) -> None:
+        parts = [part * num_ranks if rank == 0 else 0.0 for part in PARTS]
+        for plan, every in itertools.product(PLANS, (False, True)):
+            assert accumulated(plan, MixedPrecision(grad=BF16), every, parts)[0] == 1.0
+            assert accumulated(plan, MixedPrecision(FP16, FP16, None, FP32), every, parts)[0] == EXACT  # 11 bits
+
+    run_ranks(check, num_ranks)
+
+
+def test_a_parameter_used_twice_is_summed_by_autograd_in_its_own_dtype() -> None:
+    """What the engine cannot change: within one backward pass autograd adds the uses of a bf16 parameter in bf16."""
+
+    def check(rank: int) -> None:
+        model = Scalar()
+        handle = zeroshard.shard(model, "zero2", precision="bf16")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        optimizer.backward(model(torch.full((NUMEL,), 1.0)) + model(torch.full((NUMEL,), 1 / 512)))
+        optimizer.step()
+        assert -handle.full_state_dict(main=True)["weight"][0].item() == 1.0
+
+    run_ranks(check, 1)

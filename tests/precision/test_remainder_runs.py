@@ -1,0 +1,208 @@
+"""The 16-bit remainder in training: its master is the fp32 master, bit for bit, and so is a whole run.
+
+A master rounds its weights to even; a remainder rounds exact ties away from zero. Given the same gradients the two
+masters cannot differ. Given a model that computes with its weights they differ where a tie was met: so the whole run is
+compared with a master that rounds as the remainder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.precision.common import expect_equal_logs
+from zeroshard.interval import Interval
+from zeroshard.main_weights import MainWeights
+from zeroshard.precision import MixedPrecision
+from zeroshard.reference import nearest_bf16_ties_away
+from zeroshard.testing import run_ranks
+
+STEPS = 200
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False, "weight_decay": 0.1}),
+    "adamw fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+}
+
+
+class Given(torch.nn.Module):
+    """Its gradient is what it is given, whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.randn(37, 29))
+        self.vector = torch.nn.Parameter(torch.randn(401))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (self.matrix * a).sum() + (self.vector * b).sum()
+
+
+def masters(
+    rank: int, plan: Any, name: str, precisions: tuple[Any, ...], steps: int = STEPS
+) -> tuple[list[list[dict[str, Tensor]]], list[Any]]:
+    """[precision][moment] -> main, now and then during the run."""
+    optimizer_class, defaults = OPTIMIZERS[name]
+    result, logs = [], []
+    for precision in precisions:
+        model = make(Given)
+        handle = zeroshard.shard(model, plan, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
+        moments = []
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            model(torch.randn(37, 29, generator=generator), torch.randn(401, generator=generator)).backward()
+            optimizer.step()
+            if step % 40 == 39:
+                moments.append(handle.full_state_dict(main=True))
+        result.append(moments)
+        logs.append(handle.comm_log)
+    return result, logs
+
+
+BOTH = ("bf16-remainder", "bf16")
+BOTH_16 = (MixedPrecision(grad=torch.bfloat16, main="remainder"), MixedPrecision(grad=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_master_is_bit_identical_over_200_steps_on_the_same_gradients(name: str) -> None:
+    def check(rank: int) -> list[Any]:
+        of_rank = []
+        first = list(OPTIMIZERS).index(name) % 2
+        for plan, precisions in ((PLANS[first], BOTH), (PLANS[first + 2], BOTH_16)):
+            (remainder, master), logs = masters(rank, plan, name, precisions)
+            assert len(master) == 5
+            for a, b in zip(remainder, master, strict=True):
+                assert same_bits(a, b) and next(iter(a.values())).dtype == torch.float32
+            assert not same_bits(master[0], master[1])
+            of_rank += logs
+        return of_rank
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_a_lost_carry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: weights truncated, as a first guess would have it, lose the sign of the remainder."""
+
+    def truncate(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+        bits = master.view(torch.int32)
+        remainder.copy_(bits)
+        weight.view(torch.int16).copy_(bits >> 16)
+
+    def check(rank: int) -> None:
+        (remainder, master), _ = masters(rank, zeroshard.ZERO2, "sgd", BOTH, 40)
+        assert not same_bits(remainder[0], master[0])
+
+    monkeypatch.setattr("zeroshard.main_weights.split_remainder", truncate)
+    run_ranks(check, 2)
+
+
+# A whole run ----------------------------------------------------------------------------------------------------------
+
+
+def write_ties_away(self: MainWeights, piece: Interval, value: Tensor) -> None:
+    """`MainWeights.write` of an fp32 master, but for the rounding."""
+    assert self.extra is not None and self.extra.dtype == torch.float32
+    self.weights[piece.relative_to(self.interval.start).slice].copy_(nearest_bf16_ties_away(value))
+
+
+def set_ties_away(self: MainWeights, piece: Interval, value: Tensor, *, spare: bool = False) -> None:
+    local = piece.relative_to(self.interval.start).slice
+    assert self.extra is not None
+    self.extra[local].copy_(value)
+    self.weights[local].copy_(nearest_bf16_ties_away(self.extra[local]))
+
+
+def run(rank: int, plan: Any, precision: str, name: str, steps: int = 60) -> tuple[list[float], Any, Any, Any]:
+    optimizer_class, defaults = OPTIMIZERS[name]
+    model = make(on_a_grid)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
+    losses = []
+    for step in range(steps):
+        loss = loss_of_tokens(model, rank, 0, step)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return losses, handle.full_state_dict(), handle.full_state_dict(main=True), handle.comm_log
+
+
+def on_a_grid() -> Net:
+    """Weights that are bf16 numbers plus exactly half a step: each of them a tie, so that the rounding is seen."""
+    model = Net(blocks=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = parameter.view(torch.int32)
+            bits.bitwise_and_(-0x10000).bitwise_or_(0x8000)
+    return model
+
+
+def with_rounding(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[..., None] | None, name: str
+) -> list[list[tuple[list[float], Any, Any, Any]]]:
+    def check(rank: int) -> list[tuple[list[float], Any, Any, Any]]:
+        return [run(rank, plan, "bf16", name) for plan in (PLANS if write else PLANS[2:3])]
+
+    with monkeypatch.context() as patch:
+        if write is not None:
+            patch.setattr(MainWeights, "write", write)
+            patch.setattr(MainWeights, "set", set_ties_away)
+            patch.setattr(MainWeights, "rounded", lambda self, value: nearest_bf16_ties_away(value))
+        return run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_whole_run_is_that_of_a_master_with_the_same_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remainder = run_ranks(lambda rank: [run(rank, plan, "bf16-remainder", name) for plan in PLANS], 2)
+    away = with_rounding(monkeypatch, write_ties_away, name)
+    even = with_rounding(monkeypatch, None, name)
+    for rank in range(2):
+        for plan in range(len(PLANS)):
+            assert remainder[rank][plan][0] == away[rank][plan][0]
+            assert same_bits(remainder[rank][plan][1], away[rank][plan][1])
+            assert same_bits(remainder[rank][plan][2], away[rank][plan][2])
+        assert remainder[rank][0][0][1:] != even[rank][0][0][1:]  # the negative control: ties to even
+        assert not same_bits(remainder[rank][0][2], even[rank][0][2])
+    for plan in range(len(PLANS)):
+        expect_equal_logs([remainder[rank][plan][3] for rank in range(2)])
+
+
+def test_first_weights_on_a_tie_are_the_masters_in_every_plan() -> None:
+    """Weights were once filled with ties to even after main had been split with ties away: a master on a tie began one
+    bf16 step off, and a tie next to zero (a bias of 2^-134, say) as NaN."""
+
+    def check(rank: int) -> None:
+        expected = make(on_a_grid).state_dict()
+        assert not torch.equal(nearest_bf16_ties_away(expected["head.weight"]), expected["head.weight"].bfloat16())
+        for plan in PLANS:
+            handle = zeroshard.shard(make(on_a_grid), plan, units=Block, precision="bf16-remainder")
+            for _ in range(2):
+                weights, main = handle.full_state_dict(), handle.full_state_dict(main=True)
+                assert same_bits(main, expected)
+                assert same_bits(weights, {name: nearest_bf16_ties_away(value) for name, value in expected.items()})
+                handle.load_full_state_dict(expected)
+
+    run_ranks(check, 2)
+
+
+def test_the_remainder_is_where_it_should_be() -> None:
+    """2 bytes beside each weight of the own interval, and no fp32 copy anywhere between steps."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, precision="bf16-remainder")
+            for unit in handle.units:
+                assert unit.main is not None and unit.main.extra is not None
+                assert unit.main.extra.dtype == torch.int16
+                assert unit.main.extra.numel() == unit.main.interval.numel
+
+    run_ranks(check, 3)
