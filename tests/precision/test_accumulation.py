@@ -1,7 +1,7 @@
 """fp32 accumulation that is real: the sum that 16 bits cannot hold.
 
-1, then four times 1/512: in bf16 (8 bits of significand) each addition to 1 rounds back to 1. In fp32 the sum is exactly
-1 + 4/512 = 1.0078125, whether it is taken over micro-batches or over ranks.
+1, then four times 1/512: in bf16 (8 bits of significand) each addition to 1 rounds back to 1. In fp32 the sum is
+exactly 1 + 4/512 = 1.0078125, whether it is taken over micro-batches or over ranks.
 """
 
 from __future__ import annotations

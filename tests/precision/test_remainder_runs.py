@@ -183,7 +183,8 @@ def test_first_weights_on_a_tie_are_the_masters_in_every_plan() -> None:
         expected = make(on_a_grid).state_dict()
         assert not torch.equal(nearest_bf16_ties_away(expected["head.weight"]), expected["head.weight"].bfloat16())
         for plan in PLANS:
-            handle = zeroshard.shard(make(on_a_grid), plan, units=Block, precision="bf16-remainder")
+            model = make(on_a_grid)
+            handle = zeroshard.shard(model, plan, units=Block, precision="bf16-remainder")
             for _ in range(2):
                 weights, main = handle.full_state_dict(), handle.full_state_dict(main=True)
                 assert same_bits(main, expected)

@@ -1,0 +1,197 @@
+"""The table of bytes per parameter, every row, for Adam and for SGD with momentum; and what a step adds to it.
+
+Bytes per parameter with an optimizer whose state has s bytes per element (Adam 8, SGD with momentum 4), as a + b / d:
+
+| weight, gradient, main        | DDP    | ZERO1      | ZERO2      | ZERO3      |
+|-------------------------------|--------|------------|------------|------------|
+| fp32, fp32, the weights       | 8 + s  | 8, s       | 4, 4 + s   | 0, 8 + s   |
+| 16-bit, fp32, fp32 master     | 10 + s | 6, 4 + s   | 2, 8 + s   | 0, 10 + s  |
+| 16-bit, 16-bit, fp32 master   | 8 + s  | 4, 4 + s   | 2, 6 + s   | 0, 8 + s   |
+| bf16, fp32, 16-bit remainder  | 8 + s  | 6, 2 + s   | 2, 6 + s   | 0, 8 + s   |
+| bf16, 16-bit, remainder       | 6 + s  | 4, 2 + s   | 2, 4 + s   | 0, 6 + s   |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
+from zeroshard.planner import plan_memory
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import run_ranks
+
+Row = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]
+MASTER = ((10, 0), (6, 4), (2, 8), (0, 10))
+MASTER_16 = ((8, 0), (4, 4), (2, 6), (0, 8))
+TABLE: dict[str, tuple[Any, Row]] = {
+    "fp32": ("fp32", ((8, 0), (8, 0), (4, 4), (0, 8))),
+    "bf16, fp32": ("bf16", MASTER),
+    "fp16, fp32": ("fp16", MASTER),
+    "bf16, 16-bit": (MixedPrecision(grad=BF16), MASTER_16),
+    "fp16, 16-bit": (MixedPrecision(FP16, FP16, None, FP32), MASTER_16),
+    "bf16, fp32, remainder": ("bf16-remainder", ((8, 0), (6, 2), (2, 6), (0, 8))),
+    "bf16, 16-bit, remainder": (MixedPrecision(grad=BF16, main="remainder"), ((6, 0), (4, 2), (2, 4), (0, 6))),
+}
+"""(a, b) without the optimizer's state, which is added to a under DDP and to b elsewhere."""
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int, int]] = {
+    "adam": (torch.optim.Adam, {"lr": 1e-3, "fused": True}, 8, 1),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "foreach": False}, 4, 0),
+}
+"""Class, options, bytes of state per element, scalars per tensor."""
+
+RESTING = ("weights", "grads", "main", "state")
+
+
+def trained(plan: Any, precision: Any, name: str, rank: int, steps: int = 2) -> tuple[nn.Module, Any, Any]:
+    optimizer_class, defaults, _, _ = OPTIMIZERS[name]
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, loss_scale=1.0, **defaults)
+    for step in range(steps):
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+    return model, handle, optimizer
+
+
+def expected_bytes(handle: Any, rank: int, a: int, b: int, state_bytes: int) -> int:
+    """The row over the padded layouts; a shard that is nothing but padding is never stepped and has no state."""
+    total = 0
+    for unit in handle.units:
+        layout, replicated = unit.layout, handle.plan is zeroshard.DDP
+        total += (a + state_bytes * replicated) * layout.numel
+        total += (b + state_bytes * (not replicated)) * layout.shard_numel
+        mine = range(layout.num_shards) if replicated else [rank]
+        total -= sum(state_bytes * layout.shard_numel for shard in mine if not layout.fragments(shard))
+    return total
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_row_is_exact_and_is_what_was_planned(num_ranks: int) -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for name, (_, _, state_bytes, scalars) in OPTIMIZERS.items():
+            for precision, row in TABLE.values():
+                for plan, (a, b) in zip(PLANS, row, strict=True):
+                    model, handle, _optimizer = trained(plan, precision, name, rank)
+                    memory = handle.memory()
+                    found = sum(memory[kind] for kind in RESTING)
+                    assert found == expected_bytes(handle, rank, a, b, state_bytes), (name, precision, plan, memory)
+                    with torch.device("meta"):
+                        on_meta = Net()
+                    assert memory == plan_memory(
+                        on_meta,
+                        plan,
+                        num_ranks,
+                        units=Block,
+                        precision=precision,
+                        rank=rank,
+                        state_bytes_per_element=state_bytes,
+                        state_scalars=scalars,
+                    )
+                    del model
+                    logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            rest = {}
+            for precision in ("bf16", "bf16-remainder"):
+                _model, handle, _ = trained(plan, precision, "sgd", rank)
+                rest[precision] = sum(handle.memory()[kind] for kind in RESTING)
+                held = sum(unit.main.interval.numel for unit in handle.units)
+            assert rest["bf16"] - rest["bf16-remainder"] == 2 * held > 0
+
+    run_ranks(check, 3)
+
+
+# Transients -----------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Every new storage of 1 KiB or more, whoever makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = {_storage(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and _storage(leaf) not in known and leaf.untyped_storage().nbytes() >= 1024:
+                self.found.append(f"{func}: {leaf.untyped_storage().nbytes()} bytes")
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_step_needs_the_planned_scratch_and_nothing_else(num_ranks: int) -> None:
+    """With optimizers that work in place (fused Adam, SGD), a step makes no tensor at all: clipping, the norm, joining
+    and splitting a remainder, rounding the weights and sending them included."""
+
+    def check(rank: int) -> None:
+        for name in OPTIMIZERS:
+            for precision, _ in TABLE.values():
+                for plan in PLANS:
+                    model, handle, optimizer = trained(plan, precision, name, rank)
+                    before = handle.memory()
+                    optimizer.backward(loss_of_tokens(model, rank, 0, 5))
+                    with Allocations() as seen:
+                        optimizer.clip_grad_norm_(0.5)
+                        optimizer.step()
+                    assert seen.found == [], (name, precision, plan)
+                    assert handle.memory() == before
+
+    run_ranks(check, num_ranks)
+
+
+def test_an_allocation_would_be_seen() -> None:
+    """The negative control: Adam without `fused` makes a temporary for its denominator."""
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero2", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, foreach=False)
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        with Allocations() as seen:
+            optimizer.step()
+        assert any("sqrt" in what for what in seen.found)
+
+    run_ranks(check, 2)
+
+
+def test_optimizer_only_holds_a_shard_of_main_and_state_beside_full_weights() -> None:
+    """fp32 weights 4 + 8 / d, 16-bit weights 2 + 12 / d; gradients are torch DDP's."""
+
+    def check(rank: int) -> None:
+        for dtype, a, b in ((FP32, 4, 8), (BF16, 2, 12)):
+            model = make(Net).to(dtype)
+            ddp = nn.parallel.DistributedDataParallel(model)
+            optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
+            for step in range(2):
+                loss_of_tokens(ddp, rank, 0, step).backward()
+                optimizer.step()
+            memory, units = optimizer.handle.memory(), optimizer.handle.units
+            numel, own = sum(u.layout.numel for u in units), sum(u.layout.shard_numel for u in units)
+            assert memory["grads"] == 0
+            assert sum(memory[kind] for kind in RESTING) == a * numel + b * own
+
+    run_ranks(check, 3)
