@@ -322,6 +322,17 @@ class Collectives:
         works = [_receive(axis, tokens[rank], rank, "read") for rank in peers]
         return works + [_send(axis, tokens[axis.rank], rank, "read") for rank in peers]
 
+    def meet(self) -> None:
+        """Map what the peers have allocated so far. A fast rank may free its buffers while a slow one still reads
+        them, but not before that one has mapped them. Collective."""
+        if self.shared is None:
+            return
+        everyone = self.exchange_objects(self.shared.own_segments())
+        for rank, segments in zip(self.mesh.world.ranks, everyone, strict=True):
+            if self._pids[rank] != os.getpid():
+                self.shared.meet(self._pids[rank], segments)
+        self.exchange_objects(None)
+
     def _try_to_share(self) -> None:
         """Whether every rank can read every other's memory: all of them find the same answer."""
         shared = SharedMemory()

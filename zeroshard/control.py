@@ -122,7 +122,8 @@ def _norm_terms(
 
 def _norms(pieces: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """[pieces] float64. On a CPU by rows: torch adds a long fp32 tensor in a few running sums there, and drifts."""
-    dtype = torch.promote_types(dtype, pieces[0].dtype)
+    for piece_dtype in {piece.dtype for piece in pieces}:
+        dtype = torch.promote_types(dtype, piece_dtype)
     if pieces[0].is_cuda:
         return torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype)).to(torch.float64)
     return torch.stack([_norm_by_rows(piece, norm_type, dtype) for piece in pieces])

@@ -70,8 +70,6 @@ class Schedule:
     # Forward -----------------------------------------------------------------------------------------------------
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not in_backward():
-            self._backward = None  # a backward that raised never came to its end
         dtype = _input_dtype(self.gatherer.units)
         return None if dtype is None else pytree.tree_map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
 
@@ -80,6 +78,7 @@ class Schedule:
             _on_grad_of(output, lambda grad: self.begin_backward())
 
     def before_module(self, units: Sequence[Unit]) -> None:
+        self.abandon_backward()
         self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
@@ -104,6 +103,13 @@ class Schedule:
             self._backward = torch._C._current_graph_task_id()
             self.reducer.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def abandon_backward(self) -> None:
+        """If the last backward raised, and so never came to its end: what is under way arrives, to be discarded."""
+        if self._backward is not None and not in_backward():
+            self._backward = None
+            self.reducer.abandon_backward()
+            self.gatherer.end_backward()
 
     def _end_backward(self) -> None:
         self._backward = None

@@ -229,6 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if self._steppers:
             self._scaling.reset()
+            self.handle.schedule.abandon_backward()
             self._discard_gradients()
 
     @torch.no_grad()

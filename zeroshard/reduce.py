@@ -115,12 +115,17 @@ class Reducer:
             if unit.grads.state is not GradState.PARTIAL:
                 self._open(unit, unit.grads)
             self._launch(unit)
+        self.num_backwards += 1
+        self.abandon_backward()
+
+    @torch.no_grad()
+    def abandon_backward(self) -> None:
+        """Wait for what is under way, and be ready for the next backward."""
         while self._in_flight:
             self._finish_oldest()
         while self._read_by_peers:
             self._release_oldest()
         self._cursor = 0
-        self.num_backwards += 1
         for unit in self.order:
             assert unit.grads is not None
             unit.grads.ready.clear()
@@ -177,9 +182,10 @@ class Reducer:
                     self._finish_oldest()
                 self._release_oldest()
                 place = self._free_bucket(grads.buffer.dtype)
-            # No bucket is free where earlier units wait for gradients that may never come: one more, for this once.
-            place = self._borrowed[unit] = place or self._new_bucket(unit)
-            place.holder = unit
+            if place is not None:
+                place.holder, self._borrowed[unit] = unit, place
+            else:  # earlier units wait for gradients that may never come: this one gets a bucket of its own, for good
+                place = self._bucket_of[unit] = self._new_bucket(unit)
         grads.open(place.tensor(unit.layout.numel, grads.buffer.dtype))
 
     def _new_bucket(self, unit: Unit) -> Place:

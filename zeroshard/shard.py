@@ -352,6 +352,7 @@ def shard(
             _HANDLES.pop(parameter, None)
         raise
     assert handle is not None
+    collectives.meet()
     return handle
 
 
@@ -367,6 +368,7 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     handle = Handle(OPTIMIZER_ONLY, _build(holder, specs, OPTIMIZER_ONLY, collectives), collectives, None)
     for parameter in holder.parameters():
         _HANDLES[parameter] = weakref.ref(handle)
+    collectives.meet()
     return handle
 
 

@@ -67,6 +67,15 @@ class SharedMemory:
             self._mapped[key] = _map(f"/proc/{pid}/fd/{location.fd}", location.num_bytes)
         return self._mapped[key][location.offset : location.offset + like.nbytes].view(like.dtype).view(like.shape)
 
+    def own_segments(self) -> list[list[int]]:
+        """[segment, fd, number of bytes] of each."""
+        return [[segment, fd, os.fstat(fd).st_size] for segment, fd in self._own.values()]
+
+    def meet(self, pid: int, segments: list[list[int]]) -> None:
+        """Map these of a peer now: what is mapped stays readable when the peer has freed it."""
+        for segment, fd, num_bytes in segments:
+            self.peer(pid, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))
+
     def mapped(self) -> list[Tensor]:
         """What has been mapped of peers (it is their memory, and no second copy of it)."""
         return list(self._mapped.values())

@@ -256,6 +256,35 @@ def test_local_accumulation_allocates_its_buckets_once() -> None:
     run_ranks(check, 3)
 
 
+def test_a_parameter_without_gradient_costs_buckets_once() -> None:
+    """It used to cost new ones in every step, which peers mapped and never let go: its unit is reduced last, so the
+    units after it find no bucket free."""
+
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__(blocks=5)
+            self.blocks[4].unused = nn.Parameter(torch.ones(3))
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Unused)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            run_steps(model, optimizer, rank, range(2))
+            memory, mapped = handle.memory(), maps()
+            with Allocations() as seen:
+                run_steps(model, optimizer, rank, range(2, 5))
+            assert seen.by_engine == []
+            assert (handle.memory(), maps()) == (memory, mapped)
+
+    run_ranks(check, 3)
+
+
+def maps() -> int:
+    """How many anonymous files this process has mapped: its own shared memory and that of its peers."""
+    return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def test_an_allocation_by_the_engine_is_seen() -> None:
     def check(rank: int) -> None:
         model, handle, _ = trained(zeroshard.ZERO2, None, rank)

@@ -1,0 +1,497 @@
+"""Models and loops that are not a plain stack: every plan must still compute what one process computes, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.core.models import (
+    HIDDEN,
+    LENGTH,
+    PLANS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Job,
+    Net,
+    Outcome,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+    train_reference,
+)
+from zeroshard.placement import Plan
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+def data(rank: int, micro_batch: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+    return torch.randint(VOCAB, (3, LENGTH), generator=generator)
+
+
+def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+class Shared(Net):
+    """Each block runs twice, not in a row."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Reversed(Net):
+    """Units run in another order than they are registered in."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedInside(Net):
+    """Checkpoints start inside a unit."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+
+
+class Several(Net):
+    """Blocks return a nested structure, one part of which goes straight to the loss."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor, scale: Tensor) -> dict[str, Any]:
+            y = super().forward(x) * scale
+            return {"x": y, "more": [(y * y).mean(), None, "text"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, extra = self.embed(tokens), torch.zeros(())
+        for index, block in enumerate(self.blocks):
+            out = block(x, scale=torch.tensor(1.0 + index))
+            x, extra = out["x"], extra + out["more"][0]
+        return self.head(self.norm(x)), extra
+
+
+class InPlace(Net):
+    """Outputs of units are changed in place, or are views."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.relu_(block(x).view(3, -1)).view(3, tokens.shape[1], WIDTH)
+        return self.head(self.norm(x))
+
+
+class Own(nn.Module):
+    """Parameters directly on units and on the root: 0-d, empty, long, transposed, in a ParameterList."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.nothing = nn.Parameter(torch.empty(0, 7))
+            self.transposed = nn.Parameter(torch.randn(HIDDEN, WIDTH).t())
+            self.list = nn.ParameterList([torch.randn(WIDTH), torch.randn(1)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x @ self.transposed).sum(-1, keepdim=True) + self.nothing.sum()
+            return x + self.scale * y * self.list[0] + self.list[1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.parts = nn.ModuleList(self.Part() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for part in self.parts:
+            x = part(x)
+        return x @ self.embed.weight.t() + self.bias
+
+
+class Tiny(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.inner = nn.Linear(1, 1, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens.float()[..., None] / VOCAB
+        return torch.cat([self.inner(x) * w * i for i, w in enumerate(self.weight)] * 12, -1)[..., :VOCAB]
+
+
+class MixedDtypes(Net):
+    """fp64 in the middle of fp32, in one unit."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(self.norm(x))).double()).float()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(2))
+
+
+class PartlyFrozen(Net):
+    """Frozen units, and frozen parameters inside a unit."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.embed.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].up.requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+
+class Sometimes(Net):
+    """One unit runs in odd steps alone, a parameter of another in even steps alone, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = Block()
+        self.blocks[2].gate = nn.Parameter(torch.ones(WIDTH))
+        self.step = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        if self.step % 2:
+            x = self.blocks[1](x)
+        x = self.blocks[2](x)
+        if self.step % 2 == 0:
+            x = x + self.blocks[2](x)
+        return self.head(self.norm(x)) if self.step != 2 else self.head(x)
+
+
+def one_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    tokens = data(rank, micro_batch, step)
+    model.step = step
+    logits = model(tokens)
+    extra = 0.0
+    if isinstance(logits, tuple):
+        logits, extra = logits
+    return (cross_entropy(logits, tokens) + extra) / micro_batches
+
+
+class Gated(Net):
+    """Blocks with a parameter that a forward may leave out: the other parameters of its unit take part all the same."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * self.gate if self.open else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+
+
+def rank_dependent(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """Which parameters get a gradient is different on every rank, in every step and micro-batch."""
+    for index, block in enumerate(model.blocks):
+        block.open = (rank + step + micro_batch + index) % 3 == 0
+    return one_loss(model, rank, micro_batch, step, micro_batches)
+
+
+def partial_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """One rank's gradient does not reach the blocks in odd steps."""
+    tokens = data(rank, micro_batch, step)
+    if rank == 1 and step % 2:
+        return cross_entropy(model.head(model.norm(model.embed(tokens))), tokens)
+    return cross_entropy(model(tokens), tokens)
+
+
+def two_forwards(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """Both before the one backward, with another length."""
+    tokens = data(rank, micro_batch, step)
+    first, second = model(tokens), model(tokens[:, 1:3])
+    return cross_entropy(first, tokens) + 2 * cross_entropy(second, tokens[:, 1:3])
+
+
+def looks_between(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """Evaluation, and a forward whose graph is dropped, between forward and backward."""
+    tokens = data(rank, micro_batch, step)
+    loss = cross_entropy(model(tokens), tokens)
+    with torch.no_grad():
+        model(tokens[:, :2])
+    model.eval()
+    with torch.inference_mode():
+        model(tokens[:, :1])
+    model.train()
+    model(tokens)
+    return loss
+
+
+def submodules(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """Parts of the model are called by themselves."""
+    tokens = data(rank, micro_batch, step)
+    x = model.embed(tokens)
+    for block in model.blocks:
+        x = block(x)
+    return cross_entropy(model.head(model.norm(x)), tokens)
+
+
+def input_gradients(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """`torch.autograd.grad` for something that is no parameter, before the backward that counts."""
+    tokens = data(rank, micro_batch, step)
+    scale = torch.ones((), requires_grad=True)
+    x = model.blocks[0](model.embed(tokens) * scale)
+    (slope,) = torch.autograd.grad(x.square().mean(), scale)
+    return cross_entropy(model(tokens), tokens) * (1 + slope.detach())
+
+
+def nested(module: nn.Module) -> bool:
+    """Units inside units: blocks, and their widest layer by itself."""
+    return isinstance(module, Block) or (isinstance(module, nn.Linear) and module.out_features == HIDDEN)
+
+
+JOBS: dict[str, Job] = {
+    "shared": Job(model=Shared),
+    "reversed": Job(model=Reversed),
+    "checkpointed": Job(model=partial(Checkpointed, blocks=5)),
+    "checkpointed, reentrant": Job(model=partial(Reentrant, blocks=5)),
+    "checkpointed inside": Job(model=CheckpointedInside),
+    "several outputs": Job(model=Several),
+    "in place": Job(model=InPlace),
+    "own parameters": Job(model=Own, units=Own.Part),
+    "tiny": Job(model=Tiny, units=nn.Linear),
+    "mixed dtypes": Job(model=MixedDtypes),
+    "partly frozen": Job(model=PartlyFrozen),
+    "sometimes": Job(model=Sometimes, steps=5),
+    "rank-dependent": Job(model=Gated, loss_of=rank_dependent, steps=4),
+    "two forwards": Job(loss_of=two_forwards),
+    "looks between": Job(loss_of=looks_between),
+    "submodules": Job(loss_of=submodules),
+    "nested units": Job(units=nested, model=partial(Net, blocks=4)),
+    "every module a unit": Job(units=1, model=partial(Net, blocks=4)),
+    "one unit": Job(units=None),
+    "two classes": Job(units=(nn.LayerNorm, nn.Linear)),
+    "bf16, several outputs": Job(model=Several, precision="bf16"),
+    "bf16, partly frozen": Job(model=lambda: PartlyFrozen().bfloat16()),
+    "bf16, own parameters": Job(model=Own, units=Own.Part, precision="bf16-remainder"),
+}
+JOBS = {
+    name: job if job.loss_of is not loss_of_tokens else replace(job, loss_of=one_loss) for name, job in JOBS.items()
+}
+
+
+def expect_reference(job: Job, plans: Sequence[Plan] = PLANS) -> None:
+    """Losses and weights of every plan on 3 ranks are those of one process."""
+
+    def run(rank: int) -> list[Outcome]:
+        return [train(job, plan, rank) for plan in plans]
+
+    expected = run_ranks(lambda rank: train_reference(job, 3), 1)[0]
+    found = run_ranks(run, 3, collective_timeout=10)
+    for plan_index, plan in enumerate(plans):
+        for rank in range(3):
+            outcome = found[rank][plan_index]
+            assert outcome.losses == expected[rank].losses, plan
+            assert same_bits(outcome.weights, expected[rank].weights), plan
+        expect_same_logs([found[rank][plan_index].log for rank in range(3)])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_awkward_models_train_as_in_one_process(name: str) -> None:
+    expect_reference(replace(JOBS[name], micro_batches=2))
+
+
+def test_gradients_of_inputs_may_be_taken_between() -> None:
+    expect_reference(Job(loss_of=input_gradients))
+
+
+def test_a_rank_may_leave_out_whole_units_where_weights_are_at_hand() -> None:
+    """Under ZERO3 it may not: its peers wait for it to give them its part of the weights."""
+    expect_reference(Job(loss_of=partial_loss, steps=4), PLANS[:3])
+
+
+def test_each_of_these_models_learns_something_of_its_own() -> None:
+    """The negative control: the results compared above differ from one another and from the start."""
+
+    def run(rank: int) -> list[float]:
+        return [sum(train_reference(job, 3)[0].losses) for job in JOBS.values()]
+
+    sums = run_ranks(run, 1)[0]
+    assert len(set(sums)) >= len(sums) - 5  # some jobs differ in how they are cut, not in what they compute
+
+
+# Loops ----------------------------------------------------------------------------------------------------------------
+
+
+def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], int, int], None], **job: Any) -> None:
+    """`loop(model, backward, rank, step)` under every plan on 3 ranks, against one process that adds the gradients."""
+
+    def plain(rank: int) -> Any:
+        model = make(Net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for step in range(3):
+            totals: list[dict[str, Tensor]] = []
+            for of_rank in range(3):
+                model.zero_grad()
+                loop(model, lambda loss, **options: loss.backward(**options), of_rank, step)
+                totals.append({name: p.grad for name, p in model.named_parameters()})
+            for name, parameter in model.named_parameters():
+                parameter.grad = ((totals[0][name] + totals[1][name]) + totals[2][name]) * (1 / 3)
+            optimizer.step()
+        return model.state_dict()
+
+    expected = run_ranks(plain, 1)[0]
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            for step in range(3):
+                optimizer.zero_grad()
+                with handle.no_sync():
+                    loop(model, optimizer.backward, rank, step)
+                optimizer.backward(0 * loss_of_tokens(model, rank, 0, 0))  # reduces what has been accumulated
+                optimizer.step()
+            weights = handle.full_state_dict()
+            assert all(torch.equal(weights[name], expected[name]) for name in expected), plan
+            logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3, collective_timeout=10), strict=True):
+        expect_same_logs(logs)
+
+
+def test_forwards_and_backwards_interleaved() -> None:
+    def loop(model: nn.Module, backward: Any, rank: int, step: int) -> None:
+        losses = [loss_of_tokens(model, rank, micro_batch, step) for micro_batch in range(3)]
+        for index in (1, 2, 0):
+            backward(losses[index])
+
+    expect_same_training(loop)
+
+
+def test_backward_twice_through_a_retained_graph() -> None:
+    def loop(model: nn.Module, backward: Any, rank: int, step: int) -> None:
+        loss = loss_of_tokens(model, rank, 0, step)
+        backward(loss, retain_graph=True)
+        backward(2 * loss)
+
+    expect_same_training(loop)
+
+
+def test_a_step_that_failed_in_forward_or_backward_can_be_repeated() -> None:
+    """An exception in the user's code, say out of memory, on every rank: discard the gradients and go on."""
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise MemoryError("in forward")
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError("in backward")
+
+    def check(rank: int) -> Any:
+        results = []
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            for step in range(3):
+                model.blocks[1].down, down = Failing(), model.blocks[1].down
+                with pytest.raises(MemoryError, match="in forward"):
+                    loss_of_tokens(model, rank, 0, step)
+                model.blocks[1].down = down
+                removable = model.blocks[1].register_forward_hook(
+                    lambda module, args, out: out.register_hook(fail) and None
+                )
+                loss = loss_of_tokens(model, rank, 0, step)
+                removable.remove()
+                with pytest.raises(MemoryError, match="in backward"):
+                    optimizer.backward(loss)
+                optimizer.zero_grad()
+                optimizer.backward(loss_of_tokens(model, rank, 0, step))
+                optimizer.step()
+            results.append(Outcome([], handle.full_state_dict(), handle.comm_log))
+        return results
+
+    expected = run_ranks(lambda rank: train_reference(Job(), 3)[0].weights, 1)[0]
+    found = run_ranks(check, 3, collective_timeout=10)
+    for plan_index, plan in enumerate(PLANS):
+        for rank in range(3):
+            assert same_bits(found[rank][plan_index].weights, expected), plan
+        expect_same_logs([found[rank][plan_index].log for rank in range(3)])
+
+
+def test_dropout_and_batch_norm_are_the_same_under_every_plan() -> None:
+    class Noisy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(nn.functional.dropout(x, 0.3, self.training))
+            return self.head(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
+
+    def run(rank: int) -> list[Outcome]:
+        results = []
+        for plan in PLANS:
+            torch.manual_seed(rank)
+            job = Job(model=Noisy, loss_of=partial(seeded, rank))
+            results.append(train(job, plan, rank))
+        return results
+
+    def seeded(own: int, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+        torch.manual_seed(1000 * own + step)
+        return loss_of_tokens(model, rank, micro_batch, step, micro_batches)
+
+    found = run_ranks(run, 3)
+    for by_plan in found:
+        for outcome in by_plan[1:]:
+            assert outcome.losses == by_plan[0].losses
+            assert same_bits(outcome.weights, by_plan[0].weights)
+    assert found[0][0].losses != found[1][0].losses
+    assert "batch_norm.running_mean" in found[0][0].weights
