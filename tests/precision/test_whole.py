@@ -1,0 +1,358 @@
+"""Optimizers that look at whole parameters, at their owners: one process's bits in every plan, and what it costs.
+
+An owner steps the whole parameter, in its own shape, with the gradient that one process would have: nothing is computed
+in another way, so the comparison with the reference is bit for bit, Newton-Schulz iterations included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Counting, Net, loss_of_integers, loss_of_tokens, make, same_bits
+from tests.precision.common import (
+    BF16,
+    Job,
+    Outcome,
+    all_plans,
+    all_references,
+    expect_equal_logs,
+    expect_identical,
+    expect_logs_of_ranks,
+    train,
+)
+from zeroshard.optim import Lamb, Lars
+from zeroshard.owner_step import OwnerStep, balance, cost
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import run_ranks
+
+MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "muon": (torch.optim.Muon, MUON),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "foreach": False}),
+    "lamb": (Lamb, {"lr": 1e-2, "weight_decay": 0.01}),
+    "lars": (Lars, {"lr": 0.5, "weight_decay": 1e-3, "trust_coefficient": 0.01}),
+}
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "bf16, 16-bit gradients": MixedPrecision(grad=BF16),
+    "fp16": "fp16",
+    "remainder": "bf16-remainder",
+}
+SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
+
+
+class Matrices(nn.Module):
+    """Muon takes matrices alone: five of them, of very different cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, 24)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((24, 40), (40, 24), (24, 8), (8, 23)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) if layer is not self.layers[-1] else layer(x)
+        return x
+
+
+class CountingMatrices(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Linear(29, 7, bias=False)
+
+
+def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
+    """Every optimizer in every precision at each world size; the schedules in turn."""
+    result = {}
+    for i, (name, precision) in enumerate(PRECISIONS.items()):
+        for j, (key, (optimizer, defaults)) in enumerate(WHOLE.items()):
+            schedule = list(SCHEDULES)[(i + j + num_ranks) % 3]
+            micro_batches, every = SCHEDULES[schedule]
+            model: Any = Matrices if key == "muon" else lambda: Net(blocks=1, tied=True)
+            if every:
+                model = CountingMatrices if key == "muon" else Counting
+            result[name, key, schedule] = Job(
+                optimizer,
+                defaults,
+                precision,
+                model,
+                loss_of_integers if every else loss_of_tokens,
+                units=nn.Linear,
+                steps=3,
+                micro_batches=micro_batches,
+                reduce_every_micro_batch=every,
+                scale=zeroshard.ConstantScale(2.0**10) if name == "fp16" else None,
+            )
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_precision_and_plan_computes_what_one_process_does(num_ranks: int) -> None:
+    matrix = jobs(num_ranks)
+    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
+    found = run_ranks(all_plans, num_ranks, list(matrix.values()), timeout=110)
+    for index, what in enumerate(matrix):
+        for rank in range(num_ranks):
+            expect_identical(found[rank][index], what)
+            one, truth = found[rank][index][0], expected[index][rank]
+            assert one.losses == truth.losses, what
+            assert same_bits(one.weights, truth.weights), what
+            assert same_bits(one.main, truth.main), what
+    expect_logs_of_ranks(found)
+
+
+def test_more_ranks_than_matrices() -> None:
+    """Two matrices, five ranks: three of them own nothing."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(23, 24), nn.Linear(24, 23, bias=False)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.table(tokens))
+
+    matrix = [Job(optimizer, defaults, model=Two, units=None, steps=3) for optimizer, defaults in WHOLE.values()]
+    expected = run_ranks(all_references, 1, 5, matrix)[0]
+    found = run_ranks(all_plans, 5, matrix)
+    for index in range(len(matrix)):
+        for rank in range(5):
+            expect_identical(found[rank][index])
+            assert same_bits(found[rank][index][0].weights, expected[index][rank].weights)
+    expect_logs_of_ranks(found)
+
+
+def test_stepping_pieces_instead_is_seen() -> None:
+    """The negative control: each of them declared elementwise gives other weights, and says so against one process."""
+
+    def check(rank: int) -> None:
+        for name, (optimizer, defaults) in WHOLE.items():
+            if name == "muon":
+                continue  # refuses flat pieces by itself
+            whole = train(Job(optimizer, defaults), zeroshard.ZERO2, rank)
+            cut = train(Job(optimizer, {**defaults, "elementwise": True}), zeroshard.ZERO2, rank)
+            assert not same_bits(whole.weights, cut.weights), name
+
+    run_ranks(check, 2)
+
+
+# Two classes in one optimizer -----------------------------------------------------------------------------------------
+
+
+def split_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    matrices = [
+        p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "head" not in name
+    ]
+    mine = {id(p) for p in matrices}
+    return matrices, [p for p in model.parameters() if id(p) not in mine]
+
+
+def train_both(rank: int, plan: Any, precision: Any, steps: int = 4) -> Outcome:
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    matrices, rest = split_groups(model)
+    optimizer = zeroshard.ShardedOptimizer(
+        [
+            {"params": matrices, **MUON},
+            {"params": rest, "optimizer_class": torch.optim.AdamW, "lr": 3e-3, "weight_decay": 0.0, "foreach": False},
+        ],
+        torch.optim.Muon,
+    )
+    losses = []
+    for step in range(steps):
+        loss = loss_of_tokens(model, rank, 0, step)
+        losses.append(loss.item())
+        optimizer.backward(loss)
+        optimizer.step()
+    weights, main = handle.full_state_dict(), handle.full_state_dict(main=True)
+    state = optimizer.state_dict()["state"]
+    assert {frozenset(values) for values in state.values()} == {
+        frozenset({"momentum_buffer"}),
+        frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    }
+    return Outcome(losses, weights, main, [], [], handle.comm_log)
+
+
+def both_in_one_process(rank: int, num_ranks: int, steps: int = 4) -> dict[str, Tensor]:
+    model = make(Net)
+    matrices, rest = split_groups(model)
+    optimizers = [
+        torch.optim.Muon(matrices, **MUON),
+        torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, foreach=False),
+    ]
+    for step in range(steps):
+        total: dict[nn.Parameter, Tensor] = {}
+        for of_rank in range(num_ranks):
+            loss_of_tokens(model, of_rank, 0, step).backward()
+            for p in model.parameters():
+                total[p] = p.grad if p not in total else total[p] + p.grad
+                p.grad = None
+        for p, grad in total.items():
+            p.grad = grad * (1 / num_ranks)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_muon_for_matrices_and_adamw_for_the_rest_in_one_optimizer(num_ranks: int) -> None:
+    expected = run_ranks(both_in_one_process, 1, num_ranks)[0]
+    for precision in ("fp32", "bf16-remainder"):
+        found = run_ranks(lambda rank, p=precision: [train_both(rank, plan, p) for plan in PLANS], num_ranks)
+        for by_plan in found:
+            expect_identical(by_plan, precision)
+            assert precision != "fp32" or same_bits(by_plan[0].weights, expected)
+        for plan in range(len(PLANS)):
+            expect_equal_logs([by_plan[plan].log for by_plan in found])
+
+
+# What it costs --------------------------------------------------------------------------------------------------------
+
+
+def test_owners_are_balanced_longest_first() -> None:
+    """Graham's bound: no rank has more than 4/3 of the least possible maximum; checked against all assignments."""
+    for costs in ([7, 5, 4, 3, 3, 2], [9, 9, 1, 1, 1], [5], [2, 2, 2, 2], [8, 7, 6, 5, 4]):
+        for ranks in (1, 2, 3):
+            owners = balance(costs, ranks)
+            found = max(sum(c for c, owner in zip(costs, owners, strict=True) if owner == r) for r in range(ranks))
+            best = min(
+                max(sum(c for c, owner in zip(costs, of, strict=True) if owner == r) for r in range(ranks))
+                for of in itertools.product(range(ranks), repeat=len(costs))
+            )
+            assert best <= found <= 4 / 3 * best
+    costs = [5, 1, 5, 1, 5, 1]  # the negative control: in turn, one rank gets all the large ones
+    owners = balance(costs, 2)
+    assert sum(costs[0::2]) > max(sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(2))
+
+
+def big_matrices() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)])
+
+
+def measure(rank: int, plan: Any, optimizer: Any, precision: Any, **defaults: Any) -> dict[str, float]:
+    model = make(big_matrices)
+    handle = zeroshard.shard(model, plan, precision=precision)
+    stepped = zeroshard.ShardedOptimizer(handle, optimizer, **defaults)
+    for _ in range(2):
+        handle.comm_log.clear()
+        stepped.backward(model(torch.randn(3, 64)).float().square().sum())
+        stepped.step()
+    handle.gatherer.settle()
+    memory = handle.memory()
+    owned = [s for s in stepped._steppers if isinstance(s, OwnerStep)]
+    load = sum(cost(w.slot.shape) for s in owned for w in s.wholes if w.owner == rank)
+    return {
+        "extra": handle.comm_log.bytes("all_to_all"),
+        "rest": handle.comm_log.bytes() - handle.comm_log.bytes("all_to_all") - handle.comm_log.bytes("exchange"),
+        "state": memory["state"],
+        "scratch": memory["scratch"],
+        "load": load,
+        "numel": sum(p.numel() for p in model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
+def test_extra_communication_and_state(precision: str) -> None:
+    """Per rank, with Ψ elements and d ranks of balanced owners, in fp32 on the wire: each fragment that the rank does
+    not own goes to its owner as gradient and value (2 Ψ/d (d-1)/d elements), and a stepped value comes back (1 more).
+    State is stored once: all ranks together hold what one process does."""
+    num_ranks = 3
+    for plan in PLANS:
+        ranks = run_ranks(lambda rank, plan=plan: measure(rank, plan, torch.optim.Muon, precision, lr=0.01), num_ranks)
+        psi = ranks[0]["numel"]
+        total = sum(of_rank["extra"] for of_rank in ranks) / num_ranks
+        if plan is zeroshard.DDP:
+            assert total == 0 and all(of_rank["state"] == 4 * psi for of_rank in ranks)
+            continue
+        factor = total / (4 * psi / num_ranks)  # of Ψ/d, Ψ in bytes of fp32
+        assert factor <= 3 * (num_ranks - 1) / num_ranks + 0.01
+        assert factor >= 1.0
+        assert sum(of_rank["state"] for of_rank in ranks) == 4 * psi
+        assert max(of_rank["load"] for of_rank in ranks) == min(of_rank["load"] for of_rank in ranks)
+        elementwise = run_ranks(
+            lambda rank, plan=plan: measure(rank, plan, torch.optim.SGD, precision, lr=0.01, momentum=0.9), num_ranks
+        )
+        assert [of_rank["rest"] for of_rank in ranks] == [of_rank["rest"] for of_rank in elementwise]
+
+
+# State in torch's layout ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_state_goes_to_a_plain_optimizer_and_back(name: str) -> None:
+    """A sharded run of two steps, continued by a plain optimizer; and the other way round: the same bits at step 4."""
+
+    def check(rank: int) -> list[Any]:
+        optimizer_class, defaults = WHOLE[name]
+        model_of = Matrices if name == "muon" else Net
+        logs = []
+
+        def batch(model: nn.Module, step: int) -> Tensor:
+            return loss_of_tokens(model, 0, 0, step)  # one batch for all: the mean over two equal ranks is exact
+
+        def plain(model: nn.Module, state: Any, steps: range) -> Any:
+            optimizer = optimizer_class(model.parameters(), **defaults)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            for step in steps:
+                optimizer.zero_grad()
+                batch(model, step).backward()
+                optimizer.step()
+            return optimizer
+
+        truth = make(model_of)
+        plain(truth, None, range(4))
+        for plan in PLANS:
+            model = make(model_of)
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(list(model.parameters()), optimizer_class, **defaults)
+            for step in range(2):
+                optimizer.backward(batch(model, step))
+                optimizer.step()
+            weights, state = handle.full_state_dict(), optimizer.state_dict()
+            other = make(model_of)
+            other.load_state_dict(weights)
+            plain(other, state, range(2, 4))
+            assert same_bits(other.state_dict(), truth.state_dict()), (name, plan, "to a plain one")
+
+            first = make(model_of)
+            saved = plain(first, None, range(2)).state_dict()
+            second = make(model_of, seed=5)
+            handle2 = zeroshard.shard(second, plan, units=nn.Linear)
+            sharded = zeroshard.ShardedOptimizer(list(second.parameters()), optimizer_class, **defaults)
+            handle2.load_full_state_dict(first.state_dict())
+            sharded.load_state_dict(saved)
+            for step in range(2, 4):
+                sharded.backward(batch(second, step))
+                sharded.step()
+            assert same_bits(handle2.full_state_dict(), truth.state_dict()), (name, plan, "from a plain one")
+            logs.append(handle2.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_equal_logs(logs)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_class_refuses_it_refuses_on_every_rank() -> None:
+    """Muon found a vector on the rank that would have owned it, and the others went on to wait for that rank."""
+
+    def check(rank: int) -> str:
+        model = make(lambda: nn.Linear(40, 40))
+        zeroshard.shard(model, "zero2")
+        with pytest.raises(ValueError, match="2D") as error:
+            zeroshard.ShardedOptimizer(model.parameters(), torch.optim.Muon, lr=0.1)
+        return str(error.value)
+
+    assert len(set(run_ranks(check, 3))) == 1
