@@ -92,6 +92,8 @@ class Handle:
                     full = unit.weights.own().new_empty(unit.layout.numel)
                 self.gatherer.unshard(unit, full)
                 unit.weights.show()
+        if write:  # nobody writes before everybody has read
+            self.collectives.exchange_objects(None)
         try:
             yield
         finally:
@@ -170,7 +172,7 @@ class Handle:
         kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
         kinds["ring"] = self.gatherer.tensors()
         holders: list[HoldsTensors] = [*self.units, self.reducer]
-        holders += {id(owner): owner for ref in self._claims.values() if (owner := ref()) is not None}.values()
+        holders += self.owners()
         for holder in holders:
             for kind, tensors in holder.tensors().items():
                 kinds[kind] += tensors
@@ -258,6 +260,7 @@ class Handle:
         self.units = ()
         self.gatherer = Gatherer((), self.collectives)
         self.reducer = Reducer((), self.collectives)
+        self.schedule = Schedule(self.gatherer, self.reducer)
 
     def check_open(self, what: str) -> None:
         if self._closed:
@@ -278,6 +281,10 @@ class Handle:
                     "parameters, or delete the other one first"
                 )
         self._claims.update({id(parameter): weakref.ref(owner) for parameter in parameters})
+
+    def owners(self) -> list[HoldsTensors]:
+        """The living optimizers of this model."""
+        return list({id(owner): owner for ref in self._claims.values() if (owner := ref()) is not None}.values())
 
     def name_of(self, parameter: nn.Parameter) -> str:
         for unit in self.units:

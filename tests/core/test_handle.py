@@ -1,0 +1,330 @@
+"""What a handle gives: full weights in and out, a plain model back, local accumulation; the model stays itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from zeroshard.collectives import Collectives, CommLog
+from zeroshard.mesh import Mesh
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+class WithBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.batch_norm = nn.BatchNorm1d(7)
+        self.register_buffer("hidden", torch.randn(2), persistent=False)
+        self.embed.weight.requires_grad_(False)
+
+
+def started(plan: Any, rank: int, model: nn.Module, precision: Any = None, steps: int = 2) -> tuple[Any, Any]:
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    for step in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+    return handle, optimizer
+
+
+# The model stays itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_model_keeps_its_class_names_and_parameters() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            before = {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+            modules = [type(module) for module in model.modules()]
+            handle, _ = started(plan, rank, model)
+            assert {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()} == before
+            assert [type(module) for module in model.modules()] == modules
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+            assert vars(model).keys() == vars(make(Net)).keys()
+            assert handle.model is model
+
+    run_ranks(check, 2)
+
+
+def test_a_parameter_that_is_elsewhere_reads_as_nan_and_cannot_be_written() -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle, _ = started(zeroshard.ZERO3, rank, model)
+        for parameter in model.parameters():
+            assert parameter.isnan().all()
+            assert parameter.untyped_storage().nbytes() == 4
+            with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+                parameter.add_(1.0)
+        assert not any(value.isnan().any() for value in handle.full_state_dict().values())
+
+    run_ranks(check, 3)
+
+
+def test_rank_0_gives_the_first_values() -> None:
+    def check(rank: int) -> tuple[dict[str, Tensor], Tensor]:
+        torch.manual_seed(rank)
+        model = WithBuffers()
+        model.batch_norm.running_mean += rank
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        return handle.full_state_dict(), model.hidden
+
+    torch.manual_seed(0)
+    first = WithBuffers()
+    for weights, hidden in run_ranks(check, 3):
+        assert same_bits(weights, dict(first.state_dict()))
+        assert torch.equal(hidden, first.hidden)
+
+
+# Weights in and out ---------------------------------------------------------------------------------------------------
+
+
+def test_full_state_dict_has_the_plain_models_names_and_values() -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            model = make(WithBuffers)
+            plain = {name: value.clone() for name, value in model.state_dict().items()}
+            handle = zeroshard.shard(model, plan, units=Block)
+            found = handle.full_state_dict()
+            assert list(found) == list(plain) and "hidden" not in found
+            assert same_bits(found, plain)
+            found["head.weight"].zero_()  # a copy
+            assert same_bits(handle.full_state_dict(), plain)
+            model(torch.zeros(1, 2, dtype=torch.long))
+            logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder", "fp16"])
+def test_main_values_are_the_references(precision: str) -> None:
+    """fp32 on request, whatever the weights are held in; and the weights are those, rounded."""
+    job = Job(precision=precision, steps=2, units=Block)
+    expected = run_ranks(lambda rank: train_reference(job, 3)[0].weights, 1)[0]
+
+    def check(rank: int) -> Any:
+        mains = []
+        for plan in PLANS:
+            model = make(Net)
+            handle, _ = started(plan, rank, model, precision)
+            weights, main = handle.full_state_dict(), handle.full_state_dict(main=True)
+            assert all(value.dtype == torch.float32 for value in main.values())
+            largest = max(float((main[name] - weights[name].float()).abs().max()) for name in main)
+            assert 0 < largest < 2**-8 * 4
+            if precision != "fp16":  # whose loss is scaled
+                assert same_bits(weights, expected)
+            mains.append(main)
+        assert all(same_bits(main, mains[0]) for main in mains)
+        return mains[0]
+
+    mains = run_ranks(check, 3)
+    assert same_bits(mains[0], mains[1]) and same_bits(mains[0], mains[2])
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16-remainder"])
+def test_loaded_weights_are_what_training_goes_on_with(precision: Any) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            source, target = make(Net), make(Net, 1)
+            expected, _ = started(plan, rank, source, precision)
+            handle = zeroshard.shard(target, plan, units=Block, precision=precision)
+            main = expected.full_state_dict(main=True)
+            handle.load_full_state_dict(main)
+            assert same_bits(handle.full_state_dict(), expected.full_state_dict())
+            assert same_bits(handle.full_state_dict(main=True), main)
+            sgd = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            sgd.backward(loss_of_tokens(target, rank, 0, 5))
+            sgd.step()
+            assert not same_bits(handle.full_state_dict(main=True), main)
+
+    run_ranks(check, 3)
+
+
+def test_unsharded_shows_everything_and_writes_only_when_asked() -> None:
+    def check(rank: int) -> Any:
+        log = []
+        for plan in PLANS:
+            for precision in (None, "bf16", "bf16-remainder"):
+                model = make(Net)
+                handle, optimizer = started(plan, rank, model, precision)
+                weights = handle.full_state_dict()
+                with handle.unsharded():
+                    inside = {name: value.clone() for name, value in model.state_dict().items()}
+                    loss_of_tokens(model, rank, 0, 3)
+                assert same_bits(inside, weights)
+                assert same_bits(handle.full_state_dict(), weights)
+                with handle.unsharded(write=True), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(2.0)
+                doubled = {name: 2 * value for name, value in weights.items()}
+                assert same_bits(handle.full_state_dict(), doubled)
+                main = handle.full_state_dict(main=True)
+                assert all(torch.equal(main[name], doubled[name].float()) for name in main)
+                with pytest.raises(KeyError), handle.unsharded():
+                    raise KeyError("in the user's code")
+                optimizer.backward(loss_of_tokens(model, rank, 0, 3))
+                assert optimizer.step().applied
+                if plan is zeroshard.ZERO3:
+                    assert next(model.parameters()).isnan().all()
+            log.append(handle.comm_log)
+        return log
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_evaluation_needs_no_ceremony() -> None:
+    """Forward under no_grad and inference_mode, also of parts, between steps and by itself."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, plain = make(Net), make(Net)
+            handle, optimizer = started(plan, rank, model)
+            plain.load_state_dict(handle.full_state_dict())
+            tokens = torch.arange(6).view(2, 3)
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    expected = plain(tokens)
+                    assert torch.equal(model(tokens), expected)
+                    part = model.blocks[1](model.embed(tokens))
+                    assert torch.equal(part, plain.blocks[1](plain.embed(tokens)))
+            assert torch.equal(model(tokens).detach(), expected)
+            optimizer.backward(loss_of_tokens(model, rank, 0, 7))
+            optimizer.step()
+            with torch.no_grad():
+                assert not torch.equal(model(tokens), expected)
+
+    run_ranks(check, 3)
+
+
+# A plain model back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16-remainder"])
+def test_close_gives_a_plain_model_back(precision: Any) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(WithBuffers if precision is None else Net)
+            names = {name: id(p) for name, p in model.named_parameters()}
+            handle, optimizer = started(plan, rank, model, precision)
+            main = handle.full_state_dict(main=True)
+            units = [weakref.ref(unit) for unit in handle.units]
+            handle.close()
+            assert all(torch.equal(value, main[name]) for name, value in model.state_dict().items())
+            assert {name: id(p) for name, p in model.named_parameters()} == names
+            assert all(p.dtype == torch.float32 and p.is_contiguous() for p in model.parameters())
+            storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+            assert sum(storages.values()) == 4 * sum(p.numel() for p in model.parameters())
+            for module in model.modules():
+                assert not module._forward_hooks and not module._forward_pre_hooks
+            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+            del optimizer
+            gc.collect()
+            assert [unit() for unit in units] == [None] * len(units)
+            loss = loss_of_tokens(model, rank, 0, 5)
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            assert not same_bits(dict(model.state_dict()), main)
+            again = zeroshard.shard(model, plan, units=Block)
+            assert len(again.units) == 4 + (1 if any(not p.requires_grad for p in model.parameters()) else 0)
+
+    run_ranks(check, 3)
+
+
+def test_a_model_whose_handle_is_dropped_trains_on() -> None:
+    def check(rank: int) -> Any:
+        model = make(Net)
+        optimizer = started(zeroshard.ZERO3, rank, model)[1]
+        gc.collect()
+        optimizer.backward(loss_of_tokens(model, rank, 0, 2))
+        optimizer.step()
+        return optimizer.handle.full_state_dict()
+
+    expected = run_ranks(lambda rank: train_reference(Job(steps=3), 3)[0].weights, 1)[0]
+    assert all(same_bits(found, expected) for found in run_ranks(check, 3))
+
+
+def test_a_rank_that_is_done_and_lets_go_leaves_a_slower_one_alone() -> None:
+    """Buffers may be freed on one rank while another has yet to read them."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for slow in range(3):
+                model = make(Net)
+                handle, optimizer = started(plan, rank, model, steps=1)
+                if rank == slow:
+                    time.sleep(0.05)
+                weights = handle.full_state_dict()
+                del model, handle, optimizer
+                assert not any(value.isnan().any() for value in weights.values())
+                model = make(Net)
+                handle = zeroshard.shard(model, plan, units=Block)
+                if rank == slow:
+                    time.sleep(0.05)
+                assert same_bits(handle.full_state_dict(), dict(make(Net).state_dict()))
+                handle.close()
+
+    run_ranks(check, 3)
+
+
+# Local accumulation ---------------------------------------------------------------------------------------------------
+
+
+def test_no_sync_communicates_nothing_and_ends_with_its_block() -> None:
+    def check(rank: int) -> Any:
+        logs = []
+        for plan in PLANS:
+            model = make(Net)
+            handle, optimizer = started(plan, rank, model)
+            handle.gatherer.settle()
+            for _ in range(2):
+                handle.comm_log.clear()
+                with handle.no_sync(), handle.no_sync():
+                    optimizer.backward(loss_of_tokens(model, rank, 0, 3))
+                    with pytest.raises(KeyError), handle.no_sync():
+                        raise KeyError("in the user's code")
+                    optimizer.backward(loss_of_tokens(model, rank, 1, 3))
+                assert handle.comm_log.bytes("reduce_scatter") == 0
+                if plan is not zeroshard.ZERO3:
+                    assert not handle.comm_log.entries
+                optimizer.backward(loss_of_tokens(model, rank, 2, 3))
+                assert [e.op for e in handle.comm_log.entries].count("reduce_scatter") == len(handle.units)
+                optimizer.step()
+                handle.gatherer.settle()
+            logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+# Transports -----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_and_shared_memory_move_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [Job(), Job(precision="bf16", micro_batches=2, reduce_every_micro_batch=True)]
+
+    def run(rank: int, shared: bool) -> Any:
+        assert (Collectives(Mesh.of(None), CommLog()).shared is not None) == shared
+        return [train(job, plan, rank) for job in jobs for plan in PLANS]
+
+    shared = run_ranks(run, 3, hasattr(os, "memfd_create"))
+    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)
+    messages = run_ranks(run, 3, False)
+    for rank in range(3):
+        for a, b in zip(shared[rank], messages[rank], strict=True):
+            assert a.losses == b.losses and same_bits(a.weights, b.weights)
+            moved = [[event for event in log.entries if event.op != "exchange"] for log in (a.log, b.log)]
+            assert moved[0] == moved[1]
