@@ -131,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def backward(
         self, loss: Tensor, *, scaler: LossScaler | None = None, weight: float | None = None, **kwargs: Any
     ) -> None:
-        """`loss.backward(**kwargs)`, scaled.
+        """`loss.backward(**kwargs)`, scaled. Where a model has several optimizers, through any one of them.
 
         Args:
             scaler: this loss's own; several losses, each with its scaler, may meet in the same parameters.
@@ -153,7 +153,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the weight of a loss must be a finite number from 0, found {weight}")
         if not loss.requires_grad:
             raise RuntimeError("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
-        with self._scaling.backward(self.handle.reducer, scaler, weight) as factor:
+        together = [one._scaling for one in self.handle.owners() if isinstance(one, ShardedOptimizer)]
+        with self._scaling.backward(self.handle.reducer, scaler, weight, together) as factor:
             if self.handle.plan.external_gradients:
                 self._expect_one_scale(scaler)
                 self.handle.reducer.begin_backward()
@@ -220,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
             self._update(control, Update(mean * self._clip, self._clip_value))
-        self._scaling.settle(not control.finite, self._overflows(control))
+        self._scaling.settle(self.handle.reducer, not control.finite, self._overflows(control))
         self._discard_gradients()
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
@@ -444,9 +445,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         policy = self._non_finite or ("skip" if self._scaling.is_scaled else "raise")
         if control.finite or policy == "ignore":
             return self._skip_norm_above is not None and not norm <= self._skip_norm_above
-        exhausted = self._scaling.exhausted(self._overflows(control))
+        exhausted = self._scaling.exhausted(self.handle.reducer, self._overflows(control))
         if policy == "raise" or exhausted is not None:
-            many = f" {exhausted.skips_in_a_row + 1} times in a row" if exhausted is not None else ""
+            many = f" {exhausted} times in a row" if exhausted is not None else ""
             raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zeroshard.buffer import Allotment, Place
 from zeroshard.collectives import Collectives, reduce_scratch_bytes
 from zeroshard.gradients import Gradients, GradState
+from zeroshard.loss_scale import LossScaler, ScaleState
 from zeroshard.unit import Unit
 
 IN_FLIGHT = 2
@@ -37,6 +38,8 @@ class Reducer:
         sync: whether the backward under way reduces (else it accumulates locally, see `no_sync`).
         scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
         num_backwards: how many have ended.
+        settled: scalers that have been adjusted since the last backward: the state before, and whether any optimizer of
+            the model has found an overflow.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
@@ -45,6 +48,7 @@ class Reducer:
         self.sync = True
         self.scale: float | None = None
         self.num_backwards = 0
+        self.settled: dict[LossScaler, tuple[ScaleState, bool]] = {}
         self._backward_scale = 1.0
         self._watch: Watch | None = None
         self._cursor = 0
@@ -77,6 +81,7 @@ class Reducer:
     @contextmanager
     def scaled(self, scale: float, watch: Watch | None) -> Iterator[None]:
         """The backward inside is that of a loss times `scale`; `watch(name, gradient)` sees each gradient first."""
+        self.settled.clear()
         self._backward_scale, self._watch = scale, watch
         try:
             yield

@@ -1,4 +1,4 @@
-"""Loss scales of one optimizer: which loss was multiplied by what, whose gradients overflowed, and where.
+"""Loss scales as one optimizer sees them: which loss was multiplied by what, whose gradients overflowed, and where.
 
 A gradient that is not finite is found in the reduced shard, in the control exchange, at no extra cost. *Whose* it was
 (which loss, which parameter on which rank, in which micro-batch) is known where gradients are looked at before they
@@ -8,7 +8,7 @@ and once a step has overflowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,25 +37,36 @@ class LossScaling:
         self._suspicious = False
 
     @contextmanager
-    def backward(self, reducer: Reducer, scaler: LossScaler | None, weight: float | None) -> Iterator[float]:
-        """Around one backward pass; gives the factor on its loss."""
-        if self._num_backwards and (weight is None) != (self.weight is None):
+    def backward(
+        self, reducer: Reducer, scaler: LossScaler | None, weight: float | None, together: Sequence[LossScaling]
+    ) -> Iterator[float]:
+        """Around one backward pass; gives the factor on its loss.
+
+        Args:
+            together: this one and those of all other optimizers of the model: the loss is theirs as well.
+        """
+        if any(one._num_backwards and (weight is None) != (one.weight is None) for one in together):
             raise RuntimeError("either all losses of a step have a weight, or none has")
         own, scaler = scaler is not None, scaler or self.default
+        for one in together:
+            one._note(scaler, own, weight)
+
+        def look(name: str, grad: Tensor) -> None:
+            finite = torch.isfinite(grad).all()
+            for one in together:
+                one._looked.append((scaler, one._num_backwards - 1, name, finite))
+
+        scale = scaler.scale if scaler is not None else 1.0
+        with reducer.scaled(scale, look if own or any(one._suspicious for one in together) else None):
+            yield scale * (1.0 if weight is None else weight)
+
+    def _note(self, scaler: LossScaler | None, own: bool, weight: float | None) -> None:
         if scaler is not None and scaler not in self._used:
             self._used.append(scaler)
         self._own_scalers |= own
-        micro_batch = self._num_backwards
         self._num_backwards += 1
         if weight is not None:
             self.weight = (self.weight or 0.0) + weight
-
-        def look(name: str, grad: Tensor) -> None:
-            self._looked.append((scaler, micro_batch, name, torch.isfinite(grad).all()))
-
-        scale = scaler.scale if scaler is not None else 1.0
-        with reducer.scaled(scale, look if own or self._suspicious else None):
-            yield scale * (1.0 if weight is None else weight)
 
     def check_used(self) -> None:
         """Raises:
@@ -75,10 +86,13 @@ class LossScaling:
         """The first parameters that were not finite on this rank, with the micro-batch (JSON-able)."""
         return [f"{name} (micro-batch {micro_batch})" for _, micro_batch, name in self._found()[:3]]
 
-    def settle(self, found_inf: bool, overflows: list[bool]) -> None:
-        """All ranks agree: every scaler in use adjusts, on its own overflow where that is known."""
+    def settle(self, reducer: Reducer, found_inf: bool, overflows: list[bool]) -> None:
+        """All ranks agree: every scaler in use adjusts, on its own overflow where that is known. Once, however many
+        optimizers of the model step: from the state before the first, on an overflow of any."""
         for scaler, overflow in zip(self._used, self._blamed(found_inf, overflows), strict=True):
-            scaler.update(overflow)
+            before, found = reducer.settled.get(scaler, (scaler.state, False))
+            reducer.settled[scaler] = before, found or overflow
+            scaler.state = scaler.policy.next_state(before, found or overflow)
         self._suspicious = found_inf
         self.reset()
 
@@ -95,12 +109,13 @@ class LossScaling:
         """Whether a loss since the last step had a scaler."""
         return bool(self._used)
 
-    def exhausted(self, overflows: list[bool]) -> LossScaler | None:
-        """A scaler that would give up with the overflow at hand. `overflows`: as for `settle`."""
+    def exhausted(self, reducer: Reducer, overflows: list[bool]) -> int | None:
+        """Overflows in a row, with the one at hand, of a scaler that gives up now. `overflows`: as for `settle`."""
         for scaler, overflow in zip(self._used, self._blamed(True, overflows), strict=True):
+            before, _ = reducer.settled.get(scaler, (scaler.state, False))
             most = scaler.policy.max_skips
-            if overflow and most is not None and scaler.skips_in_a_row + 1 >= most:
-                return scaler
+            if overflow and most is not None and before.skips_in_a_row + 1 >= most:
+                return before.skips_in_a_row + 1
         return None
 
     def state_dict(self) -> dict[str, Any]:
