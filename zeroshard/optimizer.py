@@ -394,11 +394,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Agreeing ----------------------------------------------------------------------------------------------------
 
     def _agree(self, norm_type: float) -> Control:
-        """The control exchange, once per step and kind of norm: raises on all ranks alike if one is not ready."""
+        """The control exchange: raises on all ranks alike if one is not ready. Once per step and kind of norm (but for
+        gradients in p.grad, which change without our knowing)."""
         self.handle.check_open("use the optimizer")
         now = self.handle.reducer.num_backwards
-        if self._control is not None and self._control[0] == now and self._control[1].norm_type == norm_type:
-            return self._control[1]
+        known = None if self.handle.plan.external_gradients else self._control
+        if known is not None and known[0] == now and known[1].norm_type == norm_type:
+            return known[1]
         units = self._units
         status = self._status(units)
         ready = status is Status.READY
