@@ -1,0 +1,249 @@
+"""Plan OPTIMIZER_ONLY: torch DDP (or anybody) reduces the gradients, this optimizer shards its state.
+
+As FairScale's OSS and torch's ZeroRedundancyOptimizer are used. Gradients are torch DDP's own; so weights are bit-equal
+to those of torch DDP with the plain optimizer, except for `fused`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.core.models import Net, loss_of_tokens, make, same_bits
+from tests.precision.common import ELEMENTWISE, expect_equal_logs
+from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
+from zeroshard.optim import Lamb
+from zeroshard.testing import run_ranks
+
+CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    **{name: ELEMENTWISE[name] for name in ("sgd", "adamw", "rmsprop", "rprop", "adagrad")},
+    "lamb": (Lamb, {"lr": 1e-2}),
+}
+
+
+def run(rank: int, optimizer_of: Any, steps: int = 4, micro_batches: int = 1, max_norm: float | None = None) -> Any:
+    model = make(Net)
+    ddp = DistributedDataParallel(model)
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro_batch in range(micro_batches):
+            if micro_batch < micro_batches - 1:
+                with ddp.no_sync():
+                    loss_of_tokens(ddp, rank, micro_batch, step, micro_batches).backward()
+            else:
+                loss_of_tokens(ddp, rank, micro_batch, step, micro_batches).backward()
+        if max_norm is not None:
+            if isinstance(optimizer, zeroshard.ShardedOptimizer):
+                optimizer.clip_grad_norm_(max_norm)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_under_torchs_ddp_it_is_the_plain_optimizer(num_ranks: int) -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for micro_batches in (1, 3):
+            for name, (optimizer_class, defaults) in CASES.items():
+                options = defaults if name == "lamb" else {**defaults, "foreach": False}
+                expected, _ = run(
+                    rank, lambda m, c=optimizer_class, o=options: c(m.parameters(), **o), 3, micro_batches
+                )
+                found, optimizer = run(
+                    rank,
+                    lambda m, c=optimizer_class, o=options: zeroshard.ShardedOptimizer(m.parameters(), c, **o),
+                    3,
+                    micro_batches,
+                )
+                assert same_bits(found, expected), name
+                assert optimizer.handle.plan is zeroshard.OPTIMIZER_ONLY
+                logs.append(optimizer.handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_it_is_torchs_zero_redundancy_optimizer_with_balanced_state() -> None:
+    def check(rank: int) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch.distributed.optim compiles functions
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        options = {"lr": 1e-2, "foreach": False}
+        expected, _ = run(rank, lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.AdamW, **options))
+        found, ours = run(rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.AdamW, **options))
+        assert same_bits(found, expected)
+        return ours.handle.memory()["state"]
+
+    state = run_ranks(check, 3)
+    numel = sum(p.numel() for p in Net().parameters())
+    assert 8 * numel <= sum(state) <= 8 * (numel + 3 * 256) and max(state) == state[0] <= 8 * (numel // 3 + 256)
+
+
+def test_clipping_is_torchs() -> None:
+    """Norms are added in another order: 1e-6 after four steps, and far from the run without clipping."""
+
+    def check(rank: int) -> None:
+        options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+        plain = lambda m: torch.optim.SGD(m.parameters(), **options)  # noqa: E731
+        expected, _ = run(rank, plain, max_norm=0.2)
+        unclipped, _ = run(rank, plain)
+        found, _ = run(
+            rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options), max_norm=0.2
+        )
+        difference = max(float((found[name] - expected[name]).abs().max()) for name in found)
+        assert difference < 1e-6 < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
+
+    run_ranks(check, 2)
+
+
+def test_without_ddp_each_ranks_own_gradients_are_used() -> None:
+    """The negative control: nobody reduces, and each rank's shard follows its own data."""
+
+    def check(rank: int) -> None:
+        options = {"lr": 1e-2, "foreach": False}
+        expected, _ = run(rank, lambda m: torch.optim.AdamW(m.parameters(), **options), 2)
+        model = make(Net)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of_tokens(model, rank, 0, step).backward()
+            optimizer.step()
+        assert not same_bits(dict(model.state_dict()), expected)
+
+    run_ranks(check, 2)
+
+
+def test_state_is_sharded_over_a_process_group_of_choice() -> None:
+    """Four ranks under one DDP, state sharded over pairs: both pairs hold all of it, and compute the same."""
+
+    def check(rank: int) -> tuple[int, Any]:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        options = {"lr": 1e-2, "foreach": False}
+        expected, _ = run(rank, lambda m: torch.optim.AdamW(m.parameters(), **options))
+        found, ours = run(
+            rank,
+            lambda m: zeroshard.ShardedOptimizer(
+                m.parameters(), torch.optim.AdamW, process_group=pairs[rank // 2], **options
+            ),
+        )
+        assert same_bits(found, expected)
+        return ours.handle.memory()["state"], ours.handle.comm_log
+
+    found = run_ranks(check, 4)
+    state = [of_rank[0] for of_rank in found]
+    assert state[0] + state[1] == state[2] + state[3] >= 8 * sum(p.numel() for p in Net().parameters())
+    expect_equal_logs([log for _, log in found])
+
+
+def test_16_bit_models_get_an_fp32_master() -> None:
+    """OSS over an fp32-master optimizer, for a fully 16-bit model: as a plain optimizer on an fp32 copy."""
+
+    def check(rank: int) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            models = [make(Net).to(dtype) for _ in range(2)]
+            ddps = [DistributedDataParallel(model) for model in models]
+            masters = [nn.Parameter(p.detach().float()) for p in models[0].parameters()]
+            plain = torch.optim.AdamW(masters, lr=1e-2, foreach=False)
+            ours = zeroshard.ShardedOptimizer(
+                models[1].parameters(), torch.optim.AdamW, lr=1e-2, foreach=False, loss_scale=1.0
+            )
+            for step in range(4):
+                for ddp in ddps:
+                    ddp.zero_grad()
+                    loss_of_tokens(ddp, rank, 0, step).backward()
+                for master, parameter in zip(masters, models[0].parameters(), strict=True):
+                    master.grad = parameter.grad.float()
+                plain.step()
+                with torch.no_grad():
+                    for master, parameter in zip(masters, models[0].parameters(), strict=True):
+                        parameter.copy_(master)
+                assert ours.step().applied
+            assert same_bits(dict(models[0].state_dict()), dict(models[1].state_dict()))
+
+    run_ranks(check, 2)
+
+
+def test_overflows_are_agreed_on_and_skipped() -> None:
+    """torch DDP spreads an inf to all ranks; every rank skips, gradients stay for `zero_grad`, as in torch."""
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=1e-2, loss_scale=DynamicScale(init=2.0**8, growth_interval=2)
+        )
+        scales = []
+        for step in range(6):
+            optimizer.zero_grad()
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            bad = step == 2
+            loss = loss_of_tokens(ddp, rank, 0, step)
+            optimizer.backward(loss * torch.inf if bad and rank == 1 else loss)
+            result = optimizer.step()
+            scales.append(result.loss_scale)
+            assert result.applied is not bad
+            assert same_bits(before, dict(model.state_dict())) is bad
+        assert scales == [2.0**8, 2.0**8, 2.0**9, 2.0**8, 2.0**8, 2.0**9]
+
+    run_ranks(check, 2)
+
+
+def test_weights_by_token_are_means_over_all_tokens() -> None:
+    """torch DDP has divided by the number of ranks already: it once was divided by twice."""
+
+    def check(rank: int) -> None:
+        model = make(lambda: nn.Linear(4, 1, bias=False))
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+        before = model.weight.detach().clone()
+        optimizer.backward(ddp(torch.full((1, 4), rank + 1.0)).sum(), weight=rank + 1)
+        optimizer.step()
+        assert torch.allclose(before - model.weight.detach(), torch.full((1, 4), (1 + 4 + 9) / 6))
+
+    run_ranks(check, 3)
+
+
+def test_losses_with_different_scales_would_mix_and_are_refused() -> None:
+    """In p.grad nobody keeps them apart: the second one's gradient once counted 16 times."""
+
+    def check(rank: int) -> None:
+        model = make(lambda: nn.Linear(4, 1, bias=False))
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+        scalers = [LossScaler(ConstantScale(4.0)), LossScaler(ConstantScale(64.0))]
+        with ddp.no_sync():
+            optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[0])
+        with pytest.raises(ValueError, match="use one scaler"):
+            optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[1])
+        optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[0])
+        before = model.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(before - model.weight.detach(), torch.full((1, 4), 2.0))
+
+    run_ranks(check, 2)
+
+
+def test_a_backward_after_the_norm_was_taken_counts() -> None:
+    """The norm is agreed on once per step; a gradient that comes later must not be stepped with an old verdict."""
+
+    def check(rank: int) -> None:
+        model = make(lambda: nn.Linear(4, 1, bias=False))
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, non_finite="skip")
+        optimizer.backward(ddp(torch.ones(1, 4)).sum())
+        assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(2.0)
+        optimizer.backward(ddp(torch.ones(1, 4)).sum() * torch.inf)
+        assert not optimizer.step().applied
+
+    run_ranks(check, 2)

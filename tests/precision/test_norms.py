@@ -1,0 +1,294 @@
+"""Norms over shards, replicas and tied parameters; clipping; means weighted by tokens: as torch on one process.
+
+The engine adds the norm in another order (rows of 1024, then ranks, in fp64) than torch does (one fp32 tensor after
+the other): they agree to 2e-6 of the norm. Weights after clipping then agree to 1e-6.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.core.models import PLANS, VOCAB, Block, Net, loss_of_tokens, make, same_bits
+from tests.precision.common import expect_equal_logs, largest_difference
+from zeroshard.optim import Lamb
+from zeroshard.testing import run_ranks
+
+SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+NORMS = (1.0, 2.0, math.inf)
+
+
+def tied() -> Net:
+    return Net(blocks=1, tied=True)
+
+
+def mean_gradients(model: nn.Module, num_ranks: int, step: int, micro_batches: int = 1) -> None:
+    """What one process has in p.grad."""
+    model.zero_grad()
+    for rank in range(num_ranks):
+        for micro_batch in range(micro_batches):
+            loss_of_tokens(model, rank, micro_batch, step, micro_batches).backward()
+    for parameter in model.parameters():
+        parameter.grad /= num_ranks
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.05},
+    ]
+
+
+def meshes() -> list[tuple[int, Any, tuple[Any, ...]]]:
+    """(ranks, mesh shape, plans): one axis, and 2 x 2 with replicas."""
+    return [(2, None, PLANS), (3, None, PLANS), (4, (2, 2), PLANS)]
+
+
+@pytest.mark.parametrize(("num_ranks", "shape", "plans"), meshes(), ids=["2", "3", "2x2"])
+def test_global_norms_and_clipping_are_torchs(num_ranks: int, shape: Any, plans: Any) -> None:
+    def check(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
+        logs = []
+        for norm_type in NORMS:
+            reference = make(tied)
+            plain = torch.optim.SGD(reference.parameters(), **SGD)
+            expected, clipped = [], []
+            for step in range(3):
+                mean_gradients(reference, num_ranks, step, 2)
+                limit = 0.3 if norm_type != 1.0 else 3.0
+                expected.append(nn.utils.clip_grad_norm_(reference.parameters(), limit, norm_type).item())
+                plain.step()
+            for plan in plans:
+                model = make(tied)
+                handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, **SGD)
+                found = []
+                for step in range(3):
+                    for micro_batch in range(2):
+                        optimizer.backward(loss_of_tokens(model, rank, micro_batch, step, 2))
+                    found.append(optimizer.clip_grad_norm_(limit, norm_type).item())
+                    result = optimizer.step()
+                    assert result.grad_norm == found[-1], "of the kind that was clipped by"
+                assert found == pytest.approx(expected, rel=2e-6), (plan, norm_type)
+                assert largest_difference(handle.full_state_dict(), reference.state_dict()) < 1e-6, (plan, norm_type)
+                clipped.append(handle.full_state_dict())
+                logs.append(handle.comm_log)
+            assert all(same_bits(clipped[0], other) for other in clipped)
+            assert min(expected) > limit, "something was clipped"
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_a_norm_that_counts_a_replica_twice_is_seen() -> None:
+    """The negative control: norms over all four ranks of a 2 x 2 mesh instead of one replica of each shard."""
+
+    def check(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = make(tied)
+        handle = zeroshard.shard(model, "zero2", units=Block, mesh=mesh)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, **SGD)
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        norm = optimizer.clip_grad_norm_(1.0).item()
+        own = [unit.grads.piece(unit.own_shard()).double().square().sum() for unit in handle.units]
+        of_all = handle.collectives.exchange(torch.stack(own)).sum().sqrt().item() / 4
+        assert of_all == pytest.approx(norm * math.sqrt(2), rel=1e-6)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_clipping_by_value_and_both_kinds_in_one(num_ranks: int) -> None:
+    """Clamping commutes with the order of sums up to their last bit: weights to 1e-6. Norm first, then value."""
+
+    def check(rank: int) -> None:
+        for max_norm in (None, 0.4):
+            for precision in ("fp32", "bf16-remainder"):
+                results = []
+                for plan in PLANS:
+                    model = make(tied)
+                    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+                    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, loss_scale=2.0**6, **SGD)
+                    for step in range(3):
+                        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+                        if max_norm is not None:
+                            optimizer.clip_grad_norm_(max_norm)
+                        optimizer.clip_grad_value_(0.004)
+                        optimizer.step()
+                    results.append(handle.full_state_dict(main=True))
+                assert all(same_bits(results[0], other) for other in results)
+                if precision == "fp32":
+                    reference = make(tied)
+                    plain = torch.optim.SGD(reference.parameters(), **SGD)
+                    for step in range(3):
+                        mean_gradients(reference, num_ranks, step)
+                        if max_norm is not None:
+                            nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+                        nn.utils.clip_grad_value_(reference.parameters(), 0.004)
+                        assert max(float(p.grad.abs().max()) for p in reference.parameters()) == pytest.approx(0.004)
+                        plain.step()
+                    assert largest_difference(results[0], reference.state_dict()) < 1e-6
+
+    run_ranks(check, num_ranks)
+
+
+def test_a_clip_is_for_one_step() -> None:
+    def check(rank: int) -> None:
+        model = make(lambda: nn.Linear(3, 3, bias=False))
+        handle = zeroshard.shard(model, "zero2")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        moved = []
+        for clip in (True, False):
+            before = handle.full_state_dict()["weight"]
+            optimizer.backward(model(torch.ones(1, 3)).sum())
+            if clip:
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.clip_grad_value_(0.01)
+            optimizer.step()
+            moved.append((before - handle.full_state_dict()["weight"]).abs().max().item())
+        assert moved == pytest.approx([0.01, 1.0], abs=1e-6)
+
+    run_ranks(check, 2)
+
+
+def test_group_norms_and_zeros_are_metrics() -> None:
+    """Per param group; and how many elements of the gradient are exactly zero: padding does not count."""
+
+    def check(rank: int) -> None:
+        reference = make(tied)
+        for group in by_kind(reference):
+            assert group["params"]
+        mean_gradients(reference, 3, 0)
+        expected = [float(torch.cat([p.grad.reshape(-1) for p in g["params"]]).norm()) for g in by_kind(reference)]
+        zeros = sum(int((p.grad == 0).sum()) for p in reference.parameters())
+        for plan in PLANS:
+            for optimizer_class in (torch.optim.SGD, Lamb):
+                model = make(tied)
+                zeroshard.shard(model, plan, units=Block)
+                groups = by_kind(model)
+                optimizer = zeroshard.ShardedOptimizer(groups, optimizer_class, lr=0.1)
+                optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+                assert optimizer.count_zero_gradients() == zeros, (plan, optimizer_class)
+                result = optimizer.step()
+                assert result.group_norms == pytest.approx(expected, rel=2e-6)
+                assert result.grad_norm == pytest.approx(math.hypot(*expected), rel=2e-6)
+
+    run_ranks(check, 3)
+
+
+def test_rows_that_no_rank_used_are_counted_as_zeros() -> None:
+    """The negative control of the count: an embedding whose last rows nobody looks up."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(lambda: nn.Embedding(50, 7))
+            zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            optimizer.backward(model(torch.tensor([rank, 40])).sum())
+            assert optimizer.count_zero_gradients() == (50 - 4) * 7
+
+    run_ranks(check, 3)
+
+
+def test_a_step_with_an_abnormal_norm_is_skipped() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, skip_norm_above=5.0)
+            for step, factor in enumerate((1.0, 1000.0, 1.0)):
+                before = handle.full_state_dict()
+                optimizer.backward(loss_of_tokens(model, rank, 0, step) * (factor if rank == 1 else 1.0))
+                result = optimizer.step()
+                assert result.applied is (factor == 1.0) and (result.grad_norm > 5.0) is (factor > 1.0)
+                assert same_bits(before, handle.full_state_dict()) is (factor > 1.0)
+            assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {2.0}
+            optimizer.backward(loss_of_tokens(model, rank, 0, 5) * torch.inf)
+            optimizer.clip_grad_norm_(1.0, torch.inf)  # inf is above the limit, and no reason to skip in silence
+            with pytest.raises(RuntimeError, match="not finite"):
+                optimizer.step()
+
+    run_ranks(check, 2)
+
+
+# Weighted by tokens ---------------------------------------------------------------------------------------------------
+
+
+def ragged(rank: int, micro_batch: int, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a batch whose number of counted tokens no other rank shares."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+    tokens = torch.randint(VOCAB, (3, 6), generator=generator)
+    targets = tokens[:, 1:].flatten().clone()
+    targets[: 2 + 3 * rank + 4 * micro_batch] = -100
+    return tokens[:, :-1], targets
+
+
+def ragged_loss(model: nn.Module, rank: int, micro_batch: int, step: int) -> tuple[Tensor, int]:
+    tokens, targets = ragged(rank, micro_batch, step)
+    count = int((targets >= 0).sum())
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets), count
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(2, 1), (3, 1), (3, 2)])
+def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_batches: int) -> None:
+    """The single process sees all tokens in one batch; sums in another order: 1e-6. Unweighted is far from it."""
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        reference = make(tied)
+        plain = torch.optim.SGD(reference.parameters(), **SGD)
+        norms = []
+        for step in range(3):
+            batches = [ragged(r, m, step) for r in range(num_ranks) for m in range(micro_batches)]
+            logits = reference(torch.cat([tokens for tokens, _ in batches])).flatten(0, 1)
+            plain.zero_grad()
+            nn.functional.cross_entropy(logits, torch.cat([targets for _, targets in batches])).backward()
+            norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.4).item())
+            plain.step()
+        for weighted in (True, False):
+            results = []
+            for plan in PLANS:
+                for scale in (None, 2.0**8):
+                    model = make(tied)
+                    handle = zeroshard.shard(model, plan, units=Block)
+                    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, loss_scale=scale, **SGD)
+                    for step in range(3):
+                        for micro_batch in range(micro_batches):
+                            loss, count = ragged_loss(model, rank, micro_batch, step)
+                            if weighted:
+                                optimizer.backward(loss, weight=count)
+                            else:
+                                optimizer.backward(loss / micro_batches)
+                        norm = optimizer.clip_grad_norm_(0.4).item()
+                        assert (norm == pytest.approx(norms[step], rel=3e-6)) is weighted
+                        optimizer.step()
+                    results.append(handle.full_state_dict())
+                    logs.append(handle.comm_log)
+            assert all(same_bits(results[0], other) for other in results)
+            assert (largest_difference(results[0], reference.state_dict()) < 1e-6) is weighted
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_a_rank_without_tokens_weighs_nothing() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(lambda: nn.Linear(4, 1, bias=False))
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+            before = handle.full_state_dict()["weight"]
+            optimizer.backward(model(torch.full((1, 4), rank + 1.0)).sum(), weight=[0.0, 1.0, 3.0][rank])
+            optimizer.step()
+            moved = before - handle.full_state_dict()["weight"]
+            assert torch.allclose(moved, torch.full((1, 4), (1 * 2 + 3 * 3) / 4))
+
+    run_ranks(check, 3)
