@@ -170,9 +170,10 @@ def test_all_plans_step_the_same_vectors() -> None:
     """What the sharded ranks step, one after the other, is what a rank that steps everything does."""
 
     def pieces(rank: int, plan: Plan) -> list[tuple[str, Interval, int]]:
-        handle = zeroshard.shard(make(Net), plan, units=Block)
-        decay = [p for p in handle.trainable_parameters() if p.dim() > 1]
-        plain = [p for p in handle.trainable_parameters() if p.dim() < 2]
+        model = make(Net)
+        zeroshard.shard(model, plan, units=Block)
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        plain = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain}]
         optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW)
         flat = [stepper for stepper in optimizer._steppers if isinstance(stepper, FlatStep)]
