@@ -32,6 +32,7 @@ class Status(IntEnum):
     READY = 0
     NO_GRADIENTS = 1
     NOT_REDUCED = 2
+    UNFROZEN = 3
 
 
 @dataclass(frozen=True)

@@ -61,39 +61,45 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
     if optimizer_class.__module__.startswith("torchao."):
         return Kind.ELEMENTWISE
     try:
-        whole, apart, cut = _try_out(optimizer_class, options)
+        together, one_by_one = (_try_out(optimizer_class, options, apart=apart) for apart in (False, True))
     except Exception as error:
         raise ValueError(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Say "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
-    if not torch.allclose(whole, apart, rtol=1e-6, atol=1e-7):
+    if not _close(together, one_by_one):
         raise ValueError(
             f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
             "norm over all of them, perhaps), and no rank has them all"
         )
-    return Kind.ELEMENTWISE if torch.allclose(apart, cut, rtol=1e-6, atol=1e-7) else Kind.WHOLE
+    try:
+        return Kind.ELEMENTWISE if _close(one_by_one, _try_out(optimizer_class, options, cut=True)) else Kind.WHOLE
+    except Exception:  # it takes matrices, and no pieces of them
+        return Kind.WHOLE
 
 
-def _try_out(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> list[Tensor]:
-    """Two matrices after four steps: by one optimizer, by one each, and in pieces by one each."""
+def _try_out(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], *, apart: bool = True, cut: bool = False
+) -> Tensor:
+    """Two matrices, or pieces of them, after four steps: by one optimizer, or by one each."""
     generator = torch.Generator().manual_seed(0)
-    matrices = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
-    flat = torch.cat([tensor.reshape(-1) for tensor in matrices])
-    pieces = list(torch.split(flat, 7))
-    results = []
-    for tensors, together in ((matrices, True), (matrices, False), (pieces, False)):
-        tensors = [tensor.clone().requires_grad_() for tensor in tensors]
-        members = [tensors] if together else [[tensor] for tensor in tensors]
-        optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
-        gradients = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            gradient = torch.randn(flat.numel(), generator=gradients) * torch.linspace(0.1, 3, flat.numel())
-            _set_gradients(tensors, gradient)
-            for optimizer in optimizers:
-                optimizer.step()
-        results.append(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
-    return results
+    tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if cut:
+        tensors = [piece.clone() for piece in torch.split(flat, 7)]
+    members = [[tensor.requires_grad_()] for tensor in tensors] if apart else [[t.requires_grad_() for t in tensors]]
+    optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
+    gradients = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        gradient = torch.randn(flat.numel(), generator=gradients) * torch.linspace(0.1, 3, flat.numel())
+        _set_gradients(tensors, gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
 def _set_gradients(tensors: list[Tensor], gradient: Tensor) -> None:

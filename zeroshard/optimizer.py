@@ -253,14 +253,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         lr = group.get("lr", 0.0)
         if not 0.0 <= float(lr) < math.inf:
             raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
+        if self._steppers:
+            group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            self._refuse_foreign(group["params"])
         super().add_param_group(group)
         self._classes.append(group_class)
         if self._steppers:
-            state = self.state_dict()
+            state = self._full_state()
             self.handle.claim(self._parameters(), self)
             self._steppers = self._build_steppers()
             self._units = self._find_units()
             self._load_state(state)
+
+    def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
+        frozen = {id(p) for unit in self.handle.units if unit.main is None for p in unit.parameters}
+        for parameter in params:
+            if handle_of(parameter) is not self.handle:
+                raise ValueError(
+                    "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
+                )
+            if parameter.requires_grad and id(parameter) in frozen:
+                raise ValueError(f"add_param_group: {self.handle.name_of(parameter)} {_WAS_FROZEN}")
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -270,6 +283,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The loss scaler's state, if there is one, lies beside it under "loss_scale".
         """
         self.handle.check_open("state_dict")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result = self._full_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            result = after(self, result) or result
+        return result
+
+    def _full_state(self) -> dict[str, Any]:
         groups, position = [], 0
         for group in self.param_groups:
             indices = list(range(position, position + len(group["params"])))
@@ -296,6 +317,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: other param groups, or state of another shape.
         """
         self.handle.check_open("load_state_dict")
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         sizes = [len(group["params"]) for group in self.param_groups]
         found = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != found:
@@ -304,6 +327,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _load_state(self, state_dict: dict[str, Any]) -> None:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -426,6 +451,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return control
 
     def _status(self, units: Iterable[Unit]) -> Status:
+        if any(p.requires_grad for unit in self.handle.units if unit.main is None for p in unit.parameters):
+            return Status.UNFROZEN
         if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in units):
             return Status.NOT_REDUCED
         if self.handle.plan.external_gradients:
@@ -519,7 +546,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return covered if unit.grads is not None else 0
 
 
+_WAS_FROZEN = (
+    "was frozen when shard() was called, and has no gradient buffer. Let it require grad before shard(), and freeze it "
+    "after: requires_grad may then change at any time"
+)
+
 _NOT_READY = {
+    Status.UNFROZEN: f"a parameter that requires grad {_WAS_FROZEN}",
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
     "backward outside of no_sync()",
     Status.NO_GRADIENTS: "there are no gradients. Call backward before step or clip_grad_norm_",
