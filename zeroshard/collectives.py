@@ -344,6 +344,7 @@ class Collectives:
             for rank, (pid, *_) in zip(self.mesh.world.ranks, probes, strict=True):
                 self._pids[rank] = pid
         del keep
+        self.log.clear()
 
     def _reduce_pairwise(
         self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str

@@ -12,6 +12,8 @@ weights     16 fp16 on every rank
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +48,11 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     expected_main, expected_weights = updated()
     collectives = Collectives(Mesh.of(None), CommLog())
     own = LAYOUT.shard(rank)
-    grads = FlatBuffer(LAYOUT, rank, FP16, CPU, PARTIAL)
-    weights = FlatBuffer(LAYOUT, rank, FP16, CPU, REPLICATED)
+    allocate = partial(collectives.allocate, device=CPU)
+    grads = FlatBuffer(LAYOUT, rank, FP16, PARTIAL, allocate)
+    weights = FlatBuffer(LAYOUT, rank, FP16, REPLICATED, allocate)
+    collectives.meet()
+    collectives.log.clear()
     assert grads.full is not None and weights.full is not None and LAYOUT.numel == 16
     main = MainWeights(own, weights.shard, NAMED["fp16"])
     weights.full.copy_(START)
