@@ -117,7 +117,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.handle = self._find_handle(process_group)
         self._steppers = self._build_steppers()
         self._units = self._find_units()
-        self.handle.claim(self._parameters(), self)
         policy = _policy(loss_scale, self._units)
         self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
         self._non_finite = _non_finite(non_finite)
@@ -125,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._control: tuple[int, Control] | None = None  # and the number of backwards it was made after
         self._clip = 1.0
         self._clip_value: float | None = None
+        self.handle.claim(self._parameters(), self)  # last: what is refused claims nothing
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_class = group.pop("optimizer_class", self._class)
         if group_class is not self._class:
             group = {**_defaults_of(group_class, {}), **group}
-        lr = group.get("lr", 0.0)
+        lr = group.get("lr", self.defaults.get("lr", 0.0))
         if not 0.0 <= float(lr) < math.inf:
             raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
         if self._steppers:
@@ -260,8 +260,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._classes.append(group_class)
         if self._steppers:
             state = self._full_state()
-            self.handle.claim(self._parameters(), self)
-            self._steppers = self._build_steppers()
+            try:
+                steppers = self._build_steppers()
+                self.handle.claim(self._parameters(), self)
+            except ValueError:
+                self.param_groups.pop(), self._classes.pop()
+                raise
+            self._steppers = steppers
             self._units = self._find_units()
             self._load_state(state)
 
