@@ -1,0 +1,231 @@
+"""What is wrong is refused: ValueError with the value and the remedy, on every rank alike, in no time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.core.models import make
+from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
+from zeroshard.precision import MixedPrecision, as_precision
+from zeroshard.testing import run_ranks
+
+SGD = torch.optim.SGD
+
+
+def small() -> nn.Module:
+    return make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def sharded() -> tuple[nn.Module, Any]:
+    model = small()
+    return model, zeroshard.shard(model, "zero2")
+
+
+def frozen() -> nn.Module:
+    return small().requires_grad_(False)
+
+
+def backward_of_a_vector() -> None:
+    model, handle = sharded()
+    zeroshard.ShardedOptimizer(handle, SGD, lr=1.0).backward(model(torch.ones(2, 4)))
+
+
+def with_weight(weight: float) -> Callable[[], None]:
+    def call() -> None:
+        model, handle = sharded()
+        zeroshard.ShardedOptimizer(handle, SGD, lr=1.0).backward(model(torch.ones(2, 4)).sum(), weight=weight)
+
+    return call
+
+
+def weights_of_zero() -> None:
+    model, handle = sharded()
+    optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+    optimizer.backward(model(torch.ones(2, 4)).sum(), weight=0)
+    optimizer.step()
+
+
+def two_groups() -> None:
+    model, _ = sharded()
+    zeroshard.ShardedOptimizer([{"params": model.parameters()}, {"params": model[0].parameters()}], SGD, lr=1.0)
+
+
+def two_optimizers() -> None:
+    model, handle = sharded()
+    first = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+    zeroshard.ShardedOptimizer(model[0].parameters(), SGD, lr=1.0)
+    del first
+
+
+def optimizer(**options: Any) -> Callable[[], None]:
+    def call() -> None:
+        _model, handle = sharded()
+        zeroshard.ShardedOptimizer(handle, **{"optimizer_class": SGD, "lr": 1.0, **options})
+
+    return call
+
+
+def group(**options: Any) -> Callable[[], None]:
+    def call() -> None:
+        model, _handle = sharded()
+        zeroshard.ShardedOptimizer([{"params": list(model.parameters()), **options}], SGD, lr=1.0)
+
+    return call
+
+
+def shard(**options: Any) -> Callable[[], None]:
+    def call() -> None:
+        zeroshard.shard(small(), "zero2", **options)
+
+    return call
+
+
+def clip(how: str, value: float) -> Callable[[], None]:
+    def call() -> None:
+        model, handle = sharded()
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        getattr(optimizer, how)(value)
+
+    return call
+
+
+def two_handles() -> None:
+    (first, _a), (second, _b) = sharded(), sharded()
+    zeroshard.ShardedOptimizer([*first.parameters(), *second.parameters()], SGD, lr=1.0)
+
+
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+
+CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "unknown precision": (shard(precision="bf17"), ("'bf17'", "did you mean 'bf16'?")),
+    "unknown dtype": (lambda: MixedPrecision(param=torch.int8), ("torch.int8", "param must be one of")),
+    "unknown main": (lambda: MixedPrecision(main="leftover"), ("'leftover'", "main must be one of")),
+    "unknown wire": (lambda: MixedPrecision(reduce=torch.int32), ("torch.int32", "reduce must be one of")),
+    "remainder for fp16": (
+        lambda: MixedPrecision(F16, F32, None, "remainder"),
+        ("weights are torch.float16", "main=torch.float32"),
+    ),
+    "remainder for fp32": (
+        lambda: MixedPrecision(F32, F32, None, "remainder"),
+        ("weights are torch.float32", "param=torch.bfloat16"),
+    ),
+    "main narrower than the weights": (
+        lambda: MixedPrecision(F32, F32, None, BF16),
+        ("torch.bfloat16", "use torch.float32"),
+    ),
+    "both kinds of 16 bits": (lambda: MixedPrecision(F16, F32, None, BF16), ("bfloat16 and float16",)),
+    "both kinds of 16 bits, gradient": (lambda: MixedPrecision(BF16, F16), ("bfloat16 and float16",)),
+    "no parameters": (lambda: zeroshard.ShardedOptimizer([], SGD, lr=1.0), ("no parameters", "pass the handle")),
+    "a model without parameters": (lambda: zeroshard.shard(nn.Tanh(), "zero2"), ("no parameters",)),
+    "nothing requires grad": (
+        lambda: zeroshard.ShardedOptimizer(frozen().parameters(), SGD, lr=1.0),
+        ("requires grad",),
+    ),
+    "a parameter in two groups": (two_groups, ("more than one parameter group",)),
+    "a parameter in two optimizers": (two_optimizers, ("0.", "belongs to another ShardedOptimizer", "delete")),
+    "two handles": (two_handles, ("different handles", "one ShardedOptimizer per handle")),
+    "scale of zero": (optimizer(loss_scale=0.0), ("0.0", "Use 1.0 for no scaling")),
+    "negative scale": (optimizer(loss_scale=-2.0), ("-2.0", "positive")),
+    "scale of NaN": (optimizer(loss_scale=math.nan), ("nan", "positive")),
+    "scale of inf": (optimizer(loss_scale=math.inf), ("inf", "finite")),
+    "scale of what": (optimizer(loss_scale="large"), ("'large'", "'dynamic'")),
+    "a scaler of zero": (lambda: LossScaler(ConstantScale(0.0)), ("0.0", "positive")),
+    "a floor of zero": (lambda: DynamicScale(floor=0.0), ("floor", "0.0")),
+    "backoff that grows": (lambda: DynamicScale(backoff_factor=2.0), ("2.0", "0.5 is usual")),
+    "growth that shrinks": (lambda: DynamicScale(growth_factor=0.5), ("0.5", "2 is usual")),
+    "unknown policy": (optimizer(non_finite="hope"), ("'hope'", "'raise', 'skip' or 'ignore'")),
+    "a vector for a loss": (backward_of_a_vector, ("(2, 4)", "take its mean")),
+    "negative weight": (with_weight(-1.0), ("-1.0", "from 0")),
+    "weight of NaN": (with_weight(math.nan), ("nan", "finite")),
+    "weights of zero": (weights_of_zero, ("weights of all losses", "0")),
+    "learning rate of NaN": (optimizer(lr=math.nan), ("nan", "earning rate")),
+    "negative learning rate": (optimizer(lr=-1.0), ("-1.0", "earning rate")),
+    "learning rate of inf": (optimizer(lr=math.inf), ("inf", "learning rate", "finite")),
+    "learning rate of NaN in a group": (group(lr=math.nan), ("nan", "learning rate", "from 0")),
+    "LBFGS": (optimizer(optimizer_class=torch.optim.LBFGS), ("LBFGS", "cannot be sharded")),
+    "max_norm of zero": (clip("clip_grad_norm_", 0.0), ("max_norm", "0.0")),
+    "max_norm of NaN": (clip("clip_grad_norm_", math.nan), ("max_norm", "nan")),
+    "negative clip_value": (clip("clip_grad_value_", -1.0), ("clip_value", "-1.0")),
+    "process_group for a handle's parameters": (
+        optimizer(process_group=torch.distributed.GroupMember),
+        ("process_group", "mesh"),
+    ),
+}
+
+
+def test_value_and_remedy_on_every_rank_and_nobody_waits() -> None:
+    def check(rank: int) -> dict[str, str]:
+        messages = {}
+        for name, (call, parts) in CASES.items():
+            start = time.monotonic()
+            with pytest.raises(ValueError) as error:
+                call()
+            assert time.monotonic() - start < 5, f"{name}: somebody waited"
+            messages[name] = str(error.value)
+            for part in parts:
+                assert part in messages[name], (name, part, messages[name])
+        return messages
+
+    first, *others = run_ranks(check, 3)
+    assert all(other == first for other in others)
+
+
+def test_the_right_values_are_taken() -> None:
+    """The negative control: next to each refusal, what is allowed."""
+
+    def check(rank: int) -> None:
+        for precision in (None, "fp32", "bf16", "fp16", "bf16-remainder", MixedPrecision(reduce=BF16)):
+            assert as_precision(precision) is None or zeroshard.shard(small(), "zero3", precision=precision)
+        for options in ({"lr": 0.0}, {"loss_scale": 2.0**-10}, {"loss_scale": "dynamic"}, {"non_finite": "skip"}):
+            optimizer(**options)()
+        group(lr=0.0)()
+        with_weight(0.5)()
+        with_weight(0)()
+        clip("clip_grad_norm_", 1e-9)()
+        clip("clip_grad_value_", math.inf)()
+        model, handle = sharded()
+        zeroshard.ShardedOptimizer(handle, SGD, lr=1.0).backward(model(torch.ones(1, 4))[0, :1])
+
+    run_ranks(check, 2)
+
+
+def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+    """A refused optimizer claims nothing: the next one takes the same parameters."""
+
+    def check(rank: int) -> None:
+        model, handle = sharded()
+        before = handle.full_state_dict()
+        for options in ({"lr": math.nan}, {"loss_scale": -1.0}, {"optimizer_class": torch.optim.LBFGS}):
+            with pytest.raises(ValueError):
+                zeroshard.ShardedOptimizer(handle, **{"optimizer_class": SGD, "lr": 1.0, **options})
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+        assert all(torch.equal(value, before[name]) for name, value in handle.full_state_dict().items())
+        optimizer.backward(model(torch.ones(1, 4)).sum())
+        assert optimizer.step().applied
+
+    run_ranks(check, 2)
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    def check(rank: int) -> None:
+        model, handle = sharded()
+        optimizer = zeroshard.ShardedOptimizer(model[0].parameters(), torch.optim.AdamW, lr=0.1)
+        other = zeroshard.ShardedOptimizer([model[1].bias], torch.optim.AdamW, lr=0.1)
+        for bad in ({"lr": math.nan, "params": [model[1].weight]}, {"params": [model[1].bias]}):
+            with pytest.raises(ValueError):
+                optimizer.add_param_group(bad)
+            assert len(optimizer.param_groups) == 1
+        optimizer.backward(model(torch.ones(1, 4)).sum())
+        assert optimizer.step().applied and other.step().applied
+        assert len(optimizer.state_dict()["param_groups"]) == 1 and handle
+
+    run_ranks(check, 2)
