@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.layout import BufferLayout
 from zeroshard.placement import Placement
@@ -145,5 +146,15 @@ class Place:
 
 def live_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages behind these tensors."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    plain = [part for tensor in tensors for part in _parts(tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The tensors inside one that is made of several (quantised state: codes, scales), or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))

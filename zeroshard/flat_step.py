@@ -51,7 +51,11 @@ class Update:
 def take_options(inner: dict[int, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
     """Hyper-parameters of the user's param groups -> those of the inner optimizer, by index."""
     for index, group in inner.items():
-        group.update({key: value for key, value in options[index].items() if key != "params"})
+        for key, value in options[index].items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
+                group[key].fill_(value)  # a class that made a tensor of its learning rate wants to keep it
+            elif key != "params":
+                group[key] = value
 
 
 def give_options(inner: dict[int, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:

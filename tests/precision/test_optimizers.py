@@ -577,10 +577,12 @@ def test_a_state_of_another_shape_or_other_groups_is_refused() -> None:
 # Low-bit state --------------------------------------------------------------------------------------------------------
 
 
-def test_torchaos_8_bit_adamw_holds_two_bytes_of_state_per_parameter() -> None:
+@pytest.mark.filterwarnings("ignore")  # of torchao itself
+def test_torchaos_8_bit_adamw_holds_two_bytes_of_state_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optional extra. Blocks of 256 elements share a scale: shards are multiples of 256, so no block is cut, and the
     plans agree bit for bit. Per element 2 x 1 byte, and 2 x 4 bytes per block."""
     low_bit = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling its kernel takes a minute
 
     def check(rank: int) -> None:
         results = []
@@ -593,8 +595,10 @@ def test_torchaos_8_bit_adamw_holds_two_bytes_of_state_per_parameter() -> None:
                 optimizer.backward(model(torch.randn(4, 128, generator=generator)).square().mean())
                 optimizer.step()
             results.append(handle.full_state_dict())
-            held = sum(unit.main.interval.numel for unit in handle.units)
-            assert 2 * held <= handle.memory()["state"] + handle.memory()["scalars"] <= 2.2 * held + 4096
+            pieces = [piece for piece in optimizer._steppers[0].pieces if piece.world.numel >= 4096]
+            codes = sum(2 * piece.world.numel + 2 * 4 * piece.world.numel // 256 for piece in pieces)
+            tables = 2 * 256 * 4 * len(pieces)  # the codebook of each quantised tensor; short ones stay in fp32
+            assert pieces and handle.memory()["state"] <= codes + tables + 8 * 2 * 512
         assert all(same_bits(results[0], other) for other in results)
 
     run_ranks(check, 2)
