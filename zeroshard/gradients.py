@@ -40,6 +40,7 @@ class Gradients:
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
         ready: slots accumulated in the backward under way.
         present: slots that got a gradient on this rank since the last step.
+        waiting: slots that no step has used yet; the same on every rank, as `present` need not be.
     """
 
     def __init__(self, unit: str, buffer: FlatBuffer, wire: torch.dtype, carries: bool = True) -> None:
@@ -51,6 +52,7 @@ class Gradients:
         self.stale: set[int] = set()
         self.ready: set[int] = set()
         self.present: set[int] = set()
+        self.waiting: set[int] = set()
 
     @property
     def needs_bucket(self) -> bool:
@@ -72,6 +74,7 @@ class Gradients:
             self.buffer.full[own.stop :].zero_()
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
+        self.waiting = set(range(len(self.buffer.layout.slots)))
         self.buffer.placement = PARTIAL
         self.state = GradState.PARTIAL
 
@@ -134,7 +137,8 @@ class Gradients:
         if self.state is GradState.EMPTY:
             return
         self.present -= slots
-        if len(slots) == len(self.buffer.layout.slots):
+        self.waiting -= slots
+        if not self.waiting:
             self.state = GradState.EMPTY
             return
         for index in slots:
@@ -143,8 +147,6 @@ class Gradients:
             else:
                 part = self.buffer.layout.slots[index].world & self.own_interval
                 self.buffer.shard[part.relative_to(self.own_interval.start).slice].zero_() if part else None
-        if not self.present:
-            self.state = GradState.EMPTY
 
     @property
     def own_interval(self) -> Interval:

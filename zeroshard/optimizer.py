@@ -455,7 +455,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._control = now, control
         return control
 
-    def _status(self, units: Iterable[Unit]) -> Status:
+    def _status(self, units: dict[Unit, set[int]]) -> Status:
         if any(p.requires_grad for unit in self.handle.units if unit.main is None for p in unit.parameters):
             return Status.UNFROZEN
         if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in units):
@@ -463,7 +463,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.handle.plan.external_gradients:
             has_any = any(p.grad is not None for unit in units for p in unit.parameters)
         else:
-            has_any = any(unit.grads is not None and unit.grads.state is GradState.REDUCED for unit in units)
+            has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in units.items())
         return Status.READY if has_any else Status.NO_GRADIENTS
 
     def _mean_factor(self, control: Control) -> float:

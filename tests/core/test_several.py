@@ -1,0 +1,154 @@
+"""More than one of a kind in a process: process groups, handles and optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zeroshard
+from tests.core.models import (
+    PLANS,
+    WIDTH,
+    Block,
+    Job,
+    Net,
+    Outcome,
+    logs,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+    train_reference,
+)
+from zeroshard.reference import Reference
+from zeroshard.testing import expect_same_logs, run_ranks
+
+ADAMW = {"lr": 1e-2, "foreach": False}
+
+
+def test_two_process_groups_train_two_models() -> None:
+    """Ranks 0 and 2 are one world, 1 and 3 another: each is what two ranks alone would be."""
+    job = Job(micro_batches=2)
+
+    def shifted(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+        return loss_of_tokens(model, rank + 5, micro_batch, step, micro_batches)
+
+    other = Job(micro_batches=2, loss_of=shifted)
+
+    def run(rank: int) -> list[Outcome]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        group = groups[rank % 2]
+        mesh: Any = group if rank % 2 else DeviceMesh.from_group(group, "cpu")
+        return [train(other if rank % 2 else job, plan, dist.get_rank(group), mesh) for plan in PLANS]
+
+    found = run_ranks(run, 4)
+    for of_group, its_job in (((0, 2), job), ((1, 3), other)):
+        expected = run_ranks(lambda rank, its_job=its_job: train_reference(its_job, 2), 1)[0]
+        for plan in range(len(PLANS)):
+            for group_rank, rank in enumerate(of_group):
+                assert found[rank][plan].losses == expected[group_rank].losses
+                assert same_bits(found[rank][plan].weights, expected[group_rank].weights)
+            expect_same_logs(logs([found[rank][plan] for rank in of_group]))
+
+
+def test_two_models_take_turns() -> None:
+    """As in adversarial training: two handles on the same ranks, one step in the middle of the other's."""
+    expected = [
+        run_ranks(lambda rank, seed=seed: train_reference(Job(model=lambda: make(Net, seed)), 3)[0].weights, 1)[0]
+        for seed in (0, 7)
+    ]
+
+    def run(rank: int) -> list[Any]:
+        results = []
+        for plan in PLANS:
+            torch.manual_seed(0)
+            first = make(lambda: make(Net, 0))
+            second = make(lambda: make(Net, 7))
+            handles = [zeroshard.shard(model, plan, units=Block) for model in (first, second)]
+            optimizers = [zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW) for handle in handles]
+            for step in range(3):
+                losses = [loss_of_tokens(model, rank, 0, step) for model in (first, second)]
+                for optimizer, loss in zip(optimizers[::-1], losses[::-1], strict=True):
+                    optimizer.backward(loss)
+                optimizers[0].step()
+                optimizers[1].step()
+            for handle, weights in zip(handles, expected, strict=True):
+                assert same_bits(handle.full_state_dict(), weights), plan
+            results += [handle.comm_log for handle in handles]
+        return results
+
+    for of_ranks in zip(*run_ranks(run, 3), strict=True):
+        expect_same_logs(of_ranks)
+
+
+class Gated(Net):
+    """A parameter in each block that a rank may leave out."""
+
+    class Inner(Block):
+        open = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * self.gate if self.open else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+
+def gated_loss(model: Any, rank: int, step: int) -> Tensor:
+    """Gates are open on one rank alone, another one in every step; in one step on none."""
+    for block in model.blocks:
+        block.open = rank == step
+    return loss_of_tokens(model, rank, 0, step)
+
+
+def test_two_optimizers_share_a_model() -> None:
+    """With hyper-parameters of their own; one steps twice as often; gradients of the other wait for it."""
+
+    def groups(model: nn.Module) -> list[list[nn.Parameter]]:
+        gates = [p for name, p in model.named_parameters() if "gate" in name]
+        return [[p for name, p in model.named_parameters() if "gate" not in name], gates]
+
+    def one_process(rank: int) -> Any:
+        model = make(Gated)
+        reference = Reference(
+            model,
+            torch.optim.AdamW,
+            num_ranks=3,
+            params=[{"params": p, "lr": lr} for p, lr in zip(groups(model), (1e-2, 0.3), strict=True)],
+            foreach=False,
+        )
+        for step in range(4):
+            reference.step(lambda model, rank, _, step=step: gated_loss(model, rank, step))
+        return reference.state_dict()
+
+    expected = run_ranks(one_process, 1)[0]
+
+    def run(rank: int) -> list[Any]:
+        results = []
+        for plan in PLANS:
+            model = make(Gated)
+            handle = zeroshard.shard(model, plan, units=Block)
+            pairs = zip(groups(model), (1e-2, 0.3), strict=True)
+            optimizers = [zeroshard.ShardedOptimizer(p, torch.optim.AdamW, lr=lr, foreach=False) for p, lr in pairs]
+            for step in range(4):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                optimizers[0].backward(gated_loss(model, rank, step))
+                for optimizer in optimizers if step < 3 else optimizers[:1]:
+                    optimizer.step()
+            assert same_bits(handle.full_state_dict(), expected), plan
+            results.append(handle.comm_log)
+        return results
+
+    for of_ranks in zip(*run_ranks(run, 3), strict=True):
+        expect_same_logs(of_ranks)
