@@ -68,6 +68,8 @@ class Reference:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._adopt(parameter, precision_for(parameter.dtype, as_precision(precision)))
+            elif precision is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(precision_for(parameter.dtype, as_precision(precision)).param)
         groups = params if params is not None else [{"params": list(self.main)}]
         main_groups = [{**group, "params": [self.main[p] for p in group["params"]]} for group in groups]
         self.optimizer = optimizer_class(main_groups, **defaults)

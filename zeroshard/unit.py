@@ -20,7 +20,7 @@ from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.placement import REPLICATED, SHARDED, Plan
-from zeroshard.precision import MixedPrecision, precision_for
+from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 from zeroshard.weights import Weights
 
 UnitPolicy = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] | int | None
@@ -49,7 +49,8 @@ class UnitSpec:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return self.precision.param if self.trainable else self.dtype
+        """Frozen weights are cast like the others (a forward computes in one dtype), but for quantised ones."""
+        return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
 
     def weight_borrower(self, numel: int) -> Borrower:
         """Of a full-size place to gather into. Units of one kind may be needed together: kinds do not share."""
@@ -221,7 +222,7 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
                 names=tuple(names),
                 shapes=tuple(tuple(parameters[name].shape) for name in names),
                 dtype=dtype,
-                precision=precision_for(dtype, precision if trainable else None),
+                precision=precision_for(dtype, precision) if trainable or dtype in FLOATS else MixedPrecision(),
                 trainable=trainable,
                 modules=tuple(dict.fromkeys(modules)),
                 outer=_runs_around_others(unit, modules, groups),

@@ -186,6 +186,22 @@ class PartlyFrozen(Net):
         self.head.bias.requires_grad_(False)
 
 
+class Quantised(Net):
+    """Frozen integers beside trainable numbers."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randint(-128, 128, (WIDTH,), dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.codes.to(x.dtype) / 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+
 class Sometimes(Net):
     """One unit runs in odd steps alone, a parameter of another in even steps alone, and one never."""
 
@@ -313,7 +329,9 @@ JOBS: dict[str, Job] = {
     "one unit": Job(units=None),
     "two classes": Job(units=(nn.LayerNorm, nn.Linear)),
     "bf16, several outputs": Job(model=Several, precision="bf16"),
-    "bf16, partly frozen": Job(model=lambda: PartlyFrozen().bfloat16()),
+    "bf16, partly frozen": Job(model=PartlyFrozen, precision="bf16"),
+    "quantised": Job(model=Quantised),
+    "bf16, quantised": Job(model=Quantised, precision="bf16"),
     "bf16, own parameters": Job(model=Own, units=Own.Part, precision="bf16-remainder"),
 }
 JOBS = {
