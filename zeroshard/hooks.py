@@ -4,8 +4,9 @@
 |---------------------------------------|------------------------------------|-----------------------------------------|
 | forward pre-hook, forward hook        | modules that need a unit's weights | gather and show; hide                   |
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
-| forward pre-hook, hook on its outputs | the model                          | cast inputs; mark the start of backward |
-| post-accumulate-grad hook             | trainable parameters               | move the gradient into its bucket       |
+| hooks around forward                  | the model, modules kept in fp32    | cast inputs, and outputs of those kept  |
+| gradient hook on outputs              | the model                          | mark the start of backward              |
+| post-accumulate-grad hook, grad_dtype | trainable parameters               | move the gradient into its bucket       |
 
 Module hooks keep the schedule alive; parameter hooks refer to it weakly (a parameter must not own its owner).
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zeroshard.casting import cast_around_kept, cast_inputs
 from zeroshard.gather import Gatherer, in_backward
 from zeroshard.reduce import Reducer
 from zeroshard.unit import Unit
@@ -48,15 +51,34 @@ class Schedule:
                 of_module = needs.setdefault(model.get_submodule(path), [])
                 if unit not in of_module:
                     of_module.append(unit)
-        self._keep(model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True))
+        computing = [unit for unit in units if not unit.spec.kept]
+        changed = [unit.weights.buffer.dtype for unit in computing if unit.weights.buffer.dtype != unit.spec.dtype]
+        if changed:
+            self._removers.append(cast_inputs(model, changed[0]))
+        if computing:
+            self._removers += cast_around_kept(model, computing[0].spec.precision)
         for module, needed in needs.items():
             self._keep(module.register_forward_pre_hook(_before(self, needed)))
             self._keep(module.register_forward_hook(_after(self, needed), always_call=True))
         self._keep(model.register_forward_hook(self._after_model))
-        for unit in self.reducer.order:
+        self._watch(self.reducer.order)
+
+    def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
+        """Go on with others, and with more trainable units."""
+        self.gatherer, self.reducer = gatherer, reducer
+        self._watch(trainable)
+
+    def _watch(self, units: Sequence[Unit]) -> None:
+        for unit in units:
             for index, parameter in enumerate(unit.parameters):
                 hook = _on_gradient(weakref.ref(self), unit, index)
+                frozen = not parameter.requires_grad  # in a unit of which others train; it takes a hook only while not
+                parameter.requires_grad_(True)
                 self._keep(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(not frozen)
+                if unit.spec.precision.grad.itemsize > parameter.element_size():  # uses in one backward add up, too
+                    parameter.grad_dtype = unit.spec.precision.grad
+                    self._removers.append(partial(_reset_grad_dtype, parameter))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -68,10 +90,6 @@ class Schedule:
         self._removers.append(handle.remove)
 
     # Forward -----------------------------------------------------------------------------------------------------
-
-    def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        dtype = _input_dtype(self.gatherer.units)
-        return None if dtype is None else pytree.tree_map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -117,6 +135,10 @@ class Schedule:
         self.gatherer.end_backward()
 
 
+def _reset_grad_dtype(parameter: nn.Parameter) -> None:
+    parameter.grad_dtype = parameter.dtype
+
+
 def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
     @torch.no_grad()
     def hook(module: nn.Module, args: Any) -> None:
@@ -149,13 +171,3 @@ def _on_grad_of(output: Any, hook: Callable[[Tensor], None]) -> None:
     for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _input_dtype(units: Sequence[Unit]) -> torch.dtype | None:
-    """What floating-point inputs are cast to: the compute dtype, where the engine has changed the model's."""
-    changed = [unit for unit in units if unit.weights.buffer.dtype != unit.spec.dtype]
-    return changed[0].weights.buffer.dtype if changed else None
-
-
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

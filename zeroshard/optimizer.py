@@ -259,26 +259,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         self._classes.append(group_class)
         if self._steppers:
-            state = self._full_state()
+            self.handle.thaw()
             try:
-                steppers = self._build_steppers()
+                self.rebuild()
                 self.handle.claim(self._parameters(), self)
             except ValueError:
                 self.param_groups.pop(), self._classes.pop()
                 raise
-            self._steppers = steppers
-            self._units = self._find_units()
-            self._load_state(state)
+
+    @torch.no_grad()
+    def rebuild(self) -> None:
+        """Parameters have come: new steppers, existing state stays. Collective."""
+        state = self._full_state()
+        self._steppers = self._build_steppers()
+        self._units = self._find_units()
+        self._load_state(state)
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
-        frozen = {id(p) for unit in self.handle.units if unit.main is None for p in unit.parameters}
         for parameter in params:
             if handle_of(parameter) is not self.handle:
                 raise ValueError(
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
-            if parameter.requires_grad and id(parameter) in frozen:
-                raise ValueError(f"add_param_group: {self.handle.name_of(parameter)} {_WAS_FROZEN}")
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -456,7 +458,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return control
 
     def _status(self, units: dict[Unit, set[int]]) -> Status:
-        if any(p.requires_grad for unit in self.handle.units if unit.main is None for p in unit.parameters):
+        updated = {id(p) for unit in self.handle.units if unit.main is not None for p in unit.parameters}
+        if any(p.grad is not None and id(p) not in updated for p in self._parameters()):
             return Status.UNFROZEN
         if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in units):
             return Status.NOT_REDUCED
@@ -534,9 +537,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _discard_gradients(self) -> None:
         self._control, self._clip, self._clip_value = None, 1.0, None
-        for unit, slots in self._units.items():
+        for unit in self.handle.units:
             if unit.grads is not None:
-                unit.grads.consume(slots)
+                unit.grads.consume(self._units.get(unit, set()) | self.handle.unclaimed(unit))
         self.handle.reducer.forget_scale()
 
     def _own_padding(self, unit: Unit) -> int:
@@ -551,13 +554,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return covered if unit.grads is not None else 0
 
 
-_WAS_FROZEN = (
-    "was frozen when shard() was called, and has no gradient buffer. Let it require grad before shard(), and freeze it "
-    "after: requires_grad may then change at any time"
-)
-
 _NOT_READY = {
-    Status.UNFROZEN: f"a parameter that requires grad {_WAS_FROZEN}",
+    Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
+    "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
     "backward outside of no_sync()",
     Status.NO_GRADIENTS: "there are no gradients. Call backward before step or clip_grad_norm_",

@@ -2,20 +2,23 @@
 
     shards       rank 0 | rank 1 | rank 2        a parameter lies where it lies, cut anywhere
                      \\      |      /
-    all-to-all        v     v     v              fragments of gradient and main, to the owner
+    all-to-all        v     v     v              fragments of the gradient, to the owner
     owner            rank 1: whole parameter, whole state, one step of the user's class, unmodified
                       /     |     \\
     all-to-all       v      v      v             fragments of main, back where they lie
 
-Owners are balanced by cost, longest processing time first (Graham, 1969); each parameter's state is stored once. The
-routes follow from the layouts alone, so every rank knows them. Where main is replicated every rank has everything and
-owns everything: the routes are empty, the code is the same.
+An owner keeps main of what it owns: after a step it has what the holders have. Main travels to it only before the first
+step, and after weights have been set from outside. So a step sends main's size twice, and holds it once more, divided
+among the ranks. State is stored once.
+
+Owners are balanced by cost, longest processing time first (Graham, 1969). The routes follow from the layouts alone, so
+every rank knows them. Where main is replicated every rank has everything and owns everything: the routes are empty, the
+code is the same.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,7 @@ from zeroshard.collectives import Collectives
 from zeroshard.flat_step import Update, give_options, take_options
 from zeroshard.interval import Interval
 from zeroshard.layout import Slot
+from zeroshard.owners import balance, cost
 from zeroshard.placement import REPLICATED
 from zeroshard.unit import Unit
 
@@ -54,21 +58,6 @@ class Route:
     param: Interval
 
 
-def cost(shape: Sequence[int]) -> int:
-    """Relative time of one step: Newton-Schulz on a matrix takes its elements times the smaller side."""
-    return math.prod(shape) * (min(shape) if len(shape) > 1 else 1)
-
-
-def balance(costs: Sequence[int], num_owners: int) -> list[int]:
-    """Owner of each item: the most expensive first, to whoever has least (the lowest rank of those)."""
-    loads = [0] * num_owners
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        owners[index] = min(range(num_owners), key=lambda rank: (loads[rank], rank))
-        loads[owners[index]] += costs[index]
-    return owners
-
-
 class OwnerStep:
     """Owns the inner optimizer, whose parameters are the whole parameters that this rank owns.
 
@@ -76,7 +65,6 @@ class OwnerStep:
         optimizer: an instance of the user's class.
         groups: unit -> index of the param group of each slot (None: not this stepper's).
         wholes: all parameters, on every rank alike.
-        tensors_of_wholes: those that this rank owns -> their value while they are here, in the parameter's shape.
     """
 
     def __init__(
@@ -109,8 +97,13 @@ class OwnerStep:
             [{**option, "params": self._of_group(index)} for index, option in options.items()], **defaults
         )
         self._inner = dict(zip(options, self.optimizer.param_groups, strict=True))
-        most = max(self._numel(holder=self._rank), self._numel(owner=self._rank))
-        self._sent, self._received = (torch.empty(2 * most, dtype=self._dtype, device=self._device) for _ in range(2))
+        self._edits: dict[Unit, int] = {}  # of each unit, when its values at the owners were those of its holders
+        most = max(
+            sum(route.world.numel for route in self._outgoing(self._routes)),
+            sum(route.world.numel for route in self._incoming(self._routes)),
+        )
+        self._sent = torch.empty(most, dtype=self._dtype, device=self._device)
+        self._received = torch.empty(0 if self._replicated else most, dtype=self._dtype, device=self._device)
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +130,15 @@ class OwnerStep:
         take_options(self._inner, options)
         for unit in self.groups:
             start(unit)
-        self._to_owners(update)
+
+        def read_gradient(route: Route, out: Tensor) -> None:
+            route.whole.unit.read_gradient(route.world, out)
+            update.apply(out)
+
+        self._to_owners(self._routes, read_gradient, self._gradients)
+        changed = {unit for unit in self.groups if self._edits.get(unit) != unit.edits}
+        self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self._values)
+        self._edits = {}  # a step that fails half way leaves owners with values that nobody else has
         try:
             for whole, value in self._values.items():
                 value.grad = self._gradients[whole] if self._active[whole] else None
@@ -146,41 +147,45 @@ class OwnerStep:
             for value in self._values.values():
                 value.grad = None
         self._to_holders()
+        self._edits = {unit: unit.edits for unit in self.groups}
         for unit in self.groups:
             updated(unit)
         give_options(self._inner, options)
 
-    def _to_owners(self, update: Update) -> None:
+    def _to_owners(
+        self, routes: Sequence[Route], read: Callable[[Route, Tensor], None], target: dict[Whole, Tensor]
+    ) -> None:
+        if not routes:
+            return
         sent = _Cursor(self._sent)
-        for route in self._outgoing():
-            gradient, value = sent.take(route.world.numel), sent.take(route.world.numel)
-            route.whole.unit.read_gradient(route.world, gradient)
-            update.apply(gradient)
-            _read_main(route, value)
-        counts = [2 * self._numel(self._rank, owner) for owner in range(self._num_owners)]
-        back = [2 * self._numel(holder, self._rank) for holder in range(self._num_owners)]
-        received = _Cursor(self._exchange(counts, back))
-        for route in self._incoming():
-            self._gradients[route.whole].view(-1)[route.param.slice] = received.take(route.world.numel)
-            self._values[route.whole].view(-1)[route.param.slice] = received.take(route.world.numel)
+        for route in self._outgoing(routes):
+            read(route, sent.take(route.world.numel))
+        received = _Cursor(self._exchange(routes, forth=True))
+        for route in self._incoming(routes):
+            target[route.whole].view(-1)[route.param.slice] = received.take(route.world.numel)
 
     def _to_holders(self) -> None:
         sent = _Cursor(self._sent)
-        for route in self._incoming():
+        for route in self._incoming(self._routes):
             sent.take(route.world.numel).copy_(self._values[route.whole].view(-1)[route.param.slice])
-        counts = [self._numel(holder, self._rank) for holder in range(self._num_owners)]
-        back = [self._numel(self._rank, owner) for owner in range(self._num_owners)]
-        received = _Cursor(self._exchange(counts, back))
-        for route in self._outgoing():
+        received = _Cursor(self._exchange(self._routes, forth=False))
+        for route in self._outgoing(self._routes):
             value = received.take(route.world.numel)
             if self._active[route.whole]:
                 assert route.whole.unit.main is not None
                 route.whole.unit.main.set(route.world, value, spare=True)
 
-    def _exchange(self, counts: list[int], back: list[int]) -> Tensor:
+    def _exchange(self, routes: Sequence[Route], *, forth: bool) -> Tensor:
         if self._replicated:
             return self._sent
-        self._collectives.all_to_all(self._received, self._sent, back, counts, unit="owners", phase="step").wait()
+        held, owned = [0] * self._num_owners, [0] * self._num_owners
+        for route in routes:
+            if route.holder == self._rank:
+                held[route.whole.owner] += route.world.numel
+            if route.whole.owner == self._rank:
+                owned[route.holder] += route.world.numel
+        sent, received = (held, owned) if forth else (owned, held)
+        self._collectives.all_to_all(self._received, self._sent, received, sent, unit="owners", phase="step").wait()
         return self._received
 
     # Routes ------------------------------------------------------------------------------------------------------
@@ -192,22 +197,13 @@ class OwnerStep:
             if held:
                 yield Route(whole, holder, held, held.relative_to(slot.world.start))
 
-    def _outgoing(self) -> Iterator[Route]:
+    def _outgoing(self, routes: Iterable[Route]) -> list[Route]:
         """What this rank holds, in the order of the owners."""
-        mine = [route for route in self._routes if route.holder == self._rank]
-        return iter(sorted(mine, key=lambda route: route.whole.owner))
+        return sorted((route for route in routes if route.holder == self._rank), key=lambda route: route.whole.owner)
 
-    def _incoming(self) -> Iterator[Route]:
+    def _incoming(self, routes: Iterable[Route]) -> list[Route]:
         """What this rank owns, in the order of the holders."""
-        mine = [route for route in self._routes if route.whole.owner == self._rank]
-        return iter(sorted(mine, key=lambda route: route.holder))
-
-    def _numel(self, holder: int | None = None, owner: int | None = None) -> int:
-        return sum(
-            route.world.numel
-            for route in self._routes
-            if holder in (None, route.holder) and owner in (None, route.whole.owner)
-        )
+        return sorted((route for route in routes if route.whole.owner == self._rank), key=lambda route: route.holder)
 
     def _allocate(self) -> dict[Whole, Tensor]:
         return {
@@ -256,13 +252,13 @@ class OwnerStep:
                 }
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """State of what this rank owns, scalars, and scratch (whole gradients and values, and the messages)."""
-        kinds: dict[str, list[Tensor]] = {"state": [], "scalars": [], "scratch": []}
+        """State and main of what this rank owns, scalars, and scratch (whole gradients, and the messages)."""
+        kinds: dict[str, list[Tensor]] = {"main": [*self._values.values()], "state": [], "scalars": [], "scratch": []}
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     kinds["state" if value.dim() else "scalars"].append(value)
-        kinds["scratch"] = [*self._values.values(), *self._gradients.values(), self._sent, self._received]
+        kinds["scratch"] = [*self._gradients.values(), self._sent, self._received]
         return kinds
 
 

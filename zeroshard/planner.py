@@ -13,6 +13,7 @@ from zeroshard.buffer import Allotment
 from zeroshard.collectives import reduce_scratch_bytes
 from zeroshard.gather import PLACES
 from zeroshard.layout import BufferLayout
+from zeroshard.owners import balance, cost
 from zeroshard.pieces import BATCH_NUMEL, batches, cut
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
 from zeroshard.precision import MixedPrecision, as_precision
@@ -36,6 +37,7 @@ def plan_memory(
     pairwise: bool = True,
     device_type: str = "cpu",
     group_of: Callable[[str], Hashable] = lambda name: 0,
+    whole_state_bytes: Callable[[str], int | None] = lambda name: None,
 ) -> dict[str, int]:
     """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
 
@@ -44,6 +46,8 @@ def plan_memory(
         state_bytes_per_element: of the optimizer: 8 for Adam's two fp32 moments, 4 for SGD with momentum.
         state_scalars: fp32 scalars that it keeps for each tensor (Adam: the step count).
         group_of: parameter name -> its param group, where the optimizer has several (they cut the pieces).
+        whole_state_bytes: parameter name -> state per element of an optimizer that steps it whole, at an owner (Muon:
+            4); None where the optimizer is elementwise.
         pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
     """
     plan = as_plan(plan)
@@ -61,11 +65,16 @@ def plan_memory(
             kinds["main"] += main_numel * 2
         elif not spec.precision.weights_are_main:
             kinds["main"] += main_numel * spec.precision.main_dtype.itemsize
-    pieces = [numel for numel, _, _ in _pieces(specs, layouts, plan, rank, group_of)]
+
+    def group_in_pieces(name: str) -> Hashable | None:
+        return group_of(name) if whole_state_bytes(name) is None else None
+
+    pieces = [numel for numel, _, _ in _pieces(specs, layouts, plan, rank, group_in_pieces)]
     kinds["state"] = sum(pieces) * state_bytes_per_element
     kinds["scalars"] = len(pieces) * state_scalars * 4
-    transients = plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank, group_of)
-    return kinds | transients
+    kinds |= plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank, group_in_pieces)
+    _add_owners(kinds, specs, layouts, plan, rank, whole_state_bytes)
+    return kinds
 
 
 def plan_transients(
@@ -76,7 +85,7 @@ def plan_transients(
     pairwise: bool,
     device_type: str,
     rank: int = 0,
-    group_of: Callable[[str], Hashable] = lambda name: 0,
+    group_of: Callable[[str], Hashable | None] = lambda name: 0,
 ) -> dict[str, int]:
     """The preallocated full-size storages and scratch."""
     layouts = [spec.layout(num_shards, num_replicas) for spec in specs]
@@ -149,8 +158,41 @@ def _held(layout: BufferLayout, sharded: bool) -> int:
     return layout.shard_numel if sharded else layout.numel
 
 
+def _add_owners(
+    kinds: dict[str, int],
+    specs: list[UnitSpec],
+    layouts: list[BufferLayout],
+    plan: Plan,
+    rank: int,
+    whole_state_bytes: Callable[[str], int | None],
+) -> None:
+    """Main, state and scratch of the parameters that this rank steps whole (one dtype of main)."""
+    slots = [
+        (spec, layout, slot)
+        for spec, layout in zip(specs, layouts, strict=True)
+        for slot in layout.slots
+        if spec.trainable and whole_state_bytes(slot.name) is not None
+    ]
+    replicated = plan.main is REPLICATED
+    owners = balance([cost(slot.shape) for _, _, slot in slots], 1 if replicated else layouts[0].num_shards)
+    owned = held = 0
+    for (spec, layout, slot), owner in zip(slots, owners, strict=True):
+        itemsize = spec.precision.main_dtype.itemsize
+        part = slot.world if replicated else slot.world & layout.shard(rank)
+        held += part.numel * itemsize
+        if replicated or owner == rank:
+            owned += slot.world.numel * itemsize
+            kinds["state"] += slot.world.numel * (whole_state_bytes(slot.name) or 0)
+    kinds["main"] += owned
+    kinds["scratch"] += owned + max(owned, held) * (1 if replicated else 2)
+
+
 def _pieces(
-    specs: list[UnitSpec], layouts: list[BufferLayout], plan: Plan, rank: int, group_of: Callable[[str], Hashable]
+    specs: list[UnitSpec],
+    layouts: list[BufferLayout],
+    plan: Plan,
+    rank: int,
+    group_of: Callable[[str], Hashable | None],
 ) -> list[tuple[int, int, int]]:
     """(elements, bytes of gradient scratch per element, bytes of main scratch per element) of each piece stepped."""
     result = []

@@ -8,6 +8,8 @@
 - `main`: what the optimizer updates. A dtype equal to `param` means that the weights are the main weights; fp32
   beside 16-bit weights is a master copy; "remainder" keeps the low 16 bits of that master beside the bf16 weight
   (together they are the fp32 number, bit for bit: 2 bytes less).
+- `keep`: classes of modules that stay in fp32 with all that is inside them (norms, for example). What they are called
+  with is cast to fp32, what they return to `param`. Their parameters are units of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -28,13 +31,14 @@ class MixedPrecision:
 
     Raises:
         ValueError: a dtype that is not floating point; both kinds of 16 bits; a main narrower than the weights; a
-            remainder for weights that are not bf16.
+            remainder for weights that are not bf16; something in `keep` that is not a class of modules.
     """
 
     param: torch.dtype = torch.bfloat16
     grad: torch.dtype = torch.float32
     reduce: torch.dtype | None = None
     main: torch.dtype | Literal["remainder"] = torch.float32
+    keep: tuple[type[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("param", "grad", "reduce", "main"):
@@ -42,6 +46,9 @@ class MixedPrecision:
             optional = (field == "reduce" and value is None) or (field == "main" and value == "remainder")
             if not optional and value not in FLOATS:
                 raise ValueError(f"precision: {field} must be one of {', '.join(map(str, FLOATS))}, found {value!r}")
+        for item in self.keep:
+            if not (isinstance(item, type) and issubclass(item, nn.Module)):
+                raise ValueError(f"precision: keep takes classes of modules, found {item!r}")
         if self.main == "remainder" and self.param != torch.bfloat16:
             raise ValueError(
                 f"precision: the 16-bit remainder completes bf16 weights to fp32; weights are {self.param}. "

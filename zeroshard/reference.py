@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from zeroshard.precision import MixedPrecision, as_precision, precision_for
+from zeroshard.casting import cast_around_kept, cast_inputs, kept_parameters
+from zeroshard.precision import NAMED, MixedPrecision, as_precision, precision_for
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 """(model, rank, micro-batch) -> the loss whose gradient counts: divide by the number of micro-batches yourself."""
@@ -64,26 +64,31 @@ class Reference:
         self.model, self.num_ranks = model, num_ranks
         self.precisions: dict[nn.Parameter, MixedPrecision] = {}
         self.main: dict[nn.Parameter, nn.Parameter] = {}
+        record = as_precision(precision)
+        kept = kept_parameters(model, record)
         original = next(model.parameters()).dtype
         for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            of_parameter = precision_for(parameter.dtype, NAMED["fp32"] if id(parameter) in kept else record)
             if parameter.requires_grad:
-                self._adopt(parameter, precision_for(parameter.dtype, as_precision(precision)))
-            elif precision is not None and parameter.is_floating_point():
-                parameter.data = parameter.data.to(precision_for(parameter.dtype, as_precision(precision)).param)
+                self._adopt(parameter, of_parameter)
+            elif record is not None:
+                parameter.data = parameter.data.to(of_parameter.param)
         groups = params if params is not None else [{"params": list(self.main)}]
         main_groups = [{**group, "params": [self.main[p] for p in group["params"]]} for group in groups]
         self.optimizer = optimizer_class(main_groups, **defaults)
-        compute = next(iter(self.precisions.values())).param
-        if compute != original:
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: pytree.tree_map(lambda leaf: _cast(leaf, compute), (args, kwargs)),
-                with_kwargs=True,
-            )
+        if record is not None and record.param != original:
+            cast_inputs(model, record.param)
+        if record is not None:
+            list(cast_around_kept(model, record))
 
     def _adopt(self, parameter: nn.Parameter, precision: MixedPrecision) -> None:
         if precision.wire.itemsize < precision.grad.itemsize:
             raise ValueError(f"reference: the wire {precision.wire} is narrower than the gradient {precision.grad}")
         self.precisions[parameter] = precision
+        if precision.grad.itemsize > precision.param.itemsize:
+            parameter.grad_dtype = precision.grad  # autograd adds the uses within one backward in it, too
         if precision.weights_are_main:
             parameter.data = parameter.data.to(precision.param)
             self.main[parameter] = parameter
@@ -171,7 +176,3 @@ def nearest_bf16_ties_away(master: Tensor) -> Tensor:
     """The rounding of a 16-bit remainder, see [Note: remainder] in `main_weights`; torch's own takes ties to even."""
     half = 0x8000
     return (master.view(torch.int32) + half >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroshard.buffer import live_bytes
 from zeroshard.collectives import Collectives, CommLog
 from zeroshard.gather import Gatherer
+from zeroshard.gradients import GradState
 from zeroshard.hooks import Schedule
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
@@ -42,6 +43,12 @@ class HoldsTensors(Protocol):
     def tensors(self) -> dict[str, list[Tensor]]: ...
 
 
+class Owner(HoldsTensors, Protocol):
+    """An optimizer, as its handle sees it. `rebuild`: there are more parameters to update than there were."""
+
+    def rebuild(self) -> None: ...
+
+
 class Handle:
     """A sharded model: what `shard` returns.
 
@@ -53,13 +60,13 @@ class Handle:
 
     def __init__(self, plan: Plan, units: Sequence[Unit], collectives: Collectives, model: nn.Module | None) -> None:
         self.plan = plan
-        self.units = tuple(units)
         self.collectives = collectives
+        self.units = tuple(units)
         self.gatherer = Gatherer(self.units, collectives)
         self.reducer = Reducer(self.units, collectives)
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._model = weakref.ref(model) if model is not None else lambda: None
-        self._claims: dict[int, weakref.ref[HoldsTensors]] = {}
+        self._claims: dict[int, weakref.ref[Owner]] = {}
         self._guards: list[RemovableHandle] = []
         self._reading = False
         self._closed = False
@@ -209,17 +216,47 @@ class Handle:
                 parameter.data = value.to(unit.spec.dtype, copy=True)
         self._release()
 
+    @torch.no_grad()
+    def thaw(self) -> None:
+        """Parameters that were frozen at `shard` and require grad now: their units get gradients and main, and the
+        optimizers that have them begin to update them. Collective; done by the next call of the model, between steps.
+
+        Raises:
+            RuntimeError: gradients are waiting for a step.
+        """
+        frozen = [unit for unit in self.units if unit.main is None and any(p.requires_grad for p in unit.parameters)]
+        if not frozen:
+            return
+        if any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in self.units):
+            raise RuntimeError(
+                "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
+                "parameters require grad between a step (or zero_grad) and the next forward"
+            )
+        for unit in self.units:
+            if not unit.weights.buffer.owns_full:
+                unit.weights.drop(forget=True)
+        for unit in frozen:
+            unit.thaw(self.collectives)
+        before = self.reducer
+        self.gatherer, self.reducer = Gatherer(self.units, self.collectives), Reducer(self.units, self.collectives)
+        self.reducer.num_backwards = before.num_backwards
+        self.schedule.take(self.gatherer, self.reducer, frozen)
+        self.collectives.meet()
+        for owner in self.owners():
+            owner.rebuild()
+
     def attach(self) -> None:
         """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
         model = self.model
         self.schedule.attach(model)
         self._guards = [
-            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_pre_hook(self._before_forward, prepend=True),
             model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]
         ]
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        self.thaw()
         reduced = not self._claims and any(unit.grads is not None and unit.grads.present for unit in self.units)
         if reduced and torch.is_grad_enabled():
             raise RuntimeError(
@@ -266,7 +303,7 @@ class Handle:
         if self._closed:
             raise RuntimeError(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
 
-    def claim(self, parameters: Iterable[nn.Parameter], owner: HoldsTensors) -> None:
+    def claim(self, parameters: Iterable[nn.Parameter], owner: Owner) -> None:
         """One optimizer per parameter.
 
         Raises:
@@ -282,7 +319,11 @@ class Handle:
                 )
         self._claims.update({id(parameter): weakref.ref(owner) for parameter in parameters})
 
-    def owners(self) -> list[HoldsTensors]:
+    def unclaimed(self, unit: Unit) -> set[int]:
+        """Slots that no living optimizer has."""
+        return {i for i, p in enumerate(unit.parameters) if self._claims.get(id(p), lambda: None)() is None}
+
+    def owners(self) -> list[Owner]:
         """The living optimizers of this model."""
         return list({id(owner): owner for ref in self._claims.values() if (owner := ref()) is not None}.values())
 

@@ -7,20 +7,21 @@ three buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.buffer import Borrower, FlatBuffer
+from zeroshard.casting import kept_parameters
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients
 from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.placement import REPLICATED, SHARDED, Plan
-from zeroshard.precision import FLOATS, MixedPrecision, precision_for
+from zeroshard.precision import FLOATS, NAMED, MixedPrecision, precision_for
 from zeroshard.weights import Weights
 
 UnitPolicy = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] | int | None
@@ -34,6 +35,7 @@ class UnitSpec:
     Attributes:
         names: parameter names in registration order.
         modules: dotted paths of the modules whose forward needs the weights.
+        kept: whether it stays in fp32 beside units of less precision (see `MixedPrecision.keep`).
         outer: whether other units run while this one is in use (the root unit, or a unit around units): it keeps a
             full-size place of its own, the others take turns.
     """
@@ -46,6 +48,7 @@ class UnitSpec:
     trainable: bool
     modules: tuple[str, ...]
     outer: bool
+    kept: bool = False
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -68,12 +71,18 @@ class UnitSpec:
 
 
 class Unit:
-    """See the module's note. `parameters` are in buffer order (the order of `layout.slots`)."""
+    """See the module's note.
+
+    Attributes:
+        parameters: in buffer order (the order of `layout.slots`).
+        edits: how often main has been set by something else than a step; the same on every rank.
+    """
 
     def __init__(
         self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, collectives: Collectives
     ) -> None:
         self.index, self.spec, self.plan = index, spec, plan
+        self.edits = 0
         self.parameters = tuple(parameters)
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
@@ -84,14 +93,31 @@ class Unit:
         self.grads: Gradients | None = None
         self.main: MainWeights | None = None
         if spec.trainable:
-            everything = Interval(0, self.layout.numel)
-            interval = everything if plan.main is REPLICATED else self.layout.shard(rank)
-            held = buffer.full if plan.main is REPLICATED else buffer.shard
-            assert held is not None, "a replicated main needs replicated weights"
-            self.main = MainWeights(interval, held, spec.precision)
-            if not plan.external_gradients:
-                grads = FlatBuffer(self.layout, rank, spec.precision.grad, plan.grads, allocate)
-                self.grads = Gradients(spec.name, grads, spec.precision.wire, carries=mesh.replicate.rank == 0)
+            self._hold_main_and_gradients(collectives)
+
+    def _hold_main_and_gradients(self, collectives: Collectives) -> None:
+        rank, precision, mesh, buffer = (
+            collectives.mesh.shard.rank,
+            self.spec.precision,
+            collectives.mesh,
+            self.weights.buffer,
+        )
+        replicated = self.plan.main is REPLICATED
+        held = buffer.full if replicated else buffer.shard
+        assert held is not None, "a replicated main needs replicated weights"
+        self.main = MainWeights(Interval(0, self.layout.numel) if replicated else self.own_shard(), held, precision)
+        if not self.plan.external_gradients:
+            allocate = partial(collectives.allocate, device=held.device)
+            grads = FlatBuffer(self.layout, rank, precision.grad, self.plan.grads, allocate)
+            self.grads = Gradients(self.spec.name, grads, precision.wire, carries=mesh.replicate.rank == 0)
+
+    @torch.no_grad()
+    def thaw(self, collectives: Collectives) -> None:
+        """From now on a trainable unit. Main begins with the values that the weights have."""
+        self.spec = replace(self.spec, trainable=True)
+        self._hold_main_and_gradients(collectives)
+        assert self.main is not None
+        self.main.set(self.main.interval, self.main.weights.clone())
 
     @property
     def name(self) -> str:
@@ -107,6 +133,7 @@ class Unit:
 
     def set(self, values: Sequence[Tensor]) -> None:
         """New full values, in buffer order: main takes its part, and the own interval of the weights follows."""
+        self.edits += 1
         interval = self.own_shard() if self.main is None else self.main.interval
         for fragment in self.layout.fragments_in(interval):
             value = values[self.slot_index(fragment.slot.name)].reshape(-1)[fragment.param.slice]
@@ -185,7 +212,7 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
             (neighbouring modules are grouped up to that size), or None (a number of bytes that suits most models).
 
     A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
-    frozen and trainable ones, becomes several units, gathered by the same modules.
+    frozen and trainable ones, or with some that are kept in fp32, becomes several units, gathered by the same modules.
 
     Raises:
         ValueError: a model without parameters; a policy that matches no module, with the classes that there are.
@@ -202,18 +229,22 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
                 unit = groups[path]
                 owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
                 users.setdefault(id(parameter), []).append(path)
-    members: dict[tuple[str, torch.dtype, bool], list[str]] = {}
+    members: dict[tuple[str, torch.dtype, bool, bool], list[str]] = {}
     parameters = dict(model.named_parameters())
+    kept_in_fp32 = kept_parameters(model, precision)
     for name, parameter in parameters.items():
-        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad)
+        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad, id(parameter) in kept_in_fp32)
         members.setdefault(key, []).append(name)
     order = list(dict.fromkeys([*groups.values(), ""]))
     specs = []
-    for (unit, dtype, trainable), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
+    for (unit, dtype, trainable, kept), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
         _refuse_unsupported(names, [parameters[name] for name in names])
         alone = sum(key[0] == unit for key in members) == 1
         label = unit or "root"
-        label += "" if alone else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
+        if not alone:
+            marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), *["kept"] * kept]
+            label += f" ({', '.join(marks)})"
+        record = NAMED["fp32"] if kept else precision
         modules = [unit] if unit in groups else []
         modules += [path for name in names for path in users[id(parameters[name])]]
         specs.append(
@@ -222,10 +253,11 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
                 names=tuple(names),
                 shapes=tuple(tuple(parameters[name].shape) for name in names),
                 dtype=dtype,
-                precision=precision_for(dtype, precision) if trainable or dtype in FLOATS else MixedPrecision(),
+                precision=precision_for(dtype, record) if trainable or dtype in FLOATS else MixedPrecision(),
                 trainable=trainable,
                 modules=tuple(dict.fromkeys(modules)),
                 outer=_runs_around_others(unit, modules, groups),
+                kept=kept,
             )
         )
     return specs

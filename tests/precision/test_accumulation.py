@@ -121,15 +121,25 @@ def test_16_bit_gradients_lose_it(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
-def test_a_parameter_used_twice_is_summed_by_autograd_in_its_own_dtype() -> None:
-    """What the engine cannot change: within one backward pass autograd adds the uses of a bf16 parameter in bf16."""
+def test_uses_of_a_parameter_within_one_backward_sum_in_fp32() -> None:
+    """Tied weights, a module called several times: autograd adds them, the last call first, before anyone sees a
+    gradient."""
+
+    def total(plan: zeroshard.Plan, precision: MixedPrecision | str) -> float:
+        model = Scalar()
+        handle = zeroshard.shard(model, plan, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        optimizer.backward(sum(model(torch.full((NUMEL,), part)) for part in reversed(PARTS)))
+        optimizer.step()
+        value = -handle.full_state_dict(main=True)["weight"][0].item()
+        handle.close()
+        assert all(p.grad_dtype == p.dtype for p in model.parameters())
+        return value
 
     def check(rank: int) -> None:
-        model = Scalar()
-        handle = zeroshard.shard(model, "zero2", precision="bf16")
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-        optimizer.backward(model(torch.full((NUMEL,), 1.0)) + model(torch.full((NUMEL,), 1 / 512)))
-        optimizer.step()
-        assert -handle.full_state_dict(main=True)["weight"][0].item() == 1.0
+        for plan in PLANS:
+            for precision in ("bf16", "bf16-remainder"):
+                assert total(plan, precision) == EXACT, (plan, precision)
+            assert total(plan, MixedPrecision(grad=BF16)) == 1.0
 
-    run_ranks(check, 1)
+    run_ranks(check, 2)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.core.models import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
 from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs, largest_difference, train, train_reference
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.optim import Lamb
+from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks
 
@@ -344,23 +345,84 @@ def test_freezing_and_unfreezing_during_training(what: str) -> None:
         expect_equal_logs(logs)
 
 
-def test_what_was_frozen_when_it_was_sharded_cannot_be_trained_in_silence() -> None:
-    """It has no gradient buffer and no main: unfreezing it is an error that says so, not a parameter that stays put."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
+@pytest.mark.parametrize("by_group", [False, True])
+def test_what_was_frozen_when_it_was_sharded_trains_once_it_requires_grad(precision: str, by_group: bool) -> None:
+    """As in torch: it was in the optimizer all the time, or comes with `add_param_group`. The first linear layer is
+    frozen for two steps, its bias for two more."""
 
+    def unfreeze(model: nn.Module, optimizer: Any, step: int) -> None:
+        for name, at in (("weight", 2), ("bias", 4)):
+            if step == at:
+                parameter = getattr(model[0], name).requires_grad_(True)
+                if by_group:
+                    optimizer.add_param_group({"params": [parameter], "lr": 0.05})
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list((model[1] if by_group else model).parameters())}]
+
+    def build() -> nn.Module:
+        model = make(lambda: nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 16)))
+        model[0].requires_grad_(False)
+        return model
+
+    def batch(rank: int, step: int) -> Tensor:
+        return torch.randn(3, 40, generator=torch.Generator().manual_seed(7 * step + rank))
+
+    def run(rank: int, plan: Plan) -> tuple[State, list[str]]:
+        model = build()
+        handle = zeroshard.shard(model, plan, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(groups(model), torch.optim.AdamW, lr=0.1, foreach=False)
+        for step in range(6):
+            unfreeze(model, optimizer, step)
+            before = handle.full_state_dict(main=True)
+            optimizer.backward(model(batch(rank, step)).float().square().mean())
+            assert optimizer.step().applied
+            after = handle.full_state_dict(main=True)
+            moved = [name for name in before if not torch.equal(before[name], after[name])]
+            assert moved == [n for n in before if n[0] == "1" or step >= (2 if n == "0.weight" else 4)], (plan, step)
+        assert len(optimizer.state_dict()["state"]) == 4
+        return handle.full_state_dict(main=True), handle.comm_log
+
+    def plain() -> State:
+        main = build()
+        optimizer = torch.optim.AdamW(groups(main), lr=0.1, foreach=False)
+        for step in range(6):
+            unfreeze(main, optimizer, step)
+            for rank in range(2):
+                (main(batch(rank, step)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return main.state_dict()
+
+    def check(rank: int) -> list[Any]:
+        runs = {plan: run(rank, plan) for plan in PLANS}
+        first = runs[zeroshard.DDP][0]
+        for plan, (state, _) in runs.items():
+            assert same_bits(state, first), plan
+        if precision == "fp32":
+            for name, value in plain().items():
+                torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+        return [log for _, log in runs.values()]
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_equal_logs(logs)
+
+
+def test_what_begins_to_train_at_the_wrong_time_is_refused() -> None:
     def check(rank: int) -> str:
         model = make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         model[0].requires_grad_(False)
         zeroshard.shard(model, "zero2")
-        optimizer = zeroshard.ShardedOptimizer(model[1].parameters(), torch.optim.SGD, lr=1.0)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
         optimizer.backward(model(torch.ones(1, 4)).sum())
-        assert optimizer.step().applied
         model[0].requires_grad_(True)
-        optimizer.backward(model(torch.ones(1, 4)).sum())
-        with pytest.raises(RuntimeError, match="was frozen when") as error:
+        with pytest.raises(RuntimeError, match=r"between a step .* and the next forward"):  # gradients are waiting
+            model(torch.ones(1, 4))
+        optimizer.step()
+        optimizer.backward(model[1](model[0](torch.ones(1, 4))).sum())  # the model itself was not called
+        with pytest.raises(RuntimeError, match="was frozen when the model was called last") as error:
             optimizer.step()
-        with pytest.raises(ValueError, match=r"0\.weight was frozen when"):
-            optimizer.add_param_group({"params": [model[0].weight]})
-        model[0].requires_grad_(False)
         optimizer.zero_grad()
         optimizer.backward(model(torch.ones(1, 4)).sum())
         assert optimizer.step().applied
