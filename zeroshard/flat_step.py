@@ -119,19 +119,27 @@ class FlatStep:
         fresh = list(_pieces(unit, self.groups[unit], keys))
         for piece in old:
             new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
-        for piece in old:
+        for piece in set(old) - set(new):
             state = self.optimizer.state.pop(piece.tensor, None)
             for part in new if state else ():
                 if part.world in piece.world:
                     local = part.world.relative_to(piece.world.start).slice
                     self.optimizer.state[part.tensor] = {
-                        key: _part_of_state(key, value, local, piece.tensor.numel()) for key, value in state.items()
+                        key: self.as_held(part, key, _part_of_state(key, value, local, piece.tensor.numel()))
+                        for key, value in state.items()
                     }
         position = self.pieces.index(old[0])
         self.pieces[position : position + len(old)] = new
         for index, group in self._inner.items():
             group["params"] = self._tensors_of(index)
         self._plan_batches()
+
+    def as_held(self, piece: Piece, key: str, value: Any) -> Any:
+        """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method."""
+        quantised = getattr(self.optimizer, "_new_buffer", None)
+        if quantised is None or not (isinstance(value, Tensor) and value.dim()):
+            return value
+        return quantised(piece.tensor, key == "exp_avg").copy_(value)
 
     def _tensors_of(self, group: int) -> list[Tensor]:
         return [piece.tensor for piece in self.pieces if piece.group == group]
@@ -289,7 +297,7 @@ def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.numel() == numel and value.dim() == 1:
-        return value[local].clone()
+        return torch.zeros(numel, device=value.device, dtype=value.dtype).copy_(value)[local].clone()
     if value.dim() == 0:
         return value.clone()
     raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")

@@ -49,7 +49,8 @@ def load_full_state(flat: FlatStep, state: dict[nn.Parameter, dict[str, Any]]) -
             flat.optimizer.state.pop(piece.tensor, None)
             if first is not None:
                 flat.optimizer.state[piece.tensor] = {
-                    key: _piece_value(piece, key, of_slot, value) for key, value in of_slot[first].items()
+                    key: flat.as_held(piece, key, _piece_value(piece, key, of_slot, value))
+                    for key, value in of_slot[first].items()
                 }
 
 
