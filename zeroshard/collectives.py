@@ -20,9 +20,9 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,16 @@ from zeroshard.shared_memory import Location, SharedMemory
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_TAGS = {"all_gather": 1, "reduce_scatter": 2, "replicate": 3, "exchange": 4, "all_to_all": 5, "read": 6}
+_TAGS = {
+    "all_gather": 1,
+    "reduce_scatter": 2,
+    "replicate": 3,
+    "exchange": 4,
+    "all_to_all": 5,
+    "read": 6,
+    "tell all_gather": 7,
+    "tell reduce_scatter": 8,
+}
 """Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
 
 _CAST_NUMEL = 1 << 16
@@ -87,24 +96,31 @@ class Pending:
 
     def __init__(
         self,
-        log: CommLog | None = None,
+        owner: Collectives | None = None,
         works: Sequence[Any] = (),
         finish: Callable[[], Sequence[Any] | None] | None = None,
+        told: _Told | None = None,
     ) -> None:
-        """`finish`: runs once the works are done; may return further ones, for `release`."""
-        self._log, self._works, self._finish = log, works, finish
+        """`told`: messages that are heard before the works are waited for; `finish`: runs after, and may return further
+        works, for `release`."""
+        self._owner, self._works, self._finish, self._told = owner, works, finish, told
         self._acknowledgements: Sequence[Any] = ()
 
     def wait(self) -> None:
         works, self._works = self._works, ()
+        told, self._told = self._told, None
         finish, self._finish = self._finish, None
-        if self._log is not None and (works or finish):
-            start = time.perf_counter()
+        if self._owner is None or not (works or finish or told):
+            return
+        start = time.perf_counter()
+        with self._owner.failing():
+            if told is not None:
+                self._owner.hear(told)
             for work in works:
                 work.wait()
             if finish is not None:
                 self._acknowledgements = finish() or ()
-            self._log.wait_seconds += time.perf_counter() - start
+        self._owner.log.wait_seconds += time.perf_counter() - start
 
     def release(self) -> None:
         """Waits until the peers have read what this rank gave, too: only then may it be written to."""
@@ -114,10 +130,23 @@ class Pending:
             work.wait()
 
     def __del__(self) -> None:
-        """A receive that is dropped before its message arrives would block the connection for everything after it."""
-        for work in [*self._works, *self._acknowledgements]:
-            with suppress(RuntimeError):
-                work.wait()
+        """A receive that is dropped before its message arrives would block the connection for everything after it. Once
+        something has failed nobody may wait for what will never come."""
+        if self._owner is not None and not self._owner.failed:
+            for work in [*(self._told.works if self._told else ()), *self._works, *self._acknowledgements]:
+                with suppress(RuntimeError):
+                    work.wait()
+
+
+@dataclass(eq=False)
+class _Told:
+    """Messages between all ranks of an axis: which unit this is, and where it lies. `works`: not yet waited for."""
+
+    axis: Axis
+    kind: str
+    unit: str
+    works: list[Any]
+    messages: dict[int, Tensor]
 
 
 class Collectives:
@@ -126,6 +155,7 @@ class Collectives:
     Attributes:
         pairwise: whether buffers move by pairwise exchange (gloo) or by the backend's own collectives.
         shared: memory that all ranks can read, where they can: then buffers allocated in it do not move.
+        failed: whether something was waited for in vain.
         device: where control data travels, and tensors are expected.
     """
 
@@ -137,6 +167,9 @@ class Collectives:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.shared: SharedMemory | None = None
         self._pids: list[int] = []
+        self._unit_names: dict[int, str] = {}
+        self._unheard: dict[str, deque[_Told]] = {}
+        self.failed = False
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
 
@@ -165,15 +198,15 @@ class Collectives:
             return self._all_gather(axis, full, "all_gather", unit, phase)
         self.log.record("all_gather", unit, phase, (full.numel() - own.numel()) * full.element_size())
         with _trace(f"zeroshard::all_gather({unit})"):
-            works, locations = self._tell(axis, location, "all_gather")
+            told = self._tell(axis, location, "all_gather", unit)
 
         def copy_from_peers() -> Sequence[Any]:
             for rank, place in enumerate(_shards(full, axis.size)):
                 if rank != axis.rank:
-                    place.copy_(self._peer(axis, rank, locations[rank], place))
+                    place.copy_(self._peer(axis, rank, told.messages[rank], place))
             return self._acknowledge(axis) if acknowledge else []
 
-        return Pending(self.log, works, copy_from_peers)
+        return Pending(self, (), copy_from_peers, told)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str
@@ -194,9 +227,9 @@ class Collectives:
         if axis.size > 1 and full.numel():
             self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
             with _trace(f"zeroshard::reduce_scatter({unit})"):
-                shared = self._reduce_shared(axis, full, out, scratch) if wire == full.dtype else None
+                shared = self._reduce_shared(axis, full, out, scratch, unit) if wire == full.dtype else None
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
-                pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter")
+                pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter", unit)
         elif out.data_ptr() != own.data_ptr():
             out.copy_(own)
         if replicas.size == 1 or not full.numel():
@@ -207,10 +240,10 @@ class Collectives:
             part = _shards(out, replicas.size)[replicas.rank]
             self.log.record("reduce_replicas", unit, phase, 2 * (out.numel() - part.numel()) * wire.itemsize)
             start = self._reduce_pairwise if self.pairwise else self._reduce_native
-            start(replicas, out, part, scratch, wire, "replicate").wait()
+            start(replicas, out, part, scratch, wire, "replicate", unit).wait()
             self._all_gather(replicas, out, "replicate", unit, phase, log=False).wait()
 
-        return Pending(self.log, (), sum_over_replicas)
+        return Pending(self, (), sum_over_replicas)
 
     def all_to_all(
         self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str
@@ -224,7 +257,7 @@ class Collectives:
         with _trace(f"zeroshard::all_to_all({unit})"):
             if not self.pairwise and axis.size > 1:
                 arguments = out[: sum(received)], data[:total], list(received), list(sent)
-                return Pending(self.log, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)])
+                return Pending(self, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)])
             works = []
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
@@ -233,7 +266,7 @@ class Collectives:
                 if parts[target].numel():
                     works.append(_send(axis, parts[target], target, "all_to_all"))
             places[axis.rank].copy_(parts[axis.rank])
-            return Pending(self.log, works)
+            return Pending(self, works)
 
     def broadcast(self, tensors: Sequence[Tensor], axis: Axis | None = None, source: int = 0) -> None:
         """The values of rank `source` of an axis (all ranks), in place. Not logged: it belongs to no step."""
@@ -276,24 +309,25 @@ class Collectives:
             self.log.record(kind, unit, phase, (full.numel() - own.numel()) * full.element_size())
         with _trace(f"zeroshard::{kind}({unit})"):
             if not self.pairwise:
-                return Pending(self.log, [_all_gather(full, own, group=axis.group, async_op=True)])
+                return Pending(self, [_all_gather(full, own, group=axis.group, async_op=True)])
+            told = self._tell(axis, None, kind, unit) if kind == "all_gather" else None
             works = []
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
                 works.append(_receive(axis, shards[source], source, kind))
                 works.append(_send(axis, own, target, kind))
-            return Pending(self.log, works)
+            return Pending(self, works, told=told)
 
-    def _reduce_shared(self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor) -> Pending | None:
+    def _reduce_shared(self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, unit: str) -> Pending | None:
         """None where `full` does not lie in shared memory."""
         location = self.shared.locate(full) if self.shared is not None else None
         if location is None:
             return None
-        works, locations = self._tell(axis, location, "reduce_scatter")
+        told = self._tell(axis, location, "reduce_scatter", unit)
 
         def sum_from_peers() -> Sequence[Any]:
             terms = [
-                self._peer(axis, rank, locations[rank], full).view(axis.size, -1)[axis.rank]
+                self._peer(axis, rank, told.messages[rank], full).view(axis.size, -1)[axis.rank]
                 for rank in range(axis.size)
                 if rank != axis.rank
             ]
@@ -301,19 +335,63 @@ class Collectives:
             _sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out)
             return self._acknowledge(axis)
 
-        return Pending(self.log, works, sum_from_peers)
+        return Pending(self, (), sum_from_peers, told)
 
-    def _tell(self, axis: Axis, location: Location, kind: str) -> tuple[list[Any], dict[int, Tensor]]:
-        """Tell all peers where to read, and hear it of them."""
-        mine = location.as_tensor()
+    def _tell(self, axis: Axis, location: Location | None, kind: str, unit: str) -> _Told:
+        """Tell all peers which unit this is (and where to read it, if they can), and hear it of them."""
+        where = astuple(location) if location is not None else (0, 0, 0, 0)
+        mine = torch.tensor([*where, self._number_of(unit)], dtype=torch.int64)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        locations = {rank: torch.empty_like(mine) for rank in peers}
-        works = [_receive(axis, locations[rank], rank, kind) for rank in peers]
-        return works + [_send(axis, mine, rank, kind) for rank in peers], locations
+        messages = {rank: torch.empty_like(mine) for rank in peers}
+        works = [_receive(axis, messages[rank], rank, f"tell {kind}") for rank in peers]
+        works += [_send(axis, mine, rank, f"tell {kind}") for rank in peers]
+        told = _Told(axis, kind, unit, works, messages)
+        self._unheard.setdefault(kind, deque()).append(told)
+        return told
 
-    def _peer(self, axis: Axis, rank: int, location: Tensor, like: Tensor) -> Tensor:
+    def hear(self, told: _Told) -> None:
+        """Wait for these messages, and for those of the same kind before them: who is on another path is noticed at the
+        first one that differs, before anybody waits for something that will never come.
+
+        Raises:
+            RuntimeError: a peer is at another unit.
+        """
+        unheard = self._unheard[told.kind]
+        while told in unheard:
+            first = unheard.popleft()
+            while first.works:  # a work must not be waited for twice
+                first.works.pop().wait()
+            for rank, message in first.messages.items():
+                number = int(message[-1])
+                if number != self._number_of(first.unit):
+                    theirs = self._unit_names.get(number, "one that this rank does not have")
+                    raise RuntimeError(
+                        f"{told.kind}: rank {self.mesh.world.rank} is at unit {first.unit}, rank "
+                        f"{told.axis.ranks[rank]} at unit {theirs}. Nothing has been updated. Every rank must run the "
+                        "same units in the same order"
+                    )
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error inside means that the ranks no longer expect the same messages."""
+        try:
+            yield
+        except BaseException:
+            self.failed = True
+            raise
+
+    def introduce(self, unit: str) -> None:
+        """Whose name a message may carry."""
+        self._number_of(unit)
+
+    def _number_of(self, unit: str) -> int:
+        number = zlib.crc32(unit.encode())
+        self._unit_names[number] = unit
+        return number
+
+    def _peer(self, axis: Axis, rank: int, message: Tensor, like: Tensor) -> Tensor:
         assert self.shared is not None
-        return self.shared.peer(self._pids[axis.ranks[rank]], Location(*location.tolist()), like)
+        return self.shared.peer(self._pids[axis.ranks[rank]], Location(*message[:-1].tolist()), like)
 
     def _acknowledge(self, axis: Axis) -> list[Any]:
         """Tell all peers that their memory has been read; the works are done when they have said so too."""
@@ -347,11 +425,12 @@ class Collectives:
         self.log.clear()
 
     def _reduce_pairwise(
-        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str
+        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str, unit: str
     ) -> Pending:
         shards = _shards(full, axis.size)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
         received, rest = _carve(scratch, len(peers), out.numel(), wire)
+        told = self._tell(axis, None, kind, unit) if kind == "reduce_scatter" else None
         works = [_receive(axis, term, peer, kind) for term, peer in zip(received, peers, strict=True)]
         if wire == full.dtype:
             terms = [shards[peer] for peer in peers]
@@ -363,24 +442,24 @@ class Collectives:
         own = shards[axis.rank]
         narrow = wire.itemsize < full.element_size()
         total = rest.view(full.dtype)[: out.numel()] if narrow and len(peers) > 1 else received[0]
-        return Pending(self.log, works, lambda: _sum_in_rank_order(own, received, axis.rank, total, out))
+        return Pending(self, works, lambda: _sum_in_rank_order(own, received, axis.rank, total, out), told)
 
     def _reduce_native(
-        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str
+        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str, unit: str
     ) -> Pending:
         own = _shards(full, axis.size)[axis.rank]
         if wire == full.dtype:
-            return Pending(self.log, [_reduce_scatter(out, full, group=axis.group, async_op=True)])
+            return Pending(self, [_reduce_scatter(out, full, group=axis.group, async_op=True)])
         cast, rest = _carve(scratch, 1, full.numel(), wire)
         received, _ = _carve(rest, axis.size, out.numel(), wire)
         cast[0].copy_(full)
         if wire.itemsize > full.element_size():
             work = _reduce_scatter(received[0], cast[0], group=axis.group, async_op=True)
-            return Pending(self.log, [work], lambda: _copy(out, received[0]))
+            return Pending(self, [work], lambda: _copy(out, received[0]))
         work = dist.all_to_all_single(rest[: cast[0].nbytes].view(wire), cast[0], group=axis.group, async_op=True)
         terms = [term for rank, term in enumerate(received) if rank != axis.rank]
         total = scratch[: out.nbytes].view(out.dtype)  # what was sent has been sent
-        return Pending(self.log, [work], lambda: _sum_in_rank_order(own, terms, axis.rank, total, out))
+        return Pending(self, [work], lambda: _sum_in_rank_order(own, terms, axis.rank, total, out))
 
 
 def reduce_scratch_bytes(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from zeroshard.collectives import Collectives
 
 _WORD_BITS = 48
 _ROW_NUMEL = 1024
+_RECENT = 2000
+"""Collectives of each kind that ranks compare when they have not issued the same."""
 
 
 class Status(IntEnum):
@@ -85,7 +88,8 @@ def exchange_control(
     head = torch.tensor([status, collectives.log.digest, weight], dtype=torch.float64, device=terms.device)
     words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
     rows = collectives.exchange(torch.cat([head, terms, words])).cpu()
-    _expect_equal(rows[:, 1].tolist())
+    if len(set(rows[:, 1].tolist())) > 1:
+        raise RuntimeError(_first_difference(collectives))
     mesh = collectives.mesh
     shard_ranks = [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
     sums = rows[shard_ranks, 3 : 3 + num_groups]  # one replica of each shard
@@ -151,12 +155,33 @@ def _unpack(rows: list[list[float]], count: int) -> tuple[bool, ...]:
     return tuple(bool(words[i // _WORD_BITS] >> (i % _WORD_BITS) & 1) for i in range(count))
 
 
-def _expect_equal(digests: list[float]) -> None:
-    if len(set(digests)) > 1:
-        usual = max(set(digests), key=digests.count)
-        others = [rank for rank, digest in enumerate(digests) if digest != usual]
-        raise RuntimeError(
-            f"ranks {others} have not issued the same collectives as the others since the last step: their forward or "
-            "backward took another path through the units. Nothing has been updated. Every rank must run the same "
-            "units in the same order"
-        )
+def _first_difference(collectives: Collectives) -> str:
+    """Where the ranks' logs part: one more exchange, on the way out. Kinds of collectives may overtake one another."""
+    lists: dict[str, list[str]] = {}
+    for event in collectives.log.entries:
+        lists.setdefault(event.op, []).append(f"unit {event.unit}")
+    recent = {op: [len(units), units[-_RECENT:]] for op, units in lists.items()}
+    found = collectives.exchange_objects(recent)
+    where = "they issued them in another order, longer ago than the logs tell"
+    for rank, theirs in enumerate(found[1:], start=1):
+        pair = next((pair for op in sorted({*found[0], *theirs}) if (pair := _compare(op, found[0], theirs))), None)
+        if pair is not None:
+            where = f"{pair[0]}: rank 0 was at {pair[1]} where rank {rank} was at {pair[2]}"
+            break
+    return (
+        f"the ranks have not issued the same collectives: {where}. Their forward or backward took another path through "
+        "the units. Nothing has been updated. Every rank must run the same units in the same order"
+    )
+
+
+def _compare(op: str, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str, str] | None:
+    (my_count, my_units), (their_count, their_units) = mine.get(op, [0, []]), theirs.get(op, [0, []])
+    first = max(my_count - len(my_units), their_count - len(their_units))
+    for index in range(first, max(my_count, their_count)):
+        pair = [
+            units[index - (count - len(units))] if index < count else "nothing more"
+            for count, units in ((my_count, my_units), (their_count, their_units))
+        ]
+        if pair[0] != pair[1]:
+            return op, pair[0], pair[1]
+    return None

@@ -27,9 +27,6 @@ class Location:
     num_bytes: int
     offset: int
 
-    def as_tensor(self) -> Tensor:
-        return torch.tensor(astuple(self), dtype=torch.int64)
-
 
 class SharedMemory:
     """The segments that this process has, and those of its peers that it has mapped."""

@@ -1,0 +1,126 @@
+"""Ranks that run other units, or the same in another order, hear of it before anything is updated."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import Block, Net, loss_of_tokens, make
+from zeroshard.testing import run_ranks
+
+TRIALS = 100
+
+
+class Paths(Net):
+    """Each rank goes its own way through the blocks."""
+
+    path: tuple[int, ...] = ()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index in self.path:
+            x = self.blocks[index](x)
+        return self.head(self.norm(x))
+
+
+def build() -> nn.Module:
+    return Paths(blocks=5)
+
+
+def paths(trial: int, num_ranks: int, *, skips: bool) -> list[tuple[int, ...]]:
+    """One rank goes another way than the others: another order, or a block is left out."""
+    draw = random.Random(trial)
+    usual = tuple(draw.sample(range(5), 5))
+    other = usual
+    while other == usual:
+        other = tuple(draw.sample(usual, 4 if skips and draw.random() < 0.5 else 5))
+    odd = draw.randrange(num_ranks)
+    return [other if rank == odd else usual for rank in range(num_ranks)]
+
+
+def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple[str, float, bool]:
+    """What is said, after how long, and whether everything is as before. Two steps on one path come first: a prefetch
+    that follows them must not hide the difference."""
+    model = make(build)
+    handle = zeroshard.shard(model, "zero3", units=Block, mesh=group)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    model.path = (0, 1, 2, 3, 4)
+    for step in range(steps):
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+    before = [unit.main.weights.clone() for unit in handle.units]
+    model.path = path
+    said, start = "", time.monotonic()
+    try:
+        optimizer.backward(loss_of_tokens(model, rank, 0, steps))
+        optimizer.step()
+    except RuntimeError as error:
+        said = str(error)
+    same = all(torch.equal(unit.main.weights, value) for unit, value in zip(handle.units, before, strict=True))
+    return said, time.monotonic() - start, same
+
+
+@pytest.mark.parametrize("way", ["shared memory", "messages"])
+def test_another_path_on_one_rank_is_always_caught(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 of 100: every rank raises, the message names both units, nothing has been updated, nobody waits."""
+    if way == "messages":
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+
+    def check(rank: int) -> list[Any]:
+        results = []
+        for trial in range(TRIALS // 2):
+            group = dist.new_group()
+            path = paths(trial, 3, skips=way == "shared memory")[rank]
+            results.append(one_trial(rank, path, group, steps=trial % 3))
+        return results
+
+    found = run_ranks(check, 3, timeout=100, collective_timeout=20)
+    for trial, by_rank in enumerate(zip(*found, strict=True)):
+        for said, seconds, same in by_rank:
+            assert said.count("blocks.") == 2, (trial, by_rank)
+            assert "same units in the same order" in said, (trial, said)
+            assert same and seconds < 5, (trial, by_rank)
+
+
+def test_one_path_on_all_ranks_is_fine() -> None:
+    """The negative control: the same changes of path, made by all."""
+
+    def check(rank: int) -> None:
+        for trial in range(20):
+            path = paths(trial, 3, skips=True)[0]
+            said, _, same = one_trial(rank, path, None, steps=trial % 3)
+            assert said == "" and not same
+
+    run_ranks(check, 3)
+
+
+def test_where_nothing_says_which_unit_it_is_the_digest_does() -> None:
+    """As on NCCL: equal sizes in another order go through, and the step finds it."""
+
+    def check(rank: int) -> list[str]:
+        said = []
+        for plan, op in (("zero3", "all_gather"), ("zero1", "reduce_scatter")):
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            before = handle.full_state_dict()
+            for unit in ("blocks.1", "blocks.2") if rank != 1 else ("blocks.2", "blocks.1"):
+                handle.comm_log.record(op, unit, "backward", 64)
+            with pytest.raises(RuntimeError, match="have not issued the same collectives") as error:
+                optimizer.step()
+            assert all(torch.equal(value, before[name]) for name, value in handle.full_state_dict().items())
+            said.append(str(error.value))
+        return said
+
+    for said in zip(*run_ranks(check, 3), strict=True):
+        assert len(set(said)) == 1
+        assert "rank 0 was at unit blocks.1 where rank 1 was at unit blocks.2" in said[0]
