@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from zeroshard.precision import MixedPrecision
+from zeroshard.trees import map_tensors
 
 Remover = Callable[[], None]
 
@@ -43,15 +43,11 @@ def cast_around_kept(model: nn.Module, precision: MixedPrecision) -> Iterator[Re
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """The same tree, its floating-point tensors in `dtype`."""
-    return pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def _cast_call(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
     return lambda module, args, kwargs: (cast(args, dtype), cast(kwargs, dtype))
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _is_inside(path: str, outer: str) -> bool:

@@ -133,8 +133,10 @@ class Pending:
         """A receive that is dropped before its message arrives would block the connection for everything after it. Once
         something has failed nobody may wait for what will never come."""
         if self._owner is not None and not self._owner.failed:
-            for work in [*(self._told.works if self._told else ()), *self._works, *self._acknowledgements]:
-                with suppress(RuntimeError):
+            with suppress(RuntimeError):
+                if self._told is not None:
+                    self._told.arrive()
+                for work in [*self._works, *self._acknowledgements]:
                     work.wait()
 
 
@@ -147,6 +149,10 @@ class _Told:
     unit: str
     works: list[Any]
     messages: dict[int, Tensor]
+
+    def arrive(self) -> None:
+        while self.works:  # a work must not be waited for twice
+            self.works.pop().wait()
 
 
 class Collectives:
@@ -359,8 +365,7 @@ class Collectives:
         unheard = self._unheard[told.kind]
         while told in unheard:
             first = unheard.popleft()
-            while first.works:  # a work must not be waited for twice
-                first.works.pop().wait()
+            first.arrive()
             for rank, message in first.messages.items():
                 number = int(message[-1])
                 if number != self._number_of(first.unit):

@@ -82,6 +82,21 @@ class Gatherer:
             if not unit.weights.shown:
                 self._unshard(unit, "backward")
 
+    def expect_to_stay(self, units: Sequence[Unit]) -> None:
+        """A second backward will read these weights through views of their places.
+
+        Raises:
+            RuntimeError: other units take turns in the place.
+        """
+        for unit in units:
+            of_kind = [other for other in self._place_of if self._place_of[other] is self._place_of.get(unit)]
+            if not unit.weights.buffer.owns_full and len(of_kind) > 1:
+                raise RuntimeError(
+                    f"create_graph: a gradient of a gradient needs the weights of unit {unit.name} again, and under "
+                    "this plan other units take turns in their place. Use a plan with replicated weights (zero2), or "
+                    "units= a number of bytes that the whole model fits into"
+                )
+
     def end_backward(self) -> None:
         self._protected = None
         for unit in self.units:

@@ -13,19 +13,23 @@ Module hooks keep the schedule alive; parameter hooks refer to it weakly (a para
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from zeroshard.casting import cast_around_kept, cast_inputs
 from zeroshard.gather import Gatherer, in_backward
 from zeroshard.reduce import Reducer
+from zeroshard.trees import tensors_in
 from zeroshard.unit import Unit
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Schedule:
@@ -38,17 +42,17 @@ class Schedule:
     def __init__(self, gatherer: Gatherer, reducer: Reducer) -> None:
         self.gatherer, self.reducer = gatherer, reducer
         self._removers: list[Callable[[], None]] = []
-        self._backward: int | None = None
+        self._backward: int | None = None  # the graph task under way
+        self._needs: dict[nn.Module, list[Unit]] = {}
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module) -> None:
         """Install all hooks."""
         units = self.gatherer.units
-        needs: dict[nn.Module, list[Unit]] = {}
         for unit in units:
             for path in unit.spec.modules:
-                of_module = needs.setdefault(model.get_submodule(path), [])
+                of_module = self._needs.setdefault(model.get_submodule(path), [])
                 if unit not in of_module:
                     of_module.append(unit)
         computing = [unit for unit in units if not unit.spec.kept]
@@ -57,10 +61,10 @@ class Schedule:
             self._removers.append(cast_inputs(model, changed[0]))
         if computing:
             self._removers += cast_around_kept(model, computing[0].spec.precision)
-        for module, needed in needs.items():
+        for module, needed in self._needs.items():
             self._keep(module.register_forward_pre_hook(_before(self, needed)))
             self._keep(module.register_forward_hook(_after(self, needed), always_call=True))
-        self._keep(model.register_forward_hook(self._after_model))
+        self._keep(model.register_forward_hook(outside_graphs(self._after_model)))
         self._watch(self.reducer.order)
 
     def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
@@ -80,11 +84,31 @@ class Schedule:
                     parameter.grad_dtype = unit.spec.precision.grad
                     self._removers.append(partial(_reset_grad_dtype, parameter))
 
+    def wrap(self, module: nn.Module, name: str) -> None:
+        """Let a method of a module do what calling the module does: its own parameters have their values inside."""
+        method, needed = getattr(module, name), self._needs.get(module, [])
+
+        before, after = _before(self, needed), _after(self, needed)
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            before(module, args)
+            output = None
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                after(module, args, output)
+            return output
+
+        setattr(module, name, wrapper)
+        self._removers.append(partial(delattr, module, name))
+
     def detach(self) -> None:
         """Remove all hooks."""
         for remove in self._removers:
             remove()
         self._removers.clear()
+        self._needs.clear()
 
     def _keep(self, handle: Any) -> None:
         self._removers.append(handle.remove)
@@ -108,6 +132,8 @@ class Schedule:
 
     def _on_output_grad(self, units: Sequence[Unit]) -> None:
         self.begin_backward()
+        if torch.is_grad_enabled():  # create_graph
+            self.gatherer.expect_to_stay(units)
         with torch.no_grad():
             self.gatherer.enter_backward(units)
 
@@ -139,7 +165,16 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = parameter.dtype
 
 
+def outside_graphs(hook: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile calls it between two graphs, and does not look inside: it moves data and communicates."""
+    import torch._dynamo  # slow to import; every optimizer does it too
+
+    disabled: Callable[P, T] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
+    @outside_graphs
     @torch.no_grad()
     def hook(module: nn.Module, args: Any) -> None:
         schedule.before_module(units)
@@ -148,6 +183,7 @@ def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any],
 
 
 def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+    @outside_graphs
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         schedule.after_module(units, output)
 
@@ -167,7 +203,7 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
 
 
 def _on_grad_of(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Register on every tensor in a nested output that takes part in autograd."""
-    for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    """Register on every tensor in an output that takes part in autograd."""
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -102,6 +102,8 @@ class Reducer:
         grads = unit.grads
         assert grads is not None and parameter.grad is not None, "only trainable units accumulate"
         grad, parameter.grad = parameter.grad.detach(), None
+        if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
+            grad = grad.to_dense()
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
         if self._watch is not None:

@@ -137,8 +137,8 @@ class Reference:
             losses.append(loss.item())
             for parameter, precision in self.precisions.items():
                 if parameter.grad is not None:
-                    so_far = total.get(parameter)
-                    added = parameter.grad if so_far is None else so_far + parameter.grad
+                    so_far, grad = total.get(parameter), parameter.grad.to_dense()  # as it is, but for sparse ones
+                    added = grad if so_far is None else so_far + grad
                     total[parameter] = added.to(precision.grad)
                     parameter.grad = None
         return total

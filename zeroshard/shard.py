@@ -24,7 +24,7 @@ from zeroshard.buffer import live_bytes
 from zeroshard.collectives import Collectives, CommLog
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
-from zeroshard.hooks import Schedule
+from zeroshard.hooks import Schedule, outside_graphs
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
@@ -110,6 +110,15 @@ class Handle:
                         unit.take_full()
                     if not unit.weights.buffer.owns_full:
                         unit.weights.drop(forget=True)
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let `module.name(...)` do what `module(...)` does: give the module's own parameters their values.
+
+        Needed for a method that uses parameters of that very module and is called in place of it (a `forward_features`
+        that adds `self.position`, say). Methods that only call other modules work as they are. The name is FSDP2's.
+        """
+        self.check_open("register_forward_method")
+        self.schedule.wrap(module, name)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -250,12 +259,14 @@ class Handle:
         model = self.model
         self.schedule.attach(model)
         self._guards = [
-            model.register_forward_pre_hook(self._before_forward, prepend=True),
+            model.register_forward_pre_hook(outside_graphs(self._before_forward), prepend=True),
             model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]
         ]
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            self._expect_known_parameters()
         self.thaw()
         reduced = not self._claims and any(unit.grads is not None and unit.grads.present for unit in self.units)
         if reduced and torch.is_grad_enabled():
@@ -263,6 +274,15 @@ class Handle:
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"
             )
+
+    def _expect_known_parameters(self) -> None:
+        known = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in known:
+                raise RuntimeError(
+                    f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
+                    "reduce its gradient or update it. close() the handle, and shard() the changed model"
+                )
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.gatherer.settle()

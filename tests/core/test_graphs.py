@@ -339,20 +339,21 @@ JOBS = {
 }
 
 
-def expect_reference(job: Job, plans: Sequence[Plan] = PLANS) -> None:
-    """Losses and weights of every plan on 3 ranks are those of one process."""
+def expect_reference(job: Job, plans: Sequence[Plan] = PLANS, ranks: Sequence[int] = (3,)) -> None:
+    """Losses and weights of every plan are those of one process, on each of these numbers of ranks."""
 
     def run(rank: int) -> list[Outcome]:
         return [train(job, plan, rank) for plan in plans]
 
-    expected = run_ranks(lambda rank: train_reference(job, 3), 1)[0]
-    found = run_ranks(run, 3, collective_timeout=10)
-    for plan_index, plan in enumerate(plans):
-        for rank in range(3):
-            outcome = found[rank][plan_index]
-            assert outcome.losses == expected[rank].losses, plan
-            assert same_bits(outcome.weights, expected[rank].weights), plan
-        expect_same_logs([found[rank][plan_index].log for rank in range(3)])
+    for num_ranks in ranks:
+        expected = run_ranks(lambda rank, num_ranks=num_ranks: train_reference(job, num_ranks), 1)[0]
+        found = run_ranks(run, num_ranks, collective_timeout=10)
+        for plan_index, plan in enumerate(plans):
+            for rank in range(num_ranks):
+                outcome = found[rank][plan_index]
+                assert outcome.losses == expected[rank].losses, (plan, num_ranks)
+                assert same_bits(outcome.weights, expected[rank].weights), (plan, num_ranks)
+            expect_same_logs([found[rank][plan_index].log for rank in range(num_ranks)])
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -1,0 +1,415 @@
+"""Unusual modules and calls: containers, methods, hooks, compilation. Against one process, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.core.models import (
+    PLANS,
+    WIDTH,
+    Block,
+    Job,
+    Net,
+    Outcome,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+    train_reference,
+)
+from tests.core.test_graphs import cross_entropy, data, expect_reference
+from zeroshard.testing import run_ranks
+from zeroshard.trees import map_tensors, tensors_in
+
+
+@dataclass
+class Named:
+    hidden: Tensor
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inner: Named
+    note: str = "text"
+
+
+class Tuple(NamedTuple):
+    hidden: Tensor
+    others: list[Any]
+
+
+class Slots:
+    __slots__ = ("hidden", "owner")
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden, self.owner = hidden, self
+
+
+class Plain:
+    def __init__(self, hidden: Tensor) -> None:
+        self.parts = {"hidden": hidden}
+
+
+WRAP: dict[str, tuple[Any, Any]] = {
+    "dataclass": (lambda x: Named(x, {"mean": x.mean()}), lambda y: y.hidden),
+    "nested dataclass": (lambda x: {"a": [Frozen(Named(x, {}))]}, lambda y: y["a"][0].inner.hidden),
+    "named tuple": (lambda x: Tuple(x, [None, 3]), lambda y: y.hidden),
+    "slots": (Slots, lambda y: y.hidden),
+    "plain object": (Plain, lambda y: y.parts["hidden"]),
+}
+
+
+class Wrapping(Net):
+    """Blocks take and return a container."""
+
+    class Inner(Block):
+        kind = ""
+
+        def forward(self, container: Any) -> Any:
+            wrap, unwrap = WRAP[self.kind]
+            return wrap(super().forward(unwrap(container)))
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+        for block in self.blocks:
+            block.kind = kind
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        wrap, unwrap = WRAP[self.kind]
+        container = wrap(self.embed(tokens))
+        for block in self.blocks:
+            container = block(container)
+        return self.head(self.norm(unwrap(container)))
+
+
+class Featured(Net):
+    """Called by a method of its own, which uses a parameter of the model itself; blocks too."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+
+        def features(self, x: Tensor) -> Tensor:
+            return self(x) * self.gain
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+    def forward_features(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block.features(x)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.forward_features(tokens))
+
+
+def by_method(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    tokens = data(rank, micro_batch, step)
+    return cross_entropy(model.head(model.forward_features(tokens)), tokens) / micro_batches
+
+
+class Hooked(Net):
+    """The user's own hooks, of each kind, that change what passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+            block.register_forward_hook(lambda module, args, output: output + 0.25)
+            block.up.register_full_backward_hook(lambda module, grads_in, grads_out: (grads_in[0] * 0.5,))
+            block.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,))
+            block.down.weight.register_hook(lambda grad: grad * 3)
+
+
+class Partial(Net):
+    """Layers that are functools.partial objects, and a module without parameters that returns several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squash = partial(torch.clamp, min=-1.0, max=1.0)
+        self.split = nn.Identity()
+        self.call = [partial(block.forward) for block in self.blocks[:0]]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.squash(self.embed(tokens))
+        for block in self.blocks:
+            x = partial(block)(self.split((x, None))[0])
+        return self.head(self.norm(x))
+
+
+def vector_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """As `out.backward(g)` with a vector."""
+    tokens = data(rank, micro_batch, step)
+    return (model(tokens).float() * torch.linspace(-1, 1, 23)).sum() / micro_batches
+
+
+JOBS: dict[str, Job] = {
+    **{f"containers: {kind}": Job(model=partial(Wrapping, kind)) for kind in WRAP},
+    "containers, bf16": Job(model=partial(Wrapping, "nested dataclass"), precision="bf16"),
+    "hooks of the user": Job(model=Hooked),
+    "functools.partial": Job(model=Partial),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_unusual_modules_train_as_in_one_process(name: str) -> None:
+    expect_reference(replace(JOBS[name], micro_batches=2), ranks=(2, 3))
+
+
+def test_methods_in_place_of_forward() -> None:
+    """`register_forward_method` for those that use parameters of the very module they belong to."""
+
+    def registered(rank: int) -> list[Outcome]:
+        results = []
+        for plan in PLANS:
+            model = make(Featured)
+            handle = zeroshard.shard(model, plan, units=Block)
+            handle.register_forward_method(model, "forward_features")
+            for block in model.blocks:
+                handle.register_forward_method(block, "features")
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            losses = []
+            for step in range(3):
+                loss = by_method(model, rank, 0, step, 1)
+                losses.append(loss.item())
+                optimizer.backward(loss)
+                optimizer.step()
+            results.append(Outcome(losses, handle.full_state_dict(), handle.comm_log))
+            handle.close()
+            assert "forward_features" not in vars(model)  # the class's own again
+        return results
+
+    job = Job(model=Featured, loss_of=by_method)
+    expected = run_ranks(lambda rank: train_reference(job, 2), 1)[0]
+    for rank, of_rank in enumerate(run_ranks(registered, 2)):
+        for outcome in of_rank:
+            assert outcome.losses == expected[rank].losses
+            assert same_bits(outcome.weights, expected[rank].weights)
+
+    def unregistered(rank: int) -> None:  # the negative control
+        model = make(Featured)
+        zeroshard.shard(model, "zero3", units=Block)
+        assert by_method(model, rank, 0, 0, 1).isnan()
+
+    run_ranks(unregistered, 2)
+
+
+def test_backward_of_something_that_is_no_scalar() -> None:
+    job = Job(loss_of=vector_loss)
+
+    def check(rank: int) -> None:
+        expected = [train(job, plan, rank) for plan in PLANS]
+        for plan, truth in zip(PLANS, expected, strict=True):
+            for through in ("optimizer", "tensor"):
+                model = make(Net)
+                handle = zeroshard.shard(model, plan, units=Block)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+                for step in range(3):
+                    out = model(data(rank, 0, step))
+                    grad = torch.linspace(-1, 1, 23).expand(out.shape)
+                    if through == "optimizer":
+                        optimizer.backward(out, gradient=grad)
+                    else:
+                        out.backward(grad)
+                    optimizer.step()
+                assert same_bits(handle.full_state_dict(), truth.weights), (plan, through)
+
+    run_ranks(check, 2)
+
+
+# Gradients of gradients -----------------------------------------------------------------------------------------------
+
+
+def with_penalty(model: Any, rank: int, step: int) -> Tensor:
+    """WGAN-GP's: the norm of the gradient by the input is part of the loss."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4, 6, generator=generator).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 9), nn.Linear(9, 1))
+
+
+def penalised(rank: int, plan: Any, units: Any, ranks: int) -> dict[str, Tensor]:
+    model = make(critic)
+    handle = zeroshard.shard(model, plan, units=units)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, foreach=False)
+    for step in range(3):
+        optimizer.backward(with_penalty(model, rank, step))
+        optimizer.step()
+    return handle.full_state_dict()
+
+
+def test_gradients_of_gradients_where_weights_stay() -> None:
+    def plain(rank: int) -> dict[str, Tensor]:
+        model = make(critic)
+        for step in range(3):
+            totals: list[list[Tensor]] = []
+            for of_rank in range(2):
+                model.zero_grad()
+                with_penalty(model, of_rank, step).backward()
+                totals.append([p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()])
+            with torch.no_grad():
+                for p, a, b in zip(model.parameters(), *totals, strict=True):
+                    p.sub_(0.1 * ((a + b) * 0.5))
+        return dict(model.state_dict())
+
+    expected = run_ranks(plain, 1)[0]
+
+    def check(rank: int) -> None:
+        ways = [(plan, nn.Linear) for plan in PLANS[:3]] + [(zeroshard.ZERO3, 1 << 20)]
+        for plan, units in ways:
+            found = penalised(rank, plan, units, 2)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+    run_ranks(check, 2)
+
+
+def test_gradients_of_gradients_are_refused_where_places_are_taken_in_turns() -> None:
+    """They would be computed with the weights of another unit."""
+
+    def check(rank: int) -> str:
+        model = make(critic)
+        handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(model(torch.ones(1, 6)).sum())
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"create_graph.*replicated weights") as error:
+            with_penalty(model, rank, 0)
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(1, 6)).sum())
+        assert optimizer.step().applied
+        return str(error.value)
+
+    assert len(set(run_ranks(check, 2))) == 1
+
+
+# A teacher ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_without_gradients_beside_a_student() -> None:
+    """The teacher is sharded for its memory alone; its weights never move, and no gradient is reduced for it."""
+
+    def distil(student: Any, teacher: Any, rank: int, step: int) -> Tensor:
+        tokens = data(rank, 0, step)
+        with torch.no_grad():
+            target = teacher(tokens).softmax(-1)
+        return nn.functional.cross_entropy(student(tokens).flatten(0, 1), target.flatten(0, 1))
+
+    def run(rank: int, plan: Any) -> tuple[dict[str, Tensor], list[float]]:
+        student, teacher = make(Net), make(partial(Net, blocks=5), seed=1)
+        teacher.requires_grad_(False).eval()
+        handle = zeroshard.shard(student, plan, units=Block)
+        of_teacher = zeroshard.shard(teacher, "zero3" if plan is not None else "ddp", units=Block)
+        before = of_teacher.full_state_dict()
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        losses = []
+        for step in range(3):
+            loss = distil(student, teacher, rank, step)
+            losses.append(loss.item())
+            optimizer.backward(loss)
+            optimizer.step()
+        assert same_bits(of_teacher.full_state_dict(), before)
+        assert of_teacher.comm_log.bytes("reduce_scatter") == 0
+        assert of_teacher.memory()["grads"] == of_teacher.memory()["main"] == of_teacher.memory()["buckets"] == 0
+        with pytest.raises(ValueError, match="grad"):
+            zeroshard.ShardedOptimizer(of_teacher, torch.optim.SGD, lr=0.1)
+        return handle.full_state_dict(), losses
+
+    def check(rank: int) -> None:
+        results = [run(rank, plan) for plan in PLANS]
+        for weights, losses in results[1:]:
+            assert same_bits(weights, results[0][0]) and losses == results[0][1]
+
+    run_ranks(check, 2)
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+COMPILED: dict[str, Any] = {
+    "blocks in place": lambda model: [block.compile(backend="aot_eager") for block in model.blocks],
+    "model in place": lambda model: model.compile(backend="aot_eager"),
+    "a function of the model": lambda model: torch.compile(model, backend="aot_eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("before_shard", [True, False])
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: bool) -> None:
+    def run(rank: int, plan: Any, compiled: bool) -> Outcome:
+        torch._dynamo.reset()
+        model = make(Net)
+        called: Any = model
+        if compiled and before_shard:
+            result = COMPILED[how](model)
+            called = result if isinstance(result, nn.Module) else model
+        handle = zeroshard.shard(model, plan, units=Block)
+        if compiled and not before_shard:
+            result = COMPILED[how](model)
+            called = result if isinstance(result, nn.Module) else model
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        losses = []
+        for step in range(3):
+            loss = loss_of_tokens(called, rank, 0, step)
+            losses.append(loss.item())
+            optimizer.backward(loss)
+            optimizer.step()
+        return Outcome(losses, handle.full_state_dict(), handle.comm_log)
+
+    def check(rank: int) -> None:
+        plain = run(rank, zeroshard.DDP, False)
+        for plan in PLANS if before_shard and "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3):
+            found = run(rank, plan, True)
+            assert found.losses == plain.losses, (plan, found.losses, plain.losses)
+            assert same_bits(found.weights, plain.weights), plan
+
+    run_ranks(check, 2, timeout=250)
+
+
+# The trees by themselves ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    x, y = torch.zeros(1), torch.ones(1)
+    for wrap, unwrap in WRAP.values():
+        assert [tensor is x for tensor in tensors_in(wrap(x))].count(True) == 1
+        assert unwrap(wrap(x)) is x
+    assert list(tensors_in([Frozen(Named(x, {"y": (y, "text", 3, None, Net)})), nn.Linear(2, 2)])) == [x, y]
+    mapped = map_tensors(lambda tensor: tensor + 1, {"a": Frozen(Named(x, {"y": [y]}))})["a"]
+    assert mapped.inner.hidden == 1 and mapped.inner.extra["y"][0] == 2 and mapped.note == "text"
+    same = Named(x, {})
+    assert map_tensors(lambda tensor: tensor, [same])[0] is same and same.hidden is x
+
+
+def test_checkpointed_blocks_with_containers() -> None:
+    class Both(Wrapping):
+        def forward(self, tokens: Tensor) -> Tensor:
+            container = Named(self.embed(tokens), {})
+            for block in self.blocks:
+                container = checkpoint(block, container, use_reentrant=False)
+            return self.head(self.norm(container.hidden))
+
+    expect_reference(Job(model=partial(Both, "dataclass")), ranks=(2,))

@@ -1,0 +1,205 @@
+"""Unusual parameters: shared, frozen, without a gradient, sparse, complex, late. Against one process, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits
+from tests.core.test_graphs import expect_reference
+from zeroshard.testing import run_ranks
+
+
+class TiedInside(Net):
+    """Two layers of a block share a matrix."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = nn.Linear(*self.up.weight.shape[::-1])
+            self.again.weight = self.up.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.down(torch.sigmoid(self.again(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+
+class TiedAcross(Net):
+    """Units share a matrix, and embedding and head another; no number of ranks divides the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[1].norm = self.blocks[0].norm
+
+
+class Adapted(Net):
+    """All frozen but two narrow matrices beside each layer."""
+
+    class Adapter(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.layer = layer
+            self.down = nn.Linear(layer.in_features, 2, bias=False)
+            self.up = nn.Linear(2, layer.out_features, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.up(self.down(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up = self.Adapter(block.up)
+
+
+class Unused(Net):
+    """A unit, a parameter of a unit and a parameter of the root that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
+        self.blocks[1].spare = nn.Parameter(torch.randn(7, 3))
+        self.spare = nn.Parameter(torch.randn(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[:3]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class SparseGradient(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, sparse=True)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Single(Net):
+    """Units of one parameter each, and one without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scale(), nn.GELU(), Scale(), Scale()])
+
+
+JOBS: dict[str, Job] = {
+    "tied inside a unit": Job(model=TiedInside),
+    "tied inside a unit, bf16": Job(model=TiedInside, precision="bf16"),
+    "tied across units": Job(model=TiedAcross),
+    "tied across units, units by size": Job(model=TiedAcross, units=4000),
+    "tied across units, bf16-remainder": Job(model=TiedAcross, precision="bf16-remainder"),
+    "adapters": Job(model=Adapted),
+    "adapters, bf16": Job(model=Adapted, precision="bf16"),
+    "unused on all ranks": Job(model=Unused),
+    "sparse gradients": Job(model=SparseGradient),
+    "sparse gradients, bf16": Job(model=SparseGradient, precision="bf16"),
+    "units of one parameter": Job(model=Single, units=(Scale, nn.GELU)),
+    "the whole model is one unit": Job(units=lambda module: isinstance(module, Net)),
+    "units by functools.partial": Job(units=partial(lambda kind, module: isinstance(module, kind), Block)),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_unusual_parameters_train_as_in_one_process(name: str) -> None:
+    expect_reference(replace(JOBS[name], micro_batches=2), ranks=(2, 3))
+
+
+def test_what_nothing_uses_and_what_is_frozen_stays_as_it_was() -> None:
+    """The negative control: the comparison would hold for two wrong runs that change everything."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for build, moving in (
+                (Unused, lambda name: "spare" not in name and "blocks.3" not in name),
+                (Adapted, lambda name: "up.up" in name or "up.down" in name),
+            ):
+                model = make(build)
+                handle = zeroshard.shard(model, plan, units=Block)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+                before = handle.full_state_dict()
+                for step in range(2):
+                    optimizer.backward(loss_of_tokens(model, rank, 0, step))
+                    optimizer.step()
+                after = handle.full_state_dict()
+                moved = {name for name in before if not torch.equal(before[name], after[name])}
+                assert moved == {name for name in before if moving(name)}, (plan, build)
+
+    run_ranks(check, 2)
+
+
+def test_non_contiguous_parameters() -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        large = torch.randn(64, 64)
+        for plan in PLANS:
+            model = nn.Linear(32, 32)
+            model.weight = nn.Parameter(large[::2, 1::2].t())
+            model.bias = nn.Parameter(large[3, 5:37])
+            assert not model.weight.is_contiguous()
+            handle = zeroshard.shard(model, plan)
+            assert torch.equal(handle.full_state_dict()["weight"], large[::2, 1::2].t())
+            assert torch.equal(model(torch.eye(32)), torch.eye(32) @ large[::2, 1::2] + large[3, 5:37])
+            handle.close()
+            assert torch.equal(model.weight, large[::2, 1::2].t())
+
+    run_ranks(run, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64))), "view_as_real"),
+        (lambda m: m.register_parameter("table", nn.Parameter(torch.eye(3).to_sparse())), "only dense parameters"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(change: Any, message: str) -> None:
+    def check(rank: int) -> str:
+        model = make(Net)
+        change(model)
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=message) as error:
+            zeroshard.shard(model, "zero3", units=Block)
+        assert same_bits({n: p.to_dense() if p.is_sparse else torch.view_as_real(p) if p.is_complex() else p.data
+                          for n, p in model.named_parameters()},
+                         {n: p.to_dense() if p.is_sparse else torch.view_as_real(p) if p.is_complex() else p
+                          for n, p in before.items()})  # fmt: skip
+        return str(error.value)
+
+    assert len(set(run_ranks(check, 2))) == 1
+
+
+def test_a_parameter_that_comes_after_shard_is_refused_by_the_next_forward() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            model.blocks[1].late = nn.Parameter(torch.ones(3))
+            with pytest.raises(RuntimeError, match=r"blocks\.1\.late has come into the model after shard"):
+                loss_of_tokens(model, rank, 0, 0)
+            with torch.no_grad():
+                loss_of_tokens(model, rank, 0, 0)  # evaluation needs no gradient
+            del model.blocks[1].late
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            assert optimizer.step().applied
+
+    run_ranks(check, 2)
