@@ -146,15 +146,15 @@ class Place:
 
 def live_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages behind these tensors."""
-    plain = [part for tensor in tensors for part in _parts(tensor)]
+    plain = plain_parts(tensors)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors inside one that is made of several (quantised state: codes, scales), or itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+def plain_parts(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors inside those that are made of several (quantised state: codes, scales), the others themselves."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from plain_parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor

@@ -185,6 +185,10 @@ class Collectives:
             return self.shared.allocate(num_bytes)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Whether it lies in memory that peers map."""
+        return self.shared is not None and self.shared.locate(tensor) is not None
+
     # Full buffers -----------------------------------------------------------------------------------------------
 
     def all_gather(

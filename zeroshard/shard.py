@@ -26,11 +26,12 @@ from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import Schedule, outside_graphs
 from zeroshard.mesh import Mesh
+from zeroshard.parking import Parked
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
 from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.reduce import Reducer
-from zeroshard.unit import Unit, UnitPolicy, UnitSpec, choose_units
+from zeroshard.unit import Unit, UnitPolicy, UnitSpec, choose_units, plain_name
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
 """Parameter -> weak reference to the handle that owns its data. The one piece of global state: a parameter handed to
@@ -70,6 +71,8 @@ class Handle:
         self._guards: list[RemovableHandle] = []
         self._reading = False
         self._closed = False
+        self._parked: Parked | None = None
+        self._shards: dict[Unit, Tensor] = {}
 
     @property
     def comm_log(self) -> CommLog:
@@ -84,32 +87,125 @@ class Handle:
         return self.reducer.no_sync()
 
     @contextmanager
-    def unsharded(self, *, write: bool = False) -> Iterator[None]:
-        """Inside, all parameters have their full values, under every plan. Collective.
+    def unsharded(self, *parts: nn.Module | nn.Parameter | str, write: bool = False) -> Iterator[None]:
+        """Inside, parameters have their full values, under every plan. Collective.
+
+        Entering and leaving are; what happens inside need not be: a forward inside gathers nothing, so ranks may call
+        the model, or `generate`, as often as each likes.
 
         Args:
+            parts: modules, parameters, or names of either; none: the whole model. Whole units come.
             write: changes made inside (the same on every rank) become the new weights, and main follows. Without it
                 they must not be changed: what becomes of a change depends on the plan.
+
+        Raises:
+            ValueError: a part that this handle does not have.
         """
         self.check_open("unsharded")
+        units = self._units_of(parts)
         with torch.no_grad():
-            for unit in self.units:
-                full = None
-                if not unit.weights.buffer.owns_full:
-                    full = unit.weights.own().new_empty(unit.layout.numel)
-                self.gatherer.unshard(unit, full)
-                unit.weights.show()
+            for unit in units:
+                if not unit.weights.in_use:  # else they are here: a scope around this one has gathered them
+                    full = None
+                    if not unit.weights.buffer.owns_full:
+                        full = unit.weights.own().new_empty(unit.layout.numel)
+                    self.gatherer.unshard(unit, full)
+                    unit.weights.show()
+                unit.weights.in_use += 1  # a forward inside leaves them as they are
         if write:  # nobody writes before everybody has read
             self.collectives.exchange_objects(None)
         try:
             yield
         finally:
             with torch.no_grad():
-                for unit in self.units:
+                for unit in units:
+                    unit.weights.in_use -= 1
                     if write:
                         unit.take_full()
-                    if not unit.weights.buffer.owns_full:
+                    if not unit.weights.in_use and not unit.weights.buffer.owns_full:
                         unit.weights.drop(forget=True)
+
+    def _units_of(self, parts: Sequence[nn.Module | nn.Parameter | str]) -> list[Unit]:
+        wanted: set[int] = set()
+        for part in parts or [self.model]:
+            if isinstance(part, str):
+                named: dict[str, nn.Module | nn.Parameter] = {
+                    **dict(self.model.named_modules()),
+                    **dict(self.model.named_parameters()),
+                }
+                if part not in named:
+                    raise ValueError(f"unsharded: the model has no parameter and no module of the name {part!r}")
+                part = named[part]
+            mine = set(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
+            if not mine <= {id(p) for unit in self.units for p in unit.parameters}:
+                raise ValueError("unsharded: a parameter that is not of this handle's model")
+            wanted |= mine
+        return [unit for unit in self.units if wanted & {id(p) for p in unit.parameters}]
+
+    @torch.no_grad()
+    def gradient(self, name: str) -> Tensor:
+        """The full reduced gradient of a parameter, in its shape: the mean over ranks, unscaled, as torch DDP leaves it
+        in `p.grad` (where losses have weights: their weighted sum by the number of ranks). Collective; between backward
+        and step.
+
+        Raises:
+            ValueError: no trainable parameter of that name.
+            RuntimeError: no gradient has been reduced.
+        """
+        self.check_open("gradient")
+        found = [(unit, slot) for unit in self.units for slot in unit.layout.slots if plain_name(slot.name) == name]
+        if not found or found[0][0].grads is None:
+            raise ValueError(f"gradient: the model has no trainable parameter of the name {name!r}")
+        unit, slot = found[0]
+        assert unit.grads is not None
+        if unit.grads.state is not GradState.REDUCED:
+            raise RuntimeError(
+                f"gradient: that of {name} is {unit.grads.state.value}; call backward (not under no_sync)"
+            )
+        full = torch.zeros(unit.layout.numel, dtype=unit.grads.buffer.dtype, device=unit.weights.own().device)
+        own = unit.own_shard()
+        unit.read_gradient(own, full[own.slice])
+        self.collectives.all_gather(full, unit=unit.name, phase="unshard").wait()
+        factor = self.collectives.mesh.world.size * (self.reducer.scale or 1.0)
+        return full[slot.world.slice].view(slot.shape).div(factor)
+
+    @torch.no_grad()
+    def main_parts(self) -> list[Tensor]:
+        """This rank's part of main, one 1-D tensor per trainable unit, in main's dtype: views of it, or copies where
+        only a remainder is kept. For averages of the weights and the like: elementwise, at 1/d of the memory."""
+        self.check_open("main_parts")
+        parts = []
+        for unit in self.units:
+            if unit.main is not None:
+                scratch = unit.main.weights.new_empty(unit.main.interval.numel, dtype=unit.main.dtype)
+                parts.append(unit.main.read(unit.main.interval, scratch))
+        return parts
+
+    @torch.no_grad()
+    def set_main_parts(self, parts: Sequence[Tensor]) -> None:
+        """Main becomes these values (as `main_parts` gives them), and the weights follow. Collective."""
+        self.check_open("set_main_parts")
+        trainable = [unit for unit in self.units if unit.main is not None]
+        self.gatherer.settle()
+        self.collectives.exchange_objects(None)  # nobody writes before everybody has read
+        for unit, part in zip(trainable, parts, strict=True):
+            assert unit.main is not None
+            unit.main.set(unit.main.interval, part)
+            unit.edits += 1
+            self.gatherer.updated(unit)
+        self.gatherer.settle()
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Buffers (the running statistics of BatchNorm, say) become equal on all ranks: the mean of those that are
+        floating-point, rank 0's of the others. Without it every rank keeps its own. Collective."""
+        self.check_open("average_buffers")
+        for buffer in self.model.buffers():
+            if not buffer.is_floating_point():
+                self.collectives.broadcast([buffer])
+            elif buffer.numel():
+                rows = self.collectives.exchange(buffer.reshape(-1).to(self.collectives.device))
+                buffer.copy_(rows.mean(0).view(buffer.shape))
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let `module.name(...)` do what `module(...)` does: give the module's own parameters their values.
@@ -152,6 +248,7 @@ class Handle:
         """
         self.check_open("load_full_state_dict")
         current = self._names()
+        state_dict = {plain_name(name): value for name, value in state_dict.items()}
         problems = [f"missing {name}" for name in current if name not in state_dict]
         problems += [f"unexpected {name}" for name in state_dict if name not in current]
         problems += [
@@ -171,10 +268,10 @@ class Handle:
         self.gatherer.settle()
 
     def _names(self) -> dict[str, Tensor]:
-        """What the plain model's `state_dict()` lists: parameters and buffers themselves."""
+        """What the plain model's `state_dict()` lists: parameters and buffers themselves, under its names."""
         self._reading = True
         try:
-            return dict(self.model.state_dict(keep_vars=True))
+            return {plain_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
         finally:
             self._reading = False
 
@@ -184,7 +281,8 @@ class Handle:
         """Live bytes on this rank by kind: what rests between steps (weights, grads, main, state, scalars) and the
         preallocated transients (ring: full-size places of weights; buckets: of gradients; scratch). What is mapped of
         another rank's memory is counted there."""
-        self.check_open("memory")
+        if self._parked is None:
+            self.check_open("memory")
         kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
         kinds["ring"] = self.gatherer.tensors()
         holders: list[HoldsTensors] = [*self.units, self.reducer]
@@ -192,6 +290,8 @@ class Handle:
         for holder in holders:
             for kind, tensors in holder.tensors().items():
                 kinds[kind] += tensors
+        if self._parked is not None:
+            return self._parked.memory(kinds, list(self._shards.values()))
         return {kind: live_bytes(tensors) for kind, tensors in kinds.items()}
 
     @property
@@ -254,6 +354,52 @@ class Handle:
         for owner in self.owners():
             owner.rebuild()
 
+    @torch.no_grad()
+    def park(self, device: torch.device | str = "cpu") -> None:
+        """Between two phases: main, optimizer state and the own shard of the weights go to `device` (what lies there
+        already stays), everything of full size is given back. Until `unpark` the model and the optimizers raise.
+        Collective.
+
+        Raises:
+            RuntimeError: gradients are waiting for a step.
+        """
+        self.check_open("park")
+        if any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in self.units):
+            raise RuntimeError("park: gradients are waiting for a step; call step() or zero_grad() first")
+        self.gatherer.settle()
+        self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
+        kept: list[Tensor] = []
+        emptied = [*self.gatherer.tensors(), *(t for ts in self.reducer.tensors().values() for t in ts)]
+        self._shards = {}
+        for unit in self.units:
+            if unit.weights.buffer.owns_full:
+                self._shards[unit] = unit.weights.own().to(device, copy=True)
+                emptied += unit.weights.buffer.storages()
+            else:
+                kept += unit.weights.buffer.storages()
+            unit.weights.drop(forget=True)
+            emptied += unit.grads.buffer.storages() if unit.grads is not None else []
+            kept += [unit.main.extra] if unit.main is not None and unit.main.extra is not None else []
+        for owner in self.owners():
+            for kind, tensors in owner.tensors().items():
+                (emptied if kind == "scratch" else kept).extend(tensors)
+        self._parked = Parked(kept, emptied, torch.device(device), self.collectives)
+
+    @torch.no_grad()
+    def unpark(self) -> None:
+        """Everything is back where it was. Collective."""
+        if self._parked is None:
+            raise RuntimeError("unpark: this handle is not parked")
+        self._parked.restore()
+        self._parked = None
+        for unit, values in self._shards.items():
+            unit.weights.own().copy_(values)
+        self.collectives.exchange_objects(None)  # nobody reads what is not there yet
+        for unit in self._shards:
+            unit.weights.gather(self.collectives, "unshard")
+        self._shards = {}
+        self.gatherer.settle()
+
     def attach(self) -> None:
         """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
         model = self.model
@@ -265,6 +411,7 @@ class Handle:
         ]
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        self.check_open("forward")
         if torch.is_grad_enabled():
             self._expect_known_parameters()
         self.thaw()
@@ -322,6 +469,8 @@ class Handle:
     def check_open(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
+        if self._parked is not None:
+            raise RuntimeError(f"{what}: this handle is parked; call unpark() first")
 
     def claim(self, parameters: Iterable[nn.Parameter], owner: Owner) -> None:
         """One optimizer per parameter.

@@ -205,6 +205,12 @@ class Unit:
         return kinds
 
 
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model as it was written, without what torch.compile and torch's checkpoint wrapper
+    put before it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision | None) -> list[UnitSpec]:
     """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
 

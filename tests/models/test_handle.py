@@ -1,0 +1,337 @@
+"""Reading and writing weights, and the life of a handle: parking, failures, closing, what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import zeroshard
+from tests.core.models import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.core.test_graphs import data
+from zeroshard.testing import run_ranks
+
+PRECISIONS = ("fp32", "bf16", "bf16-remainder")
+
+
+def start(plan: Any, precision: Any = "fp32", build: Any = Net, **options: Any) -> tuple[Any, Any, Any]:
+    model = make(build)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    options = {"lr": 1e-2, "foreach": False, **options}
+    return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **options)
+
+
+def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> None:
+    for step in numbers:
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+def test_some_parameters_are_unsharded_and_the_rest_stay_away() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, _ = start(plan)
+            full = handle.full_state_dict()
+            ways: list[tuple[list[Any], set[str]]] = [
+                (["blocks.1"], {"blocks.1."}),
+                ([model.blocks[1], model.blocks[2].norm], {"blocks.1.", "blocks.2."}),
+                ([model.blocks[0].up.weight], {"blocks.0."}),
+                (["head.bias"], {"head.", "norm.", "embed."}),
+                ([], {""}),
+            ]
+            for parts, shown in ways:
+                with handle.unsharded(*parts):
+                    for name, parameter in model.named_parameters():
+                        here = plan is not zeroshard.ZERO3 or any(name.startswith(prefix) for prefix in shown)
+                        assert torch.equal(parameter, full[name]) if here else parameter.isnan().all(), (plan, name)
+            with handle.unsharded("blocks.1.up", write=True), torch.no_grad():
+                model.blocks[1].up.weight.fill_(0.5)
+            changed = {name for name, value in handle.full_state_dict().items() if not torch.equal(value, full[name])}
+            assert changed == {"blocks.1.up.weight"}
+            with pytest.raises(ValueError, match=r"no module of the name 'blocks\.9'"):
+                with handle.unsharded("blocks.9"):
+                    pass
+            with pytest.raises(ValueError, match="not of this handle's model"):
+                with handle.unsharded(nn.Linear(2, 2)):
+                    pass
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_full_gradient_is_the_mean_over_ranks(precision: str) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, optimizer = start(plan, precision)
+            twin = make(Net)
+            twin.load_state_dict({name: value.float() for name, value in handle.full_state_dict().items()})
+            with pytest.raises(RuntimeError, match="is empty; call backward"):
+                handle.gradient("head.weight")
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            for of_rank in range(3):
+                (loss_of_tokens(twin, of_rank, 0, 0) / 3).backward()
+            tolerance = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 3e-3}[precision]
+            for name, parameter in twin.named_parameters():
+                found = handle.gradient(name)
+                assert found.shape == parameter.shape
+                assert (found - parameter.grad).abs().max() <= tolerance * parameter.grad.abs().max(), (plan, name)
+            with pytest.raises(ValueError, match="no trainable parameter of the name 'nothing'"):
+                handle.gradient("nothing")
+            optimizer.step()
+
+    run_ranks(check, 3)
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
+def test_names_are_the_plain_models_whatever_is_around_it() -> None:
+    def wrapped() -> nn.Module:
+        model = Net()
+        model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+        return model
+
+    def check(rank: int) -> None:
+        plain = make(Net).state_dict()
+        for plan in PLANS:
+            model = make(wrapped)
+            handle = zeroshard.shard(model, plan, units=Block)
+            assert same_bits(handle.full_state_dict(), dict(plain))
+            doubled = {name: value * 2 for name, value in plain.items()}
+            handle.load_full_state_dict(doubled)  # plain names
+            assert same_bits(handle.full_state_dict(), doubled)
+            handle.load_full_state_dict({name: plain[name] for name in plain})
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            assert handle.gradient("blocks.1.up.weight").abs().sum() > 0
+
+    run_ranks(check, 2)
+
+
+def test_an_average_of_the_weights_in_fp32_at_a_share_of_the_memory() -> None:
+    """The recipe of docs/models.md: an exponential moving average of main, evaluated with, and put away again."""
+
+    def check(rank: int) -> None:
+        for plan, precision in itertools.product(PLANS, PRECISIONS):
+            model, handle, optimizer = start(plan, precision)
+            average = [part.clone() for part in handle.main_parts()]
+            by_hand = {name: value.float() for name, value in handle.full_state_dict(main=True).items()}
+            for step in range(3):
+                steps(model, optimizer, rank, range(step, step + 1))
+                torch._foreach_lerp_(average, handle.main_parts(), 0.25)
+                for name, value in handle.full_state_dict(main=True).items():
+                    by_hand[name].lerp_(value, 0.25)
+            trained, weights = handle.full_state_dict(main=True), handle.full_state_dict()
+            current = [part.clone() for part in handle.main_parts()]
+            handle.set_main_parts(average)
+            for name, value in handle.full_state_dict(main=True).items():  # a vector's tail is rounded otherwise
+                torch.testing.assert_close(value, by_hand[name], rtol=1e-6, atol=1e-7)
+            with torch.no_grad():
+                assert loss_of_tokens(model, rank, 0, 9).isfinite()
+            handle.set_main_parts(current)
+            assert same_bits(handle.full_state_dict(main=True), trained)
+            assert same_bits(handle.full_state_dict(), weights)
+            assert max((trained[name] - by_hand[name]).abs().max() for name in trained) > 1e-3
+
+    run_ranks(check, 2)
+
+
+def test_buffers_are_each_ranks_own_until_they_are_averaged() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.batch_norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+            return self.head(self.norm(x))
+
+    def check(rank: int) -> tuple[State, State]:
+        model, handle, optimizer = start("zero2", build=Normed)
+        steps(model, optimizer, rank, range(3))
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        handle.average_buffers()
+        return before, {name: value.clone() for name, value in model.named_buffers()}
+
+    found = run_ranks(check, 3)
+    assert not torch.equal(found[0][0]["batch_norm.running_mean"], found[1][0]["batch_norm.running_mean"])
+    for name in ("batch_norm.running_mean", "batch_norm.running_var"):
+        mean = sum(before[name] for before, _ in found) / 3
+        for _, after in found:
+            torch.testing.assert_close(after[name], mean)
+            assert torch.equal(after[name], found[0][1][name])
+    assert all(after["batch_norm.num_batches_tracked"] == 3 for _, after in found)
+
+
+# Life -----------------------------------------------------------------------------------------------------------------
+
+
+def shared_blocks() -> int:
+    """Bytes of memory files that this process really holds."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:zeroshard" in os.readlink(f"/proc/self/fd/{fd}"):
+                total += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
+        except OSError:
+            pass
+    return total
+
+
+class Large(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden=4000) for _ in range(4))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(precision: str) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, optimizer = start(plan, precision, Large)
+            twin, of_twin, other = start(plan, precision, Large)
+            for at, first in enumerate((0, 2)):
+                steps(model, optimizer, rank, range(first, first + 2))
+                steps(twin, other, rank, range(first, first + 2))
+                handle.gatherer.settle()
+                before, held = handle.memory(), shared_blocks()
+                handle.park()
+                parked = handle.memory()
+                for kind in ("grads", "ring", "buckets", "scratch"):
+                    assert parked[kind] == 0, (plan, kind)
+                itemsize = 4 if precision == "fp32" else 2
+                assert parked["weights"] == sum(unit.layout.shard_numel * itemsize for unit in handle.units)
+                assert parked["main"] == before["main"] and parked["state"] == before["state"]
+                assert shared_blocks() < held - 0.4 * (before["grads"] + before["buckets"])  # the pages are gone
+                assert all(p.isnan().all() for p in model.parameters() if p.numel())
+                for call in (partial(loss_of_tokens, model, rank, 0, 0), optimizer.step, handle.full_state_dict):
+                    with pytest.raises(RuntimeError, match=r"parked; call unpark\(\) first"):
+                        call()
+                handle.unpark()
+                assert handle.memory() == before
+                assert same_bits(handle.full_state_dict(), of_twin.full_state_dict()), (plan, at)
+            steps(model, optimizer, rank, range(4, 6))
+            steps(twin, other, rank, range(4, 6))
+            assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True))
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            with pytest.raises(RuntimeError, match="gradients are waiting"):
+                handle.park()
+            with pytest.raises(RuntimeError, match="not parked"):
+                handle.unpark()
+
+    run_ranks(check, 2)
+
+
+@contextmanager
+def failing(where: str, model: Any, optimizer: Any) -> Iterator[None]:
+    """The next thing of that kind raises once."""
+    calls = [0]
+
+    def fail(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise MemoryError(where)
+
+    if where == "forward":
+        removable = model.blocks[1].up.register_forward_pre_hook(fail)
+    elif where == "backward hook":
+        removable = model.blocks[1].up.register_full_backward_hook(fail)
+    elif where == "gradient hook":
+        removable = model.blocks[1].up.weight.register_hook(fail)
+    elif where == "before step":
+        removable = optimizer.register_step_pre_hook(fail)
+    else:
+        raise AssertionError(where)
+    try:
+        yield
+    finally:
+        removable.remove()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward hook", "gradient hook", "before step"])
+def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right(where: str) -> None:
+    def check(rank: int) -> None:
+        for plan, precision in itertools.product(PLANS, ("fp32", "bf16-remainder")):
+            model, handle, optimizer = start(plan, precision)
+            twin, of_twin, other = start(plan, precision)
+            for step in range(4):
+                if step % 2:
+                    optimizer.zero_grad()
+                    with failing(where, model, optimizer), pytest.raises(MemoryError, match=where):
+                        steps(model, optimizer, rank, range(10, 11))
+                    optimizer.zero_grad()
+                steps(model, optimizer, rank, range(step, step + 1))
+                steps(twin, other, rank, range(step, step + 1))
+            assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, where)
+            mine, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
+            assert all(same_bits(mine[i], theirs[i]) for i in theirs)
+
+    run_ranks(check, 2)
+
+
+def counted() -> tuple[int, int, int]:
+    gc.collect()
+    tensors = sum(issubclass(type(item), Tensor) for item in gc.get_objects())
+    return tensors, len(os.listdir("/proc/self/fd")), shared_blocks()
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_a_hundred_lives_leave_nothing_behind(how: str) -> None:
+    def live(rank: int, plan: Any) -> list[weakref.ref[Any]]:
+        model, handle, optimizer = start(plan)
+        steps(model, optimizer, rank, range(1))
+        refs = [weakref.ref(item) for item in (model, handle, optimizer, handle.units[1], *model.parameters())]
+        if how == "close":
+            handle.close()
+        return refs
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            live(rank, plan)
+        before = counted()
+        for number in range(100):
+            refs = live(rank, PLANS[number % 4])
+            if number % 20 == 0:
+                gc.collect()
+                assert all(ref() is None for ref in refs)
+        torch.distributed.barrier()
+        assert counted() == before
+
+    run_ranks(check, 2, timeout=100)
+
+
+def test_a_handle_that_is_kept_is_seen() -> None:
+    """The negative control of the test above."""
+
+    def check(rank: int) -> None:
+        before = counted()
+        kept = start("zero3")
+        after = counted()
+        assert all(a > b for a, b in zip(after, before, strict=True))
+        del kept
+
+    run_ranks(check, 2)
+
+
+def test_partial_evaluation_inside_unsharded_needs_no_agreement() -> None:
+    def check(rank: int) -> None:
+        model, handle, optimizer = start("zero3")
+        steps(model, optimizer, rank, range(1))
+        with handle.unsharded(), torch.no_grad():
+            for step in range(rank + 1):  # each rank as often as it likes
+                assert model(data(rank, 0, step)).isfinite().all()
+        steps(model, optimizer, rank, range(1, 2))
+
+    run_ranks(partial(check), 3)
