@@ -176,7 +176,7 @@ def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(text_folder:
     """It was not: the state file had no loss scale, and the learning rate was taken from the step.
 
     Stopped right after the first skipped step, and after some that were applied, in the middle of a growth interval;
-    going on under the same plan, and under another. The last three runs show that each part of the saved position is needed.
+    going on under the same plan, and under another. The last three runs show that each part of what is saved is needed.
     """
     whole = tmp_path / "whole"
     run_ranks(train_rank, 2, skipping(text_folder, whole))

@@ -1,0 +1,195 @@
+"""The same training in every precision, against fp32: validation losses, skipped steps, and what a seed is worth.
+
+    python benchmarks/precision_curves.py                            # half an hour on two CPU cores
+    python benchmarks/precision_curves.py --steps 1000 --plan zero1 --svg curves.svg
+
+Each run is one `zeroshard train` with `configs/small.toml`: the same text, the same first weights (rounded to the
+precision), the same batches. One is fp32 from another seed, that is with other weights and another order of the data:
+the distance between the two fp32 runs says which differences mean anything. The last is fp16 from a loss scale that
+is too large and grows often, so that steps are skipped all along.
+
+The runs take turns, one after the other. One that has finished in `--out` is read, not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG = Path(__file__).parents[1] / "configs" / "small.toml"
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    precision: str
+    seed: int = 0
+    options: tuple[str, ...] = ()
+
+
+CONTENDERS = [
+    Contender("fp32", "fp32"),
+    Contender("fp16", "fp16"),
+    Contender("bf16", "bf16"),
+    Contender("bf16-remainder", "bf16-remainder"),
+    Contender("fp32, second seed", "fp32", seed=1),
+    Contender("fp16, skipping", "fp16", 0, ("--optimizer.loss_scale=16777216", "--optimizer.loss_scale_growth=25")),
+]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one run has written. `steps` and `validations`: rows of its `metrics.jsonl`."""
+
+    name: str
+    steps: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+
+    def validation(self, step: int) -> float:
+        return next(_number(row["loss"]) for row in self.validations if row["step"] == step)
+
+    @property
+    def losses(self) -> list[float]:
+        return [_number(row["loss"]) for row in self.steps]
+
+    @property
+    def skipped(self) -> list[int]:
+        return [row["step"] for row in self.steps if not row["applied"]]
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def main() -> None:
+    options = _arguments()
+    curves = [run(contender, options) for contender in CONTENDERS]
+    print(report(curves))
+    if options.svg:
+        options.svg.write_text(draw(curves), encoding="utf-8")
+
+
+def run(contender: Contender, options: argparse.Namespace) -> Curve:
+    """Train, unless that has been done, and read what the run has written."""
+    folder = options.out / contender.name.replace(", ", "-").replace(" ", "-")
+    path = folder / "metrics.jsonl"
+    if not path.exists() or not _read(contender.name, path, options.steps):
+        command = [sys.executable, "-m", "zeroshard", "train", f"--config={CONFIG}", f"--out={folder}"]
+        command += [f"--precision={contender.precision}", f"--run.seed={contender.seed}", *contender.options]
+        command += [f"--plan={options.plan}", f"--nproc={options.ranks}", f"--parallel.device={options.device}"]
+        command += [f"--steps={options.steps}", f"--evaluation.every={options.every}", "--evaluation.sample_tokens=0"]
+        command += [f"--data={options.data}"] if options.data else []
+        print("$", " ".join(["zeroshard", *command[3:]]), flush=True)
+        subprocess.run(command, check=True)
+    curve = _read(contender.name, path, options.steps)
+    assert curve is not None
+    return curve
+
+
+def _read(name: str, path: Path, steps: int) -> Curve | None:
+    """None where the run has not finished."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    validations = [row for row in rows if row["kind"] == "validation"]
+    if not validations or validations[-1]["step"] != steps:
+        return None
+    return Curve(name, [row for row in rows if row["kind"] == "step"], validations)
+
+
+def report(curves: list[Curve]) -> str:
+    """Two tables in Markdown. Losses in nats per byte; differences from the first curve."""
+    reference = curves[0]
+    steps = [row["step"] for row in reference.validations]
+    losses = [[str(step), *(f"{curve.validation(step):.4f}" for curve in curves)] for step in steps]
+    summary = []
+    for curve in curves:
+        apart = [curve.validation(step) - reference.validation(step) for step in steps]
+        scales = [row["loss_scale"] for row in curve.steps]
+        summary.append(
+            [
+                curve.name,
+                f"{len(curve.skipped)}{f', the last at {curve.skipped[-1]}' if curve.skipped else ''}",
+                f"{scales[0]:,.0f}" if len(set(scales)) == 1 else f"{scales[0]:,.0f} to {scales[-1]:,.0f}",
+                *(["", ""] if curve is reference else [f"{apart[-1]:+.4f}", f"{max(map(abs, apart)):.4f}"]),
+                f"{statistics.median(row['seconds'] for row in curve.steps):.2f}",
+            ]
+        )
+    headings = ["run", "skipped steps", "loss scale, first to last step", "last - fp32", "largest distance", "s/step"]
+    return f"{_table(['step', *(curve.name for curve in curves)], losses)}\n\n{_table(headings, summary)}"
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [headings, ["---"] * len(headings), *rows])
+
+
+Points = list[tuple[float, float]]
+COLOURS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#999999", "#cc79a7"]
+WIDTH, HEIGHT, MARGIN = 460, 300, 60
+
+
+def draw(curves: list[Curve]) -> str:
+    """An SVG of two panels: training loss, mean of ten steps; validation loss minus that of the first curve."""
+    reference = curves[0]
+    training: list[Points] = [
+        [(first + 5.0, statistics.fmean(curve.losses[first : first + 10])) for first in range(0, len(curve.losses), 10)]
+        for curve in curves
+    ]
+    apart: list[Points] = [
+        [(row["step"], curve.validation(row["step"]) - reference.validation(row["step"])) for row in curve.validations]
+        for curve in curves
+    ]
+    parts = [
+        _panel(MARGIN, "training loss, nats per byte, mean of ten steps", training, "{:.1f}"),
+        _panel(2 * MARGIN + WIDTH, "validation loss minus that of fp32", apart, "{:+.3f}"),
+    ]
+    for number, (curve, colour) in enumerate(zip(curves, COLOURS, strict=True)):
+        x, y = MARGIN + WIDTH - 150, MARGIN + 20 + 18 * number
+        parts.append(f'<path d="M{x} {y - 4} h20" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + 26}" y="{y}">{curve.name}</text>')
+    size = f"0 0 {2 * WIDTH + 3 * MARGIN} {HEIGHT + 2 * MARGIN}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="13">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+def _panel(left: float, title: str, lines: list[Points], label: str) -> str:
+    """Axes with five labels each, and one line for each list of points. The last line is drawn first."""
+    xs, ys = ([point[axis] for line in lines for point in line] for axis in (0, 1))
+    low, high, last = min(ys), max(ys), max(xs)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + x / last * WIDTH, MARGIN + (high - y) / (high - low) * HEIGHT
+
+    parts = [f'<text x="{left}" y="{MARGIN - 20}" font-weight="bold">{title}</text>']
+    for part in (0, 0.25, 0.5, 0.75, 1):
+        x, y = place(part * last, low + part * (high - low))
+        parts.append(f'<path d="M{left} {y:.1f} h{WIDTH}" stroke="#dddddd"/>')
+        parts.append(
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label.format(low + part * (high - low))}</text>'
+        )
+        parts.append(f'<text x="{x:.1f}" y="{MARGIN + HEIGHT + 20}" text-anchor="middle">{part * last:.0f}</text>')
+    for line, colour in reversed(list(zip(lines, COLOURS, strict=True))):
+        path = " L".join("{:.1f} {:.1f}".format(*place(*point)) for point in line)
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    return "\n".join(parts)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/precision-curves"), help="folder of the runs' folders")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
+    parser.add_argument("--plan", default="zero3", choices=["ddp", "zero1", "zero2", "zero3"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--data", default="", help="UTF-8 file or folder; default: the standard library's source")
+    parser.add_argument("--svg", type=Path, help="draw the curves into this file, too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
