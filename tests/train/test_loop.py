@@ -137,6 +137,19 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule(text_folder: Path, tm
     assert not equal_states(tmp_path / "2", tmp_path / "3")
 
 
+def test_the_loss_scale_is_that_of_fp16_or_the_one_asked_for(text_folder: Path, tmp_path: Path) -> None:
+    """A power of two changes no bit of bf16 training; resuming in fp16 what had no loss scale begins at the first."""
+    for name, options in {"bf16": {}, "scaled": {"optimizer__loss_scale": 1024.0}}.items():
+        run_ranks(train_rank, 2, tiny(text_folder, tmp_path / name, parallel__precision="bf16", **options), None, 4)
+    assert [row["loss_scale"] for row in rows(tmp_path / "bf16", "step")] == [1.0] * 4
+    assert [row["loss_scale"] for row in rows(tmp_path / "scaled", "step")] == [1024.0] * 4
+    assert losses(tmp_path / "scaled") == losses(tmp_path / "bf16")
+    assert equal_states(tmp_path / "scaled", tmp_path / "bf16")
+    fp16 = tiny(text_folder, tmp_path / "fp16", parallel__precision="fp16")
+    run_ranks(train_rank, 2, fp16, tmp_path / "bf16")
+    assert [row["loss_scale"] for row in rows(tmp_path / "fp16", "step")] == [65536.0] * 2
+
+
 def test_plans_skip_the_same_steps(text_folder: Path, tmp_path: Path) -> None:
     for plan in ("ddp", "zero3"):
         run_ranks(train_rank, 2, skipping(text_folder, tmp_path / plan, parallel__plan=plan))
@@ -302,6 +315,7 @@ def test_refusals_are_the_same_on_every_rank(text_folder: Path, tmp_path: Path) 
         (tiny(text_folder, tmp_path / "x", model__layers=3), tmp_path / "run", "the saved model differs at blocks.2"),
         (tiny(text_folder, tmp_path / "x", schedule__steps=2), tmp_path / "run", "has done 2 steps: expected --steps"),
         (tiny(text_folder, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
+        (tiny(text_folder, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
         (tiny(text_folder, tmp_path / "run" / "config.toml"), None, "cannot write into"),
     ]
     for config, resume, message in cases:
