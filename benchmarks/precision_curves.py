@@ -136,16 +136,20 @@ def draw(curves: list[Curve]) -> str:
     """An SVG of two panels: training loss, mean of ten steps; validation loss minus that of the first curve."""
     reference = curves[0]
     training: list[Points] = [
-        [(first + 5.0, statistics.fmean(curve.losses[first : first + 10])) for first in range(0, len(curve.losses), 10)]
+        [
+            (first + 10.0, statistics.fmean(curve.losses[first : first + 10]))
+            for first in range(0, len(curve.losses), 10)
+        ]
         for curve in curves
     ]
     apart: list[Points] = [
         [(row["step"], curve.validation(row["step"]) - reference.validation(row["step"])) for row in curve.validations]
         for curve in curves
     ]
+    most = max(map(abs, _bounds(apart)))
     parts = [
-        _panel(MARGIN, "training loss, nats per byte, mean of ten steps", training, "{:.1f}"),
-        _panel(2 * MARGIN + WIDTH, "validation loss minus that of fp32", apart, "{:+.3f}"),
+        _panel(MARGIN, "training loss, nats per byte, mean of ten steps", training, _bounds(training), "{:.1f}"),
+        _panel(2 * MARGIN + WIDTH, "validation loss minus that of fp32", apart, (-most, most), "{:+.3f}"),
     ]
     for number, (curve, colour) in enumerate(zip(curves, COLOURS, strict=True)):
         x, y = MARGIN + WIDTH - 150, MARGIN + 20 + 18 * number
@@ -156,10 +160,14 @@ def draw(curves: list[Curve]) -> str:
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
 
 
-def _panel(left: float, title: str, lines: list[Points], label: str) -> str:
-    """Axes with five labels each, and one line for each list of points. The last line is drawn first."""
-    xs, ys = ([point[axis] for line in lines for point in line] for axis in (0, 1))
-    low, high, last = min(ys), max(ys), max(xs)
+def _bounds(lines: list[Points]) -> tuple[float, float]:
+    values = [y for line in lines for _, y in line]
+    return min(values), max(values)
+
+
+def _panel(left: float, title: str, lines: list[Points], bounds: tuple[float, float], label: str) -> str:
+    """Axes with five labels each, and one line for each list of points. The first line is drawn last, on top."""
+    (low, high), last = bounds, max(x for line in lines for x, _ in line)
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / last * WIDTH, MARGIN + (high - y) / (high - low) * HEIGHT
@@ -172,6 +180,7 @@ def _panel(left: float, title: str, lines: list[Points], label: str) -> str:
             f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label.format(low + part * (high - low))}</text>'
         )
         parts.append(f'<text x="{x:.1f}" y="{MARGIN + HEIGHT + 20}" text-anchor="middle">{part * last:.0f}</text>')
+    parts.append(f'<text x="{left + WIDTH / 2}" y="{MARGIN + HEIGHT + 42}" text-anchor="middle">step</text>')
     for line, colour in reversed(list(zip(lines, COLOURS, strict=True))):
         path = " L".join("{:.1f} {:.1f}".format(*place(*point)) for point in line)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
