@@ -1,12 +1,15 @@
-"""The same training in every precision, against fp32: validation losses, skipped steps, and what a seed is worth.
+"""The same training in every precision, against fp32: validation losses, skipped steps, and what is only noise.
 
     python benchmarks/precision_curves.py                            # half an hour on two CPU cores
     python benchmarks/precision_curves.py --steps 1000 --plan zero1 --svg curves.svg
 
-Each run is one `zeroshard train` with `configs/small.toml`: the same text, the same first weights (rounded to the
-precision), the same batches. One is fp32 from another seed, that is with other weights and another order of the data:
-the distance between the two fp32 runs says which differences mean anything. The last is fp16 from a loss scale that
-is too large and grows often, so that steps are skipped all along.
+Each run is one `zeroshard train` with `configs/small.toml`. Runs with the same seed have the same first weights
+(rounded to the precision) and the same batches. What differences mean is shown by more runs in fp32:
+
+- "other sums": the same seed, more micro-batches. The same numbers are added in another order, and nothing else.
+- "seed 1": other weights and another order of the data. Every precision is compared with fp32 of its own seed.
+
+"fp16, skipping" starts from a loss scale that is too large and grows often, so that steps are skipped all along.
 
 The runs take turns, one after the other. One that has finished in `--out` is read, not repeated.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,24 +26,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+Points = list[tuple[float, float]]
 CONFIG = Path(__file__).parents[1] / "configs" / "small.toml"
 
 
 @dataclass(frozen=True)
 class Contender:
+    """One run. `against`: the one that it is compared with."""
+
     name: str
     precision: str
+    against: str
+    colour: str
     seed: int = 0
     options: tuple[str, ...] = ()
 
 
+REFERENCE = "fp32"
+SKIPPING = ("--optimizer.loss_scale=16777216", "--optimizer.loss_scale_growth=25")
 CONTENDERS = [
-    Contender("fp32", "fp32"),
-    Contender("fp16", "fp16"),
-    Contender("bf16", "bf16"),
-    Contender("bf16-remainder", "bf16-remainder"),
-    Contender("fp32, second seed", "fp32", seed=1),
-    Contender("fp16, skipping", "fp16", 0, ("--optimizer.loss_scale=16777216", "--optimizer.loss_scale_growth=25")),
+    Contender("fp32", "fp32", REFERENCE, "#000000"),
+    Contender("fp16", "fp16", REFERENCE, "#d55e00"),
+    Contender("bf16", "bf16", REFERENCE, "#0072b2"),
+    Contender("bf16-remainder", "bf16-remainder", REFERENCE, "#009e73"),
+    Contender("fp32, other sums (2)", "fp32", REFERENCE, "#999999", 0, ("--batch.micro_batches=2",)),
+    Contender("fp32, other sums (4)", "fp32", REFERENCE, "#999999", 0, ("--batch.micro_batches=4",)),
+    Contender("fp16, skipping", "fp16", REFERENCE, "#cc79a7", 0, SKIPPING),
+    Contender("fp32, seed 1", "fp32", REFERENCE, "#999999", 1),
+    Contender("fp16, seed 1", "fp16", "fp32, seed 1", "#d55e00", 1),
+    Contender("bf16, seed 1", "bf16", "fp32, seed 1", "#0072b2", 1),
+    Contender("bf16-remainder, seed 1", "bf16-remainder", "fp32, seed 1", "#009e73", 1),
 ]
 
 
@@ -47,7 +63,7 @@ CONTENDERS = [
 class Curve:
     """What one run has written. `steps` and `validations`: rows of its `metrics.jsonl`."""
 
-    name: str
+    contender: Contender
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
 
@@ -77,9 +93,9 @@ def main() -> None:
 
 def run(contender: Contender, options: argparse.Namespace) -> Curve:
     """Train, unless that has been done, and read what the run has written."""
-    folder = options.out / contender.name.replace(", ", "-").replace(" ", "-")
+    folder = options.out / re.sub("[^a-z0-9-]+", "-", contender.name).strip("-")
     path = folder / "metrics.jsonl"
-    if not path.exists() or not _read(contender.name, path, options.steps):
+    if not path.exists() or not _read(contender, path, options.steps):
         command = [sys.executable, "-m", "zeroshard", "train", f"--config={CONFIG}", f"--out={folder}"]
         command += [f"--precision={contender.precision}", f"--run.seed={contender.seed}", *contender.options]
         command += [f"--plan={options.plan}", f"--nproc={options.ranks}", f"--parallel.device={options.device}"]
@@ -87,74 +103,70 @@ def run(contender: Contender, options: argparse.Namespace) -> Curve:
         command += [f"--data={options.data}"] if options.data else []
         print("$", " ".join(["zeroshard", *command[3:]]), flush=True)
         subprocess.run(command, check=True)
-    curve = _read(contender.name, path, options.steps)
+    curve = _read(contender, path, options.steps)
     assert curve is not None
     return curve
 
 
-def _read(name: str, path: Path, steps: int) -> Curve | None:
+def _read(contender: Contender, path: Path, steps: int) -> Curve | None:
     """None where the run has not finished."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     validations = [row for row in rows if row["kind"] == "validation"]
     if not validations or validations[-1]["step"] != steps:
         return None
-    return Curve(name, [row for row in rows if row["kind"] == "step"], validations)
+    return Curve(contender, [row for row in rows if row["kind"] == "step"], validations)
 
 
 def report(curves: list[Curve]) -> str:
-    """Two tables in Markdown. Losses in nats per byte; differences from the first curve."""
-    reference = curves[0]
-    steps = [row["step"] for row in reference.validations]
-    losses = [[str(step), *(f"{curve.validation(step):.4f}" for curve in curves)] for step in steps]
-    summary = []
+    """A table in Markdown: validation losses in nats per byte, and what they end up above that of fp32."""
+    steps = [row["step"] for row in curves[0].validations]
+    rows = []
     for curve in curves:
-        apart = [curve.validation(step) - reference.validation(step) for step in steps]
-        scales = [row["loss_scale"] for row in curve.steps]
-        summary.append(
-            [
-                curve.name,
-                f"{len(curve.skipped)}{f', the last at {curve.skipped[-1]}' if curve.skipped else ''}",
-                f"{scales[0]:,.0f}" if len(set(scales)) == 1 else f"{scales[0]:,.0f} to {scales[-1]:,.0f}",
-                *(["", ""] if curve is reference else [f"{apart[-1]:+.4f}", f"{max(map(abs, apart)):.4f}"]),
-                f"{statistics.median(row['seconds'] for row in curve.steps):.2f}",
-            ]
-        )
-    headings = ["run", "skipped steps", "loss scale, first to last step", "last - fp32", "largest distance", "s/step"]
-    return f"{_table(['step', *(curve.name for curve in curves)], losses)}\n\n{_table(headings, summary)}"
+        apart = dict(differences(curve, curves))[steps[-1]]
+        losses = [f"{curve.validation(step):.4f}" for step in steps]
+        skipped = f"{len(curve.skipped)}{f', the last at {curve.skipped[-1]}' if curve.skipped else ''}"
+        first, last = (curve.steps[place]["loss_scale"] for place in (0, -1))
+        scale = f"{last:,.0f}" if first == last else f"{first:,.0f} to {last:,.0f}"
+        difference = "" if curve.contender.name == REFERENCE else f"{apart:+.4f}"
+        rows.append([curve.contender.name, *losses, difference, skipped, scale])
+    return _table(["run", *map(str, steps), f"{steps[-1]}: minus fp32", "skipped steps", "loss scale"], rows)
+
+
+def differences(curve: Curve, curves: list[Curve]) -> Points:
+    """Validation losses minus those of the run that this one is compared with."""
+    other = next(one for one in curves if one.contender.name == curve.contender.against)
+    return [(row["step"], curve.validation(row["step"]) - other.validation(row["step"])) for row in curve.validations]
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [headings, ["---"] * len(headings), *rows])
 
 
-Points = list[tuple[float, float]]
-COLOURS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#999999", "#cc79a7"]
 WIDTH, HEIGHT, MARGIN = 460, 300, 60
 
 
 def draw(curves: list[Curve]) -> str:
-    """An SVG of two panels: training loss, mean of ten steps; validation loss minus that of the first curve."""
-    reference = curves[0]
+    """An SVG of two panels: training loss, mean of ten steps; validation loss minus that of fp32. Seed 1 is dashed."""
     training: list[Points] = [
-        [
-            (first + 10.0, statistics.fmean(curve.losses[first : first + 10]))
-            for first in range(0, len(curve.losses), 10)
-        ]
+        [(first + 10.0, statistics.fmean(curve.losses[first : first + 10])) for first in range(0, len(curve.steps), 10)]
         for curve in curves
     ]
-    apart: list[Points] = [
-        [(row["step"], curve.validation(row["step"]) - reference.validation(row["step"])) for row in curve.validations]
-        for curve in curves
-    ]
+    apart = [differences(curve, curves) for curve in curves]
     most = max(map(abs, _bounds(apart)))
-    parts = [
-        _panel(MARGIN, "training loss, nats per byte, mean of ten steps", training, _bounds(training), "{:.1f}"),
-        _panel(2 * MARGIN + WIDTH, "validation loss minus that of fp32", apart, (-most, most), "{:+.3f}"),
+    strokes = [
+        f'stroke="{curve.contender.colour}" stroke-dasharray="{"5 3" if curve.contender.seed else "none"}"'
+        for curve in curves
     ]
-    for number, (curve, colour) in enumerate(zip(curves, COLOURS, strict=True)):
-        x, y = MARGIN + WIDTH - 150, MARGIN + 20 + 18 * number
-        parts.append(f'<path d="M{x} {y - 4} h20" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{x + 26}" y="{y}">{curve.name}</text>')
+    parts = [
+        _panel(
+            MARGIN, "training loss, nats per byte, mean of ten steps", training, strokes, _bounds(training), "{:.1f}"
+        ),
+        _panel(2 * MARGIN + WIDTH, "validation loss minus that of fp32", apart, strokes, (-most, most), "{:+.3f}"),
+    ]
+    for number, (curve, stroke) in enumerate(zip(curves, strokes, strict=True)):
+        x, y = MARGIN + WIDTH - 180, MARGIN + 14 + 17 * number
+        parts.append(f'<path d="M{x} {y - 4} h20" {stroke} stroke-width="2"/>')
+        parts.append(f'<text x="{x + 26}" y="{y}">{curve.contender.name}</text>')
     size = f"0 0 {2 * WIDTH + 3 * MARGIN} {HEIGHT + 2 * MARGIN}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="13">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
@@ -165,7 +177,9 @@ def _bounds(lines: list[Points]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _panel(left: float, title: str, lines: list[Points], bounds: tuple[float, float], label: str) -> str:
+def _panel(
+    left: float, title: str, lines: list[Points], strokes: list[str], bounds: tuple[float, float], label: str
+) -> str:
     """Axes with five labels each, and one line for each list of points. The first line is drawn last, on top."""
     (low, high), last = bounds, max(x for line in lines for x, _ in line)
 
@@ -181,9 +195,9 @@ def _panel(left: float, title: str, lines: list[Points], bounds: tuple[float, fl
         )
         parts.append(f'<text x="{x:.1f}" y="{MARGIN + HEIGHT + 20}" text-anchor="middle">{part * last:.0f}</text>')
     parts.append(f'<text x="{left + WIDTH / 2}" y="{MARGIN + HEIGHT + 42}" text-anchor="middle">step</text>')
-    for line, colour in reversed(list(zip(lines, COLOURS, strict=True))):
+    for line, stroke in reversed(list(zip(lines, strokes, strict=True))):
         path = " L".join("{:.1f} {:.1f}".format(*place(*point)) for point in line)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<path d="M{path}" fill="none" {stroke} stroke-width="1.5"/>')
     return "\n".join(parts)
 
 
