@@ -1,6 +1,6 @@
 """The same training in every precision, against fp32: validation losses, skipped steps, and what is only noise.
 
-    python benchmarks/precision_curves.py                            # 35 minutes on two CPU cores
+    python benchmarks/precision_curves.py                            # half an hour on two CPU cores
     python benchmarks/precision_curves.py --steps 1000 --plan zero1 --svg curves.svg
 
 Each run is one `zeroshard train` with `configs/small.toml`. Runs with the same seed have the same first weights
@@ -52,10 +52,10 @@ CONTENDERS = [
     Contender("fp32, other sums (4)", "fp32", REFERENCE, "#999999", 0, ("--batch.micro_batches=4",)),
     Contender("fp16, skipping", "fp16", REFERENCE, "#cc79a7", 0, SKIPPING),
     *(
-        Contender(f"{name}, seed {seed}", name, REFERENCE if name == "fp32" else f"fp32, seed {seed}", colour, seed)
-        for seed in (1, 2)
+        Contender(f"{name}, seed 1", name, REFERENCE if name == "fp32" else "fp32, seed 1", colour, 1)
         for name, colour in PRECISIONS.items()
     ),
+    Contender("fp32, seed 2", "fp32", REFERENCE, PRECISIONS["fp32"], 2),
 ]
 
 
