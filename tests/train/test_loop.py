@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.run import learning_rate_factor
-from zeroshard.train.save import load
+from zeroshard.train.save import Saved, load
 
 TINY = {
     "model.layers": 2,
@@ -87,7 +88,10 @@ def test_reducing_every_micro_batch_is_the_same_up_to_rounding(text_folder: Path
     assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), abs=2e-4)
 
 
-@pytest.mark.parametrize(("plan", "precision"), [("zero3", "fp32"), ("zero1", "fp32"), ("zero2", "bf16")])
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [("zero3", "fp32"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp16"), ("zero3", "bf16-remainder")],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(text_folder: Path, tmp_path: Path, plan: str, precision: str) -> None:
     def config(out: str) -> Config:
         return tiny(text_folder, tmp_path / out, parallel__plan=plan, parallel__precision=precision)
@@ -99,6 +103,112 @@ def test_a_resumed_run_is_the_uninterrupted_one(text_folder: Path, tmp_path: Pat
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert rows(tmp_path / "parts", "validation") == rows(tmp_path / "whole", "validation")
     assert equal_states(tmp_path / "parts", tmp_path / "whole")
+
+
+def skipping(text: Path, out: Path, **overrides: object) -> Config:
+    """fp16 from a loss scale at which the first gradients overflow, growing until others do."""
+    many = {
+        "schedule__steps": 14,
+        "evaluation__every": 5,
+        "optimizer__loss_scale": 2.0**20,
+        "optimizer__loss_scale_growth": 3,
+    }
+    return tiny(text, out, parallel__precision="fp16", **{**many, **overrides})
+
+
+def test_a_skipped_step_moves_neither_weights_nor_schedule(text_folder: Path, tmp_path: Path) -> None:
+    config = skipping(text_folder, tmp_path / "run")
+    run_ranks(train_rank, 2, config)
+    steps = rows(tmp_path / "run", "step")
+    applied = [row["applied"] for row in steps]
+    assert not all(applied[applied.index(True) :])  # one after growth, too
+    updates = list(itertools.accumulate(applied, initial=0))
+    lrs = [row["lr"] for row in steps]
+    assert lrs == [1e-2 * learning_rate_factor(done, config.schedule) for done in updates[:-1]]
+    assert lrs != [1e-2 * learning_rate_factor(step, config.schedule) for step in range(14)]
+    assert load(tmp_path / "run").updates == updates[-1]
+    for row, following in itertools.pairwise(steps):
+        assert row["applied"] or following["loss_scale"] == row["loss_scale"] / 2
+        assert row["applied"] == (row["grad_norm"] is not None)
+    assert applied[:3] == [False, False, True]
+    for stop_at in (1, 2, 3):
+        run_ranks(train_rank, 2, skipping(text_folder, tmp_path / str(stop_at)), None, stop_at)
+    assert equal_states(tmp_path / "1", tmp_path / "2")
+    assert not equal_states(tmp_path / "2", tmp_path / "3")
+
+
+def test_the_loss_scale_is_that_of_fp16_or_the_one_asked_for(text_folder: Path, tmp_path: Path) -> None:
+    """A power of two changes no bit of bf16 training; resuming in fp16 what had no loss scale begins at the first."""
+    for name, options in {"bf16": {}, "scaled": {"optimizer__loss_scale": 1024.0}}.items():
+        run_ranks(train_rank, 2, tiny(text_folder, tmp_path / name, parallel__precision="bf16", **options), None, 4)
+    assert [row["loss_scale"] for row in rows(tmp_path / "bf16", "step")] == [1.0] * 4
+    assert [row["loss_scale"] for row in rows(tmp_path / "scaled", "step")] == [1024.0] * 4
+    assert losses(tmp_path / "scaled") == losses(tmp_path / "bf16")
+    assert equal_states(tmp_path / "scaled", tmp_path / "bf16")
+    fp16 = tiny(text_folder, tmp_path / "fp16", parallel__precision="fp16")
+    run_ranks(train_rank, 2, fp16, tmp_path / "bf16")
+    assert [row["loss_scale"] for row in rows(tmp_path / "fp16", "step")] == [65536.0] * 2
+
+
+def test_plans_skip_the_same_steps(text_folder: Path, tmp_path: Path) -> None:
+    for plan in ("ddp", "zero3"):
+        run_ranks(train_rank, 2, skipping(text_folder, tmp_path / plan, parallel__plan=plan))
+    assert equal_runs(tmp_path / "ddp", tmp_path / "zero3")
+
+
+def equal_runs(a: Path, b: Path) -> bool:
+    """In all that follows from the arithmetic: losses, norms, rates, scales, skipped steps, and the last state."""
+    names = ("step", "loss", "lr", "grad_norm", "applied", "loss_scale")
+    first, second = ([{name: row[name] for name in names} for row in rows(out, "step")] for out in (a, b))
+    validations = rows(a, "validation") == rows(b, "validation")
+    scalers = load(a).loss_scale == load(b).loss_scale
+    return first == second and validations and scalers and equal_states(a, b)
+
+
+def resumed_with(rank: int, config: Config, resume: Path, lost: str | None) -> Outcome:
+    """Resume, as it would be if the state file did not hold `lost`."""
+    saves = loop.start_run.__globals__["saves"]
+
+    def partly(folder: Path) -> Saved:
+        saved = load(folder)
+        match lost:
+            case "the scaler's state":
+                return replace(saved, loss_scale={})
+            case "its growth tracker":
+                assert saved.loss_scale["growth_tracker"] > 0
+                return replace(saved, loss_scale={**saved.loss_scale, "growth_tracker": 0})
+            case "the number of updates":
+                return replace(saved, updates=saved.step)
+        return saved
+
+    saves.load = partly  # this process is a fork: nobody else sees it
+    return train(config, resume=resume)
+
+
+def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(text_folder: Path, tmp_path: Path) -> None:
+    """It was not: the state file had no loss scale, and the learning rate was taken from the step.
+
+    Stopped right after the first skipped step, and after some that were applied, in the middle of a growth interval;
+    going on under the same plan, and under another. The last three runs show that each part of what is saved is needed.
+    """
+    whole = tmp_path / "whole"
+    run_ranks(train_rank, 2, skipping(text_folder, whole))
+    applied = [row["applied"] for row in rows(whole, "step")]
+    middle = next(done for done in range(3, 12) if applied[done - 3 : done] == [False, True, True])
+    cases: list[tuple[int, str, str | None]] = [
+        (1, "zero3", None),
+        (1, "ddp", None),
+        (middle, "zero3", None),
+        (middle, "zero1", None),
+        (middle, "zero3", "the scaler's state"),
+        (middle, "zero3", "its growth tracker"),
+        (middle, "zero3", "the number of updates"),
+    ]
+    for number, (stop_at, plan, lost) in enumerate(cases):
+        out = tmp_path / str(number)
+        run_ranks(train_rank, 2, skipping(text_folder, out), None, stop_at)
+        run_ranks(resumed_with, 2, skipping(text_folder, out, parallel__plan=plan), out, lost)
+        assert equal_runs(out, whole) == (lost is None), f"{stop_at}, {plan}, without {lost}"
 
 
 def test_resume_into_another_folder_plan_and_world_size(text_folder: Path, tmp_path: Path) -> None:
@@ -205,6 +315,7 @@ def test_refusals_are_the_same_on_every_rank(text_folder: Path, tmp_path: Path) 
         (tiny(text_folder, tmp_path / "x", model__layers=3), tmp_path / "run", "the saved model differs at blocks.2"),
         (tiny(text_folder, tmp_path / "x", schedule__steps=2), tmp_path / "run", "has done 2 steps: expected --steps"),
         (tiny(text_folder, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
+        (tiny(text_folder, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
         (tiny(text_folder, tmp_path / "run" / "config.toml"), None, "cannot write into"),
     ]
     for config, resume, message in cases:

@@ -17,6 +17,7 @@ RECORD = StepRecord(
     lr=1e-3,
     grad_norm=0.5,
     applied=True,
+    loss_scale=1.0,
     tokens_per_second=15_321.0,
     communication_share=0.123,
     memory_bytes=412_000_000,
@@ -56,7 +57,7 @@ def test_a_line_has_everything() -> None:
         "step  10/400 | loss 2.0000 nats 2.885 bits/byte | 15.3 k tokens/s | norm 0.500 | "
         "memory 412 MB peak 430 MB engine 61.0 MB | comm 12% | eta 2:03"
     )
-    assert "skipped" in describe(replace(RECORD, applied=False), 400)
+    assert "| skipped | scale 65,536 |" in describe(replace(RECORD, applied=False, loss_scale=65536.0), 400)
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
@@ -80,6 +81,20 @@ def test_one_live_line_on_a_terminal() -> None:
     progress.close()
     assert "━" * 16 + " step 25/25 | loss 2.0000" in file.getvalue()
     assert "\x1b[2K" in file.getvalue()  # lines are redrawn in place
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_skipped_step_is_a_line_of_its_own(terminal: bool) -> None:
+    """On a terminal the live line would be gone an eighth of a second later, elsewhere step 7 has no line."""
+    screen, file = console(force_terminal=terminal)
+    progress = Progress(screen, steps=25, log_every=10)
+    for step in range(1, 26):
+        progress.on_step(replace(RECORD, step=step, applied=step != 7, loss_scale=1024.0))
+        if step == 8 and progress._live:
+            progress._live.refresh()
+    progress.close()
+    shown = [line for line in file.getvalue().splitlines() if "skipped | scale 1,024" in line]
+    assert any("step  7/25" in line and "━" not in line and "╌" not in line for line in shown)
 
 
 def test_table_of_bytes() -> None:

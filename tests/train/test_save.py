@@ -15,13 +15,16 @@ from zeroshard.train.save import FILE_NAME, Saved, by_name, by_number, load, sav
 def state(step: int) -> Saved:
     weight = torch.arange(6, dtype=torch.float32).view(2, 3) + step
     moments = {"exp_avg": weight.T, "step": torch.tensor(float(step)), "count": step}
-    return Saved(step, "digest", {"a.weight": weight, "half": weight.bfloat16()}, {"a.weight": moments})
+    scaler = {"scale": 2.0**-149, "growth_tracker": 5, "hysteresis_left": 1, "skips_in_a_row": 2}
+    model = {"a.weight": weight, "half": weight.bfloat16()}
+    return Saved(step, step - 1, "digest", model, {"a.weight": moments}, scaler)
 
 
 def test_gives_back_what_it_was_given(tmp_path: Path) -> None:
     save(tmp_path, state(3))
     found, expected = load(tmp_path), state(3)
-    assert (found.step, found.data_digest) == (3, "digest")
+    assert (found.step, found.updates, found.data_digest) == (3, 2, "digest")
+    assert found.loss_scale == expected.loss_scale
     assert found.model.keys() == expected.model.keys()
     assert all(torch.equal(found.model[name], expected.model[name]) for name in expected.model)
     assert found.model["half"].dtype == torch.bfloat16

@@ -57,6 +57,10 @@ class OptimizerConfig(_Section):
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of the matrices; vectors have none")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: do not clip")
     fused: bool = Field(True, description="torch's fused AdamW kernel")
+    loss_scale: float | None = Field(
+        None, gt=0, description="first dynamic loss scale; default: 65536 in fp16, or none"
+    )
+    loss_scale_growth: int = Field(2000, ge=1, description="steps without overflow until the loss scale doubles")
 
 
 class ScheduleConfig(_Section):

@@ -30,7 +30,7 @@ from .data import read_windows, validation_windows
 from .metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
 from .progress import Progress, bytes_table, sample_panel, si, tell
 from .ranks import Ranks, joined
-from .run import Run, make_scheduler, save_run, start_run
+from .run import Run, save_run, start_run
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def train(config: Config, *, resume: Path | None = None, stop_at: int | None = N
 def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last_step: int) -> int:
     """Take the steps [first_step, last_step), or fewer when any rank is asked to stop. Returns the steps done."""
     config, ranks = run.config, run.ranks
-    scheduler = make_scheduler(run.optimizer, config.schedule, first_step)
     began = time.perf_counter()
     for step in range(first_step, last_step):
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
-        lr = float(scheduler.get_last_lr()[0])
+        lr = float(run.scheduler.get_last_lr()[0])
         loss, result = train_step(run, step)
-        scheduler.step()
+        if result.applied:
+            run.scheduler.step()
 
         asked, requests.save = requests.save, False  # a signal from here on counts for the next step
         loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, asked])
@@ -108,6 +108,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             lr=lr,
             grad_norm=result.grad_norm,
             applied=result.applied,
+            loss_scale=result.loss_scale,
             tokens_per_second=config.batch.sequences * config.model.context / (now - step_began),
             communication_share=(run.handle.comm_log.wait_seconds - waited) / (now - step_began),
             memory_bytes=memory,
@@ -222,6 +223,8 @@ def introduce(run: Run, first_step: int, console: Console) -> None:
 
 def conclude(run: Run, step: int, console: Console) -> None:
     """Sample and table after the last step; how to go on after an earlier one. Collective."""
+    if skipped := step - run.scheduler.last_epoch:
+        tell(console, f"{skipped} of {step} steps were skipped: a gradient overflowed at the loss scale of the time")
     if step < run.config.schedule.steps:
         tell(console, f"stopped after step {step} and saved; continue with: zeroshard train --resume {run.folder}")
         return

@@ -18,7 +18,8 @@ class StepRecord:
     loss: float
     lr: float
     grad_norm: float
-    applied: bool  # False: the optimizer skipped the step
+    applied: bool  # False: a gradient overflowed, and weights, optimizer state and schedule stayed where they were
+    loss_scale: float  # what the loss had been multiplied by
     tokens_per_second: float  # over all ranks
     communication_share: float  # of the step's time, spent waiting in collectives
     memory_bytes: int  # of the process, or allocated on its GPU
@@ -109,7 +110,16 @@ class JsonLines:
 class TensorBoard:
     """The same numbers as TensorBoard scalars, under `<run>/tensorboard`."""
 
-    SCALARS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "communication_share", "memory_bytes")
+    SCALARS = (
+        "loss",
+        "bits_per_byte",
+        "lr",
+        "grad_norm",
+        "loss_scale",
+        "tokens_per_second",
+        "communication_share",
+        "memory_bytes",
+    )
 
     @staticmethod
     def installed() -> bool:

@@ -15,7 +15,10 @@ PERSISTENT = ("weights", "grads", "main", "state", "scalars")
 
 
 class Progress:
-    """An `Observer` that prints. On a terminal one line is redrawn; elsewhere every `log_every`-th step is a line."""
+    """An `Observer` that prints. On a terminal one line is redrawn; elsewhere every `log_every`-th step is a line.
+
+    Skipped steps stay visible in both: each is a line of its own.
+    """
 
     def __init__(self, console: Console, steps: int, log_every: int) -> None:
         self._console = console
@@ -31,7 +34,8 @@ class Progress:
         text = describe(record, self._steps)
         if self._live:
             self._live.update(Text(f"{bar(record.step / self._steps)} {text}"))
-        elif record.step % self._log_every == 0 or record.step in (self._first, self._steps):
+        regular = record.step % self._log_every == 0 or record.step in (self._first, self._steps)
+        if not record.applied or (regular and not self._live):
             tell(self._console, text)
 
     def on_validation(self, record: ValidationRecord) -> None:
@@ -56,6 +60,7 @@ def describe(record: StepRecord, steps: int) -> str:
         f"loss {record.loss:.4f} nats {record.bits_per_byte:.3f} bits/byte",
         f"{si(record.tokens_per_second)} tokens/s",
         f"norm {record.grad_norm:.3f}" if record.applied else "skipped",
+        *([f"scale {record.loss_scale:,.0f}"] if record.loss_scale != 1 else []),
         f"memory {memory} peak {peak} engine {engine}",
         f"comm {record.communication_share:.0%}",
         f"eta {duration(record.eta_seconds)}",

@@ -1,8 +1,9 @@
 """What a run is made of, how it starts, and how it is saved.
 
-Beyond the sharded state, everything that a step needs follows from the configuration and the step number: the batch
-(`data.Batches`), the learning rate (`learning_rate_factor`) and the random numbers (`loop.seed_of`). So a run is saved
-as weights, optimizer state and one number, and a resumed run goes on exactly as the uninterrupted one would have.
+Beyond the sharded state, everything that a step needs follows from the configuration and two numbers. Steps done give
+the batch (`data.Batches`) and the random numbers (`loop.seed_of`); updates, the steps that were not skipped, give the
+learning rate (`learning_rate_factor`). So a run is saved as weights, optimizer state, loss scale and these numbers, and
+a resumed run goes on exactly as the uninterrupted one would have.
 """
 
 import math
@@ -15,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
+from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import plan_memory
 
 from . import save as saves
@@ -26,7 +28,8 @@ from .ranks import Ranks
 
 @dataclass(frozen=True)
 class Run:
-    """What the steps of a run share. What changes is inside the engine's objects; the step number is all the rest."""
+    """What the steps of a run share. What changes is inside the engine's objects and the scheduler, whose `last_epoch`
+    counts the updates; the step number is all the rest."""
 
     config: Config
     ranks: Ranks
@@ -36,6 +39,7 @@ class Run:
     model: GPT
     handle: zeroshard.Handle
     optimizer: zeroshard.ShardedOptimizer
+    scheduler: LambdaLR
     planned_bytes: Mapping[str, int]
     numel: int
 
@@ -79,18 +83,27 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
     except ValueError as error:
         raise UserError(str(error)) from error
     folder = ranks.first_does(lambda: make_folder(config, resume))
-    run = Run(config, ranks, folder, corpus, batches, model, handle, optimizer, planned, numel)
     if saved is not None:
         handle.load_full_state_dict(saved.model)
-        optimizer.load_state_dict(saves.by_number(saved.optimizer, optimizer.state_dict(), model, optimizer))
+        state = saves.by_number(saved.optimizer, optimizer.state_dict(), model, optimizer)
+        optimizer.load_state_dict({**state, "loss_scale": saved.loss_scale})
+    scheduler = make_scheduler(optimizer, config.schedule, 0 if saved is None else saved.updates)
+    run = Run(config, ranks, folder, corpus, batches, model, handle, optimizer, scheduler, planned, numel)
     return run, 0 if saved is None else saved.step
 
 
 def save_run(run: Run, step: int) -> None:
     """Write the state after `step` steps into the run's folder. Collective."""
     model_state = run.handle.full_state_dict(main=True)  # the fp32 values that the optimizer works on
-    optimizer_state = saves.by_name(run.optimizer.state_dict(), run.model, run.optimizer)
-    saved = saves.Saved(step, run.corpus.digest, model_state, optimizer_state)
+    state = run.optimizer.state_dict()
+    saved = saves.Saved(
+        step,
+        run.scheduler.last_epoch,
+        run.corpus.digest,
+        model_state,
+        saves.by_name(state, run.model, run.optimizer),
+        state.get("loss_scale", {}),
+    )
     run.ranks.first_does(lambda: saves.save(run.folder, saved))
 
 
@@ -101,23 +114,31 @@ def make_optimizer(config: Config, model: GPT) -> zeroshard.ShardedOptimizer:
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
+    first_scale = settings.loss_scale
+    if first_scale is None and config.parallel.precision == "fp16":
+        first_scale = 2.0**16
     return zeroshard.ShardedOptimizer(
-        groups, torch.optim.AdamW, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=settings.fused
+        groups,
+        torch.optim.AdamW,
+        loss_scale=first_scale and DynamicScale(first_scale, growth_interval=settings.loss_scale_growth),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        fused=settings.fused,
     )
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, step: int) -> LambdaLR:
-    """Warm-up and cosine, standing before `step`. The peak comes from the configuration, also after a resume."""
+def make_scheduler(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, updates: int) -> LambdaLR:
+    """Warm-up and cosine, after `updates` of them. The peak comes from the configuration, also after a resume."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    return LambdaLR(optimizer, lambda now: learning_rate_factor(now, schedule), last_epoch=step - 1)
+    return LambdaLR(optimizer, lambda now: learning_rate_factor(now, schedule), last_epoch=updates - 1)
 
 
-def learning_rate_factor(step: int, schedule: ScheduleConfig) -> float:
-    """Part of the peak learning rate at `step`: linear up over the warm-up, then half a cosine down."""
-    if step < schedule.warmup:
-        return (step + 1) / schedule.warmup
-    progress = min(1.0, (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup))
+def learning_rate_factor(updates: int, schedule: ScheduleConfig) -> float:
+    """Part of the peak learning rate after `updates`: linear up over the warm-up, then half a cosine down."""
+    if updates < schedule.warmup:
+        return (updates + 1) / schedule.warmup
+    progress = min(1.0, (updates - schedule.warmup) / max(1, schedule.steps - schedule.warmup))
     return schedule.final_share + (1 - schedule.final_share) * (1 + math.cos(math.pi * progress)) / 2
 
 

@@ -3,10 +3,10 @@
     state.safetensors
         model.<parameter>              the plain model's state_dict()
         optimizer.<parameter>.<state>  the optimizer's state of that parameter, whole
-        header                         step, digest of the data, states that are plain numbers
+        header                         step, updates, digest of the data, loss scaler, states that are plain numbers
 
-The file knows neither plan nor world size. Hyper-parameters, the learning rate's position, the next batch and the
-random numbers are not in it: they follow from the configuration and the step.
+The file knows neither plan nor world size. Hyper-parameters, the next batch and the random numbers are not in it: they
+follow from the configuration and the step. The learning rate follows from the updates: steps that were not skipped.
 """
 
 import json
@@ -27,12 +27,21 @@ FILE_NAME = "state.safetensors"
 
 @dataclass(frozen=True)
 class Saved:
-    """What `load` found. `optimizer` maps parameter name -> state name -> value."""
+    """What `load` found.
+
+    Attributes:
+        step: steps done, with the skipped ones: the position in the data.
+        updates: steps that were applied: the position of the learning rate.
+        optimizer: parameter name -> state name -> value.
+        loss_scale: the loss scaler's state (plain numbers); empty where there is none.
+    """
 
     step: int
+    updates: int
     data_digest: str
     model: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
+    loss_scale: dict[str, Any]
 
 
 def save(folder: Path, saved: Saved) -> None:
@@ -45,7 +54,13 @@ def save(folder: Path, saved: Saved) -> None:
                 tensors[f"optimizer.{parameter}.{name}"] = value
             else:
                 numbers.setdefault(parameter, {})[name] = value
-    header = {"step": saved.step, "data_digest": saved.data_digest, "numbers": numbers}
+    header = {
+        "step": saved.step,
+        "updates": saved.updates,
+        "data_digest": saved.data_digest,
+        "loss_scale": saved.loss_scale,
+        "numbers": numbers,
+    }
     partial = folder / f".{FILE_NAME}.tmp-{os.getpid()}"
     try:
         cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -76,7 +91,14 @@ def load(folder: Path) -> Saved:
                 else:
                     parameter, _, state = name.rpartition(".")
                     optimizer.setdefault(parameter, {})[state] = file.get_tensor(key)
-        return Saved(int(header["step"]), str(header["data_digest"]), model, optimizer)
+        return Saved(
+            int(header["step"]),
+            int(header["updates"]),
+            str(header["data_digest"]),
+            model,
+            optimizer,
+            dict(header["loss_scale"]),
+        )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a state that zeroshard saved: {error}") from None
 
