@@ -7,7 +7,7 @@ Each run is one `zeroshard train` with `configs/small.toml`. Runs with the same 
 (rounded to the precision) and the same batches. What differences mean is shown by more runs in fp32:
 
 - "other sums": the same seed, more micro-batches. The same numbers are added in another order, and nothing else.
-- "seed 1", "seed 2": other weights, another order of the data. Every precision is compared with fp32 of its seed.
+- "seed 1", "seed 2", "seed 3": other weights, another order of the data. Every precision is compared with fp32 of its seed.
 
 "fp16, skipping" starts from a loss scale that is too large and grows often, so that steps are skipped all along.
 
@@ -44,7 +44,7 @@ class Contender:
 
 REFERENCE = "fp32"
 PRECISIONS = {"fp32": "#000000", "fp16": "#d55e00", "bf16": "#0072b2", "bf16-remainder": "#009e73"}
-DASHES = ("none", "6 3", "2 2")  # by seed
+DASHES = ("none", "6 3", "2 2", "8 2 2 2")  # by seed
 SKIPPING = ("--optimizer.loss_scale=16777216", "--optimizer.loss_scale_growth=25")
 CONTENDERS = [
     *(Contender(name, name, REFERENCE, colour) for name, colour in PRECISIONS.items()),
@@ -52,10 +52,10 @@ CONTENDERS = [
     Contender("fp32, other sums (4)", "fp32", REFERENCE, "#999999", 0, ("--batch.micro_batches=4",)),
     Contender("fp16, skipping", "fp16", REFERENCE, "#cc79a7", 0, SKIPPING),
     *(
-        Contender(f"{name}, seed 1", name, REFERENCE if name == "fp32" else "fp32, seed 1", colour, 1)
+        Contender(f"{name}, seed {seed}", name, REFERENCE if name == "fp32" else f"fp32, seed {seed}", colour, seed)
+        for seed in (1, 2, 3)
         for name, colour in PRECISIONS.items()
     ),
-    Contender("fp32, seed 2", "fp32", REFERENCE, PRECISIONS["fp32"], 2),
 ]
 
 

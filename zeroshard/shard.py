@@ -11,7 +11,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from zeroshard.collectives import Collectives, CommLog
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import Schedule, outside_graphs
+from zeroshard.materialize import META, Source, is_on_meta, move
+from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
 from zeroshard.parking import Parked
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
@@ -516,11 +518,13 @@ def shard(
     precision: MixedPrecision | str | None = None,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     max_transient_bytes: int | None = None,
+    materialize: Source | None = None,
+    values: Literal["broadcast", "check"] = "broadcast",
 ) -> Handle:
-    """Shard a model in place. Collective: every rank passes the same model and arguments; rank 0's values win.
+    """Shard a model in place. Collective: every rank passes the same model and arguments.
 
     Args:
-        model: on the device where it is to train. It is called, and named, as before.
+        model: on the device where it is to train, or on the meta device. It is called, and named, as before.
         plan: DDP, ZERO1, ZERO2 or ZERO3, or the lower-case name.
         units: what is gathered, reduced and freed together: module classes, a callable `module -> bool`, or a number
             of bytes; None groups neighbouring modules up to 32 MiB. The rest of the model is the root unit.
@@ -528,6 +532,10 @@ def shard(
         mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard". None: all ranks.
         max_transient_bytes: the most that full-size places, buckets and scratch may take. With `units=None` units are
             made small enough.
+        materialize: where the values of a model on the meta device come from. A function of a module, called as
+            `model.apply` would, that fills the module's own parameters and buffers; or a `model.safetensors` file, or a
+            folder of them with an index. No rank ever holds the whole model.
+        values: "broadcast": rank 0's win; "check": they must be the same on every rank already, and nothing is sent.
 
     Raises:
         ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a limit
@@ -544,29 +552,47 @@ def shard(
                 "ShardedOptimizer, without shard()"
             )
         specs = _choose(model, chosen, units, as_precision(precision), collectives, max_transient_bytes)
-        _refuse_unready(model, collectives)
+        _refuse_unready(model, collectives, materialize)
+        if values not in ("broadcast", "check"):
+            raise ValueError(f"values must be 'broadcast' or 'check', found {values!r}")
     except Exception as error:  # also what a user's callable raises: the other ranks must hear of it
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
     _raise_together(collectives, problem, "shard")
     _expect_same_model(collectives, model, specs, chosen)
+    on_meta = is_on_meta(model)
+    if on_meta:
+        move(model, META, collectives.device)
+    elif values == "check":
+        _expect_same_values(collectives, model)
     before = [(parameter, parameter.data) for parameter in model.parameters()]
     handle, failure = None, None
     try:
-        collectives.broadcast([*(data for _, data in before), *model.buffers()])
-        handle = Handle(chosen, _build(model, specs, chosen, collectives), collectives, model)
+        if not on_meta and values == "broadcast":
+            collectives.broadcast([*(data for _, data in before), *model.buffers()])
+        handle = Handle(chosen, _build(model, specs, chosen, collectives, fill=not on_meta), collectives, model)
+        if on_meta:
+            assert materialize is not None
+            give_values(model, handle.units, materialize, collectives)
+            for unit in handle.units:
+                unit.weights.hide()
+                handle.gatherer.updated(unit)
+            handle.gatherer.settle()
         for parameter, _ in before:
             _HANDLES[parameter] = weakref.ref(handle)
         handle.attach()
     except Exception as error:
         failure = error
     try:
-        _raise_together(collectives, "" if failure is None else repr(failure), "shard")
+        text = str(failure) if isinstance(failure, (ValueError, ImportError)) else repr(failure)
+        _raise_together(collectives, "" if failure is None else text, "shard")
     except ValueError:
         if handle is not None:
             handle._release()
         for parameter, data in before:
             parameter.data = data
             _HANDLES.pop(parameter, None)
+        if on_meta:
+            move(model, collectives.device, META)
         raise
     assert handle is not None
     collectives.meet()
@@ -614,26 +640,35 @@ def _choose(
     return specs
 
 
-def _build(model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives: Collectives) -> list[Unit]:
-    """Allocate one unit after the other."""
+def _build(
+    model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives: Collectives, *, fill: bool = True
+) -> list[Unit]:
+    """Allocate, and fill, one unit after the other."""
     parameters = dict(model.named_parameters())
     units = []
     for index, spec in enumerate(specs):
         of_unit = [parameters[name] for name in reversed(spec.names)]
         unit = Unit(index, spec, of_unit, plan, collectives)
-        unit.fill()
+        if fill:
+            unit.fill()
         units.append(unit)
     return units
 
 
-def _refuse_unready(model: nn.Module, collectives: Collectives) -> None:
+def _refuse_unready(model: nn.Module, collectives: Collectives, materialize: Source | None) -> None:
     device_type = collectives.device.type
+    on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if on_meta and materialize is None:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device: pass materialize= a function that initialises a module, or a "
+            "safetensors file"
+        )
+    if materialize is not None and len(on_meta) < len([*model.parameters()]):
+        raise ValueError("materialize= is for models on the meta device; this one has values already")
     for name, parameter in model.named_parameters():
         if handle_of(parameter) is not None:
             raise ValueError(f"parameter {name} is sharded already: close() the other handle first")
-        if parameter.device.type == "meta":
-            raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
-        if parameter.device.type != device_type:
+        if parameter.device.type not in (device_type, "meta"):
             raise ValueError(
                 f"parameter {name} is on {parameter.device}, and this process group moves {device_type} tensors: "
                 f"call model.to({device_type!r}) first, or zeroshard.init with another backend"
@@ -655,6 +690,33 @@ def _expect_same_model(collectives: Collectives, model: nn.Module, specs: Sequen
             pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
             mine, other = next((a, b) for a, b in pairs if a != b)
             raise ValueError(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
+
+
+def _expect_same_values(collectives: Collectives, model: nn.Module) -> None:
+    """Ranks compare a digest of every parameter and buffer.
+
+    Raises:
+        ValueError: the first that differs.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    digests = {name: _digest(tensor.detach()) for name, tensor in named.items()}
+    by_rank = collectives.exchange_objects(digests)
+    for rank, theirs in enumerate(by_rank):
+        for name, digest in by_rank[0].items():
+            if theirs[name] != digest:
+                raise ValueError(
+                    f"shard: values='check', and {name} has other values on rank {rank} than on rank 0: load the same "
+                    "weights or use the same seed on every rank, or let rank 0's win with values='broadcast'"
+                )
+
+
+def _digest(tensor: Tensor) -> int:
+    """Of the bytes and where they are: a sum of products, modulo 2^64."""
+    total = 0
+    for number, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(1 << 20)):  # type: ignore[no-untyped-call]
+        position = torch.arange(1, piece.numel() + 1, device=piece.device)
+        total = (total * 31 + number + int((piece.to(torch.int64) * position).sum())) % 2**64
+    return total
 
 
 def _raise_together(collectives: Collectives, problem: str, what: str) -> None:

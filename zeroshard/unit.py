@@ -132,6 +132,21 @@ class Unit:
                 self.main.set(fragment.world, self._values(fragment.slot.name, fragment.param))
         self.weights.fill(self.main.rounded if self.main is not None else lambda value: value)
 
+    @torch.no_grad()
+    def take(self, index: int, values: Callable[[Interval], Tensor]) -> None:
+        """One parameter's values into main and the own interval of the weights. `values`: interval of the flattened
+        parameter -> [its numel], for what this rank keeps."""
+        self.edits += 1
+        interval = self.own_shard() if self.main is None else self.main.interval
+        world = self.layout.slots[index].world & interval
+        if not world:
+            return
+        value = values(world.relative_to(self.layout.slots[index].world.start)).to(self.weights.own().device)
+        if self.main is not None:
+            self.main.set(world, value)
+        else:
+            self.weights.own()[world.relative_to(interval.start).slice] = value
+
     def set(self, values: Sequence[Tensor]) -> None:
         """New full values, in buffer order: main takes its part, and the own interval of the weights follows."""
         self.edits += 1

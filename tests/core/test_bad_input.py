@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
         r"max_transient_bytes=100: .* need \d+ bytes",
     ),
     "complex parameters": (lambda rank, last: with_complex(), same(), "parameter extra is torch.complex64"),
-    "on the meta device": (lambda rank, last: Net().to("meta"), same(), "is on the meta device: materialise"),
+    "on the meta device": (lambda rank, last: Net().to("meta"), same(), "is on the meta device: pass materialize="),
     "another size on one rank": (
         lambda rank, last: Net(blocks=2 if rank == last else 3),
         same(),

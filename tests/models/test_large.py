@@ -1,0 +1,207 @@
+"""Models that no rank could hold: built on the meta device, filled part by part, from functions or from files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroshard
+from tests.core.models import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.collectives import Collectives
+from zeroshard.testing import run_ranks
+
+PRECISIONS = ("fp32", "bf16", "bf16-remainder")
+
+
+class Buffered(Net):
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def init(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def on_meta(build: Any = Buffered) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def plain(build: Any = Buffered) -> nn.Module:
+    model = on_meta(build).to_empty(device="cpu")
+    if build is Buffered:
+        model.head.weight = model.embed.weight  # to_empty unties them
+    torch.manual_seed(0)
+    return model.apply(init)
+
+
+@pytest.mark.parametrize("seeds", ["the same", "one for each rank"])
+def test_values_come_as_from_apply_module_by_module(seeds: str) -> None:
+    """Also where ranks draw other numbers: rank 0's win. Parameters stay the objects they are."""
+
+    def check(rank: int) -> None:
+        expected = dict(plain().state_dict())
+        for plan, precision in itertools.product(PLANS, PRECISIONS):
+            model = on_meta()
+            model.embed.weight.mark = "kept"
+            before = list(model.parameters())
+            torch.manual_seed(0 if seeds == "the same" else rank)
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision, materialize=init)
+            assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+            assert model.embed.weight.mark == "kept" and model.head.weight is model.embed.weight
+            assert same_bits(handle.full_state_dict(main=True), expected), (plan, precision)
+            twin = plain()
+            of_twin = zeroshard.shard(twin, plan, units=Block, precision=precision)
+            for one, its in ((model, handle), (twin, of_twin)):
+                optimizer = zeroshard.ShardedOptimizer(its, torch.optim.AdamW, lr=1e-2, foreach=False)
+                for step in range(2):
+                    optimizer.backward(loss_of_tokens(one, rank, 0, step))
+                    optimizer.step()
+            assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, precision)
+            assert handle.memory() == of_twin.memory()
+
+    run_ranks(check, 2)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that live in storages made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+        self.most = max(self.most, sum(num_bytes for _, num_bytes in self._live.values()))
+        return result
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("source", ["init", "file", "not on meta"])
+def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 equal layers on 4 ranks under ZERO3: the own quarter, the two places, two layers while they are filled. (And
+    without the meta device the whole: the negative control.)"""
+    save_file(plain(Deep).state_dict(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)  # what is mapped of peers is not held here
+
+    def check(rank: int) -> tuple[int, int, int]:
+        with Peak() as peak:
+            if source == "not on meta":
+                handle = zeroshard.shard(plain(Deep), "zero3", units=nn.Linear)
+            else:
+                values: Any = init if source == "init" else tmp_path
+                handle = zeroshard.shard(on_meta(Deep), "zero3", units=nn.Linear, materialize=values)
+        memory = handle.memory()
+        return peak.most, memory["weights"], sum(memory.values())
+
+    layer = (256 * 256 + 256) * 4
+    for most, weights, held in run_ranks(check, 4):
+        assert weights < 6.2 * layer
+        if source == "not on meta":
+            assert most > 24 * layer
+        else:
+            assert most < held + 3 * layer < 24 * layer
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_values_come_from_safetensors_files(num_files: int, tmp_path: Path) -> None:
+    state = {name: torch.randn_like(v) if v.is_floating_point() else v + 5 for name, v in plain().state_dict().items()}
+    tied = {name: value for name, value in state.items() if name != "head.weight"}  # as such files are written
+    state["head.weight"] = state["embed.weight"]
+    parts = [dict(list(tied.items())[index::num_files]) for index in range(num_files)]
+    names = [f"model-{index}.safetensors" if num_files > 1 else "model.safetensors" for index in range(num_files)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, tmp_path / name)
+    if num_files > 1:
+        index = {"weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def check(rank: int) -> None:
+        for plan, precision in itertools.product(PLANS, PRECISIONS):
+            handle = zeroshard.shard(on_meta(), plan, units=Block, precision=precision, materialize=str(tmp_path))
+            assert same_bits(handle.full_state_dict(main=True), state), (plan, precision)
+
+    run_ranks(check, 3)
+
+
+def test_a_file_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
+    state = dict(plain(Net).state_dict())
+    cases: dict[str, tuple[dict[str, Tensor], str]] = {
+        "missing": ({n: v for n, v in state.items() if n != "head.bias"}, r"missing \['head.bias'\]"),
+        "unexpected": ({**state, "more": torch.zeros(1)}, r"unexpected \['more'\]"),
+        "shape": ({**state, "head.bias": torch.zeros(7)}, r"head.bias: expected shape \(23,\), found \(7,\)"),
+    }
+    for name, (values, _) in cases.items():
+        (tmp_path / name).mkdir()
+        save_file(values, tmp_path / name / "model.safetensors")
+
+    def check(rank: int) -> None:
+        for name, (_, message) in cases.items():
+            with pytest.raises(ValueError, match=message):
+                zeroshard.shard(on_meta(Net), "zero3", units=Block, materialize=tmp_path / name)
+        with pytest.raises(ValueError, match="there is no file"):
+            zeroshard.shard(on_meta(Net), "zero3", units=Block, materialize=tmp_path / "nothing")
+        with pytest.raises(ValueError, match="pass materialize="):
+            zeroshard.shard(on_meta(Net), "zero3", units=Block)
+        with pytest.raises(ValueError, match="has values already"):
+            zeroshard.shard(make(Net), "zero3", units=Block, materialize=init)
+
+        def broken(module: nn.Module) -> None:
+            if isinstance(module, nn.LayerNorm) and rank == 1:
+                raise KeyError("in the user's function")
+
+        model = on_meta(Net)
+        with pytest.raises(ValueError, match="in the user's function"):
+            zeroshard.shard(model, "zero3", units=Block, materialize=broken)
+        assert all(tensor.is_meta for tensor in model.state_dict().values())  # as it was
+        zeroshard.shard(model, "zero3", units=Block, materialize=init)
+
+    run_ranks(check, 2, collective_timeout=5)
+
+
+def test_values_are_checked_instead_of_sent_if_asked() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            handle = zeroshard.shard(make(Net), plan, units=Block, values="check")
+            assert same_bits(handle.full_state_dict(), dict(make(Net).state_dict()))
+            other = make(Net)
+            if rank == 2:
+                with torch.no_grad():
+                    other.blocks[1].up.bias[3] += 1e-6
+            with pytest.raises(ValueError, match=r"blocks\.1\.up\.bias has other values on rank 2 than on rank 0"):
+                zeroshard.shard(other, plan, units=Block, values="check")
+            with pytest.raises(ValueError, match="values must be 'broadcast' or 'check', found 'maybe'"):
+                zeroshard.shard(other, plan, units=Block, values="maybe")
+
+    run_ranks(check, 3)
