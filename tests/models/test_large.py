@@ -67,8 +67,10 @@ def test_values_come_as_from_apply_module_by_module(seeds: str) -> None:
             assert same_bits(handle.full_state_dict(main=True), expected), (plan, precision)
             twin = plain()
             of_twin = zeroshard.shard(twin, plan, units=Block, precision=precision)
+            optimizers = []
             for one, its in ((model, handle), (twin, of_twin)):
                 optimizer = zeroshard.ShardedOptimizer(its, torch.optim.AdamW, lr=1e-2, foreach=False)
+                optimizers.append(optimizer)  # its state counts below
                 for step in range(2):
                     optimizer.backward(loss_of_tokens(one, rank, 0, step))
                     optimizer.step()
