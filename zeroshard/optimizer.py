@@ -205,7 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: before backward; after a backward that was only accumulated (`no_sync`); a gradient that is
-                not finite, if so chosen, or once too often in a row. Nothing has been updated then.
+                not finite, if so chosen, or once too often in a row; parameters whose data somebody has replaced.
+                Nothing has been updated then.
         """
         loss = None
         if closure is not None:
@@ -213,6 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self._scaling.check_used()
+        self.handle.expect_in_place()
         control = self._agree(self._control[1].norm_type if self._control else 2.0)
         mean = self._mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)

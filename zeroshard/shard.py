@@ -87,6 +87,9 @@ class Handle:
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Inside, all parameters have their full values, under every plan. Collective.
 
+        Entering and leaving are; what happens inside need not be: a forward inside gathers nothing, so ranks may call
+        the model, or `generate`, as often as each likes.
+
         Args:
             write: changes made inside (the same on every rank) become the new weights, and main follows. Without it
                 they must not be changed: what becomes of a change depends on the plan.
@@ -94,11 +97,13 @@ class Handle:
         self.check_open("unsharded")
         with torch.no_grad():
             for unit in self.units:
-                full = None
-                if not unit.weights.buffer.owns_full:
-                    full = unit.weights.own().new_empty(unit.layout.numel)
-                self.gatherer.unshard(unit, full)
-                unit.weights.show()
+                if not unit.weights.in_use:  # else they are here: a scope around this one has gathered them
+                    full = None
+                    if not unit.weights.buffer.owns_full:
+                        full = unit.weights.own().new_empty(unit.layout.numel)
+                    self.gatherer.unshard(unit, full)
+                    unit.weights.show()
+                unit.weights.in_use += 1  # a forward inside leaves them as they are
         if write:  # nobody writes before everybody has read
             self.collectives.exchange_objects(None)
         try:
@@ -106,9 +111,10 @@ class Handle:
         finally:
             with torch.no_grad():
                 for unit in self.units:
+                    unit.weights.in_use -= 1
                     if write:
                         unit.take_full()
-                    if not unit.weights.buffer.owns_full:
+                    if not unit.weights.in_use and not unit.weights.buffer.owns_full:
                         unit.weights.drop(forget=True)
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -257,12 +263,18 @@ class Handle:
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.thaw()
+        self.expect_in_place()
         reduced = not self._claims and any(unit.grads is not None and unit.grads.present for unit in self.units)
         if reduced and torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"
             )
+
+    def expect_in_place(self) -> None:
+        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""
+        for unit in self.units:
+            unit.weights.expect_in_place()
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.gatherer.settle()
