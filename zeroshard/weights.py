@@ -127,14 +127,14 @@ class Weights:
         Raises:
             RuntimeError: somebody else has replaced them. The model would compute with values that no step updates.
         """
-        for index, (parameter, pointer) in enumerate(zip(self._parameters, self._pointers, strict=False)):
+        for parameter, pointer, slot in zip(self._parameters, self._pointers, self.buffer.layout.slots, strict=False):
             if parameter.data_ptr() != pointer:
                 raise RuntimeError(
-                    f"unit {self._unit}: the data of parameter {self.buffer.layout.slots[index].name} have been replaced "
-                    f"(found {parameter.dtype} on {parameter.device}, expected {self.buffer.dtype} on "
-                    f"{self.buffer.shard.device}, in the buffer of the unit): move and cast a model before shard(); write values inside `with "
-                    "handle.unsharded(write=True):`, in place; a module that casts its own weights when it runs belongs "
-                    "in MixedPrecision(keep=...)"
+                    f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
+                    f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "
+                    "of the unit): move and cast a model before shard(); write values inside "
+                    "`with handle.unsharded(write=True):`, in place; a module that casts its own weights when it runs "
+                    "belongs in MixedPrecision(keep=...)"
                 )
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
