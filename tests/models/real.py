@@ -1,0 +1,152 @@
+"""Small `transformers` models with random weights, and a loss for each on data that no two ranks and steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersBlock
+from transformers.models.t5.modeling_t5 import T5Block
+from transformers.models.vit.modeling_vit import ViTLayer
+
+from tests.core.models import Job
+
+hf.logging.set_verbosity_error()
+
+VOCAB, WIDTH, HIDDEN = 37, 24, 40
+PAD, START, END = 0, 1, 2
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "max_position_embeddings": 32,
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": END,
+}
+GROUPED: dict[str, Any] = {**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": HIDDEN,
+    "num_heads": 3,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "pad_token_id": PAD,
+    "eos_token_id": END,
+    "decoder_start_token_id": PAD,
+}
+
+
+def llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED, num_hidden_layers=3))
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    """The head is the embedding."""
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 3, "n_head": 3, "n_positions": 32}
+    special = {"pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates, **special, loss_type="ForCausalLM"))
+
+
+def bert(dropout: float = 0.0) -> nn.Module:
+    """The head's matrix is the embedding, and its bias has two names."""
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return hf.BertForMaskedLM(hf.BertConfig(**TEXT, **rates, num_hidden_layers=3, num_attention_heads=3))
+
+
+def t5(dropout: float = 0.0) -> nn.Module:
+    """Encoder, decoder and head share one embedding; attention biases are in the first layer of each, and used by all."""
+    return hf.T5ForConditionalGeneration(hf.T5Config(**T5_SIZES, dropout_rate=dropout))
+
+
+def mixtral() -> nn.Module:
+    """Eight experts in one tensor, one for each token."""
+    routing = {"num_local_experts": 8, "num_experts_per_tok": 1, "output_router_logits": True}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, **routing, num_hidden_layers=2))
+
+
+def switch() -> nn.Module:
+    """Six experts that are modules: without a token an expert is not called."""
+    sizes: dict[str, Any] = {"num_experts": 6, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    rates = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "expert_capacity": 64}
+    return hf.SwitchTransformersForConditionalGeneration(hf.SwitchTransformersConfig(**T5_SIZES, **sizes, **rates))
+
+
+def vit(dropout: float = 0.0) -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "image_size": 12, "patch_size": 4}
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 3}
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes, **layers, **rates, num_labels=5))
+
+
+def generator(rank: int, micro_batch: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+
+
+def tokens(random: torch.Generator, length: int = 7) -> Tensor:
+    return torch.randint(3, VOCAB, (2, length), generator=random)
+
+
+def text(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
+    ids = tokens(generator(rank, micro_batch, step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded_text(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
+    """Some of the labels count; the end of one sequence is padding, of another length on each rank."""
+    random = generator(rank, micro_batch, step)
+    ids, mask = tokens(random), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 6 - (rank + step) % 3 :] = 0
+    counts = (torch.rand(2, 7, generator=random) < 0.6).index_fill_(1, torch.tensor(0), True) & mask.bool()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~counts, -100)}
+
+
+def text_to_text(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
+    random = generator(rank, micro_batch, step)
+    return {"input_ids": tokens(random), "labels": tokens(random, 5)}
+
+
+def images(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
+    random = generator(rank, micro_batch, step)
+    return {
+        "pixel_values": torch.randn(2, 3, 12, 12, generator=random),
+        "labels": torch.randint(5, (2,), generator=random),
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, what it is called with, and the class that is a unit."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], dict[str, Tensor]]
+    block: type[nn.Module]
+
+    def loss(self, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
+        return model(**self.batch(rank, micro_batch, step)).loss / micro_batches
+
+    def job(self, **changes: Any) -> Job:
+        return Job(**{"model": self.build, "loss_of": self.loss, "units": self.block, "steps": 5, **changes})
+
+
+ROWS = {
+    "Llama": Row(llama, text, LlamaDecoderLayer),
+    "GPT-2": Row(gpt2, text, GPT2Block),
+    "BERT": Row(bert, padded_text, BertLayer),
+    "T5": Row(t5, text_to_text, T5Block),
+    "Mixtral": Row(mixtral, text, MixtralDecoderLayer),
+    "Switch": Row(switch, text_to_text, SwitchTransformersBlock),
+    "ViT": Row(vit, images, ViTLayer),
+}

@@ -1,0 +1,377 @@
+"""Models of `transformers` train, generate, checkpoint and save under every plan as they do without it.
+
+The tables are in docs/models.md. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersDenseActDense,
+    SwitchTransformersTop1Router,
+)
+
+import zeroshard
+from tests.core.models import PLANS, Job, Outcome, make, same_bits, train, train_reference
+from tests.models.real import END, PAD, ROWS, START, Row, bert, generator, gpt2, llama, mixtral, t5, text, tokens, vit
+from zeroshard.testing import RankError, expect_same_logs, run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(300),  # where many jobs share the cores
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+]
+
+KEEP_ROUTERS = zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
+"""Switch's routers cast their own weights to fp32 whenever they run: they must be fp32."""
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def expect_reference(jobs: list[Job], num_ranks: int) -> list[list[Outcome]]:
+    """Losses and weights of every plan are those of one process, bit for bit: matrix products do not depend on where
+    their operands lie, and all sums are taken in one order. Returns the outcomes of one process, by job and rank."""
+
+    def run(rank: int) -> list[list[Outcome]]:
+        return [[train(job, plan, rank) for plan in PLANS] for job in jobs]
+
+    expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job in jobs], 1)[0]
+    found = run_ranks(run, num_ranks, timeout=200)
+    for index, job in enumerate(jobs):
+        for plan_index, plan in enumerate(PLANS):
+            for rank in range(num_ranks):
+                outcome = found[rank][index][plan_index]
+                assert outcome.losses == expected[index][rank].losses, (plan, job)
+                assert same_bits(outcome.weights, expected[index][rank].weights), (plan, job)
+            expect_same_logs([found[rank][index][plan_index].log for rank in range(num_ranks)])
+        assert len({loss for of_rank in expected[index] for loss in of_rank.losses}) > 1
+    return expected
+
+
+def other_data(row: Row, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """As the row's loss, but for one rank in one step."""
+    return row.loss(model, rank + 50 * (rank == 1 and step == 1), micro_batch, step, micro_batches)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_five_steps_are_those_of_one_process(name: str) -> None:
+    row = ROWS[name]
+    bf16 = KEEP_ROUTERS if name == "Switch" else "bf16"
+    on_two = [row.job(), row.job(precision=bf16, units=None)]
+    on_three = [row.job(precision=bf16), row.job(units=None)]
+    changed = row.job(loss_of=partial(other_data, row))
+    of_two = expect_reference([*on_two, changed], 2)
+    of_three = expect_reference(on_three, 3)
+    # The comparison sees other data on one rank, another precision, one rank more; and every model learns something.
+    weights = [outcomes[0].weights for outcomes in (*of_two, *of_three)]
+    assert not any(same_bits(weights[i], weights[j]) for i in range(len(weights)) for j in range(i))
+    assert of_two[0][0].losses[:2] == of_two[2][0].losses[:2] and of_two[0][0].losses[2:] != of_two[2][0].losses[2:]
+    assert of_two[0][0].losses != of_two[0][1].losses
+
+
+def test_a_loss_from_the_middle_of_the_model() -> None:
+    """Hidden states, taken by hooks that the first call installs, after those of the engine; and the model's outputs are
+    what they are without it."""
+
+    def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
+        out = model(**text(rank, micro_batch, step), output_hidden_states=True)
+        assert isinstance(out, hf.modeling_outputs.CausalLMOutputWithPast) and len(out.hidden_states) == 4
+        return out.loss + 10 * out.hidden_states[1].float().square().mean()
+
+    (outcomes,) = expect_reference([ROWS["Llama"].job(loss_of=loss_of)], 3)
+    assert outcomes[0].losses[0] != run_ranks(lambda rank: train_reference(ROWS["Llama"].job(), 1), 1)[0][0].losses[0]
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+
+def used_experts(name: str, num_ranks: int, steps: int) -> list[list[set[tuple[str, int]]]]:
+    """By step and rank: which experts, of which layer, got a token."""
+    row = ROWS[name]
+    used: set[tuple[str, int]] = set()
+
+    def fused(path: str, module: nn.Module, args: Any) -> None:
+        used.update((path, int(expert)) for expert in args[1].unique())
+
+    def alone(path: str, module: nn.Module, args: Any) -> None:
+        used.add((path, 0))
+
+    def loss_of(model: nn.Module, rank: int, micro_batch: int) -> Tensor:
+        used.clear()
+        loss = row.loss(model, rank, micro_batch, len(seen))
+        by_rank.append(set(used))
+        return loss
+
+    model = make(row.build)
+    for path, module in model.named_modules():
+        if isinstance(module, MixtralExperts):
+            module.register_forward_pre_hook(partial(fused, path))
+        elif isinstance(module, SwitchTransformersDenseActDense) and "expert_" in path:
+            module.register_forward_pre_hook(partial(alone, path))
+    job, seen = row.job(), []
+    reference = zeroshard.reference.Reference(model, job.optimizer, num_ranks=num_ranks, **job.defaults)
+    for _ in range(steps):
+        by_rank: list[set[tuple[str, int]]] = []
+        reference.step(loss_of)
+        seen.append(by_rank)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Switch"])
+def test_experts_without_tokens_do_occur(name: str) -> None:
+    """In the runs compared above: in every step ranks use other experts; in some, nobody uses one that was used before."""
+    num_experts = {"Mixtral": 2 * 8, "Switch": 2 * 6}[name]
+    seen = run_ranks(lambda rank: used_experts(name, 3, 5), 1)[0]
+    for by_rank in seen:
+        assert len(by_rank) == 3
+        assert len({frozenset(used) for used in by_rank}) > 1
+        assert all(used and len(used) < num_experts for used in by_rank)
+    of_all = [set.union(*by_rank) for by_rank in seen]
+    assert any(used - of_all[step + 1] for step, used in enumerate(of_all[:-1]))
+
+
+def test_an_expert_may_be_a_unit_where_weights_are_at_hand() -> None:
+    """Not under ZERO3: the ranks without tokens would have to take part in gathering it."""
+    job = ROWS["Switch"].job(units=SwitchTransformersDenseActDense, steps=3)
+
+    def run(rank: int, plans: Any) -> list[Outcome]:
+        return [train(job, plan, rank) for plan in plans]
+
+    expected = run_ranks(lambda rank: train_reference(job, 3), 1)[0]
+    found = run_ranks(run, 3, PLANS[:3])
+    for rank in range(3):
+        for outcome in found[rank]:
+            assert outcome.losses == expected[rank].losses
+            assert same_bits(outcome.weights, expected[rank].weights)
+    with pytest.raises(RankError, match="its weights have not all arrived|have not issued the same collectives"):
+        run_ranks(run, 3, [zeroshard.ZERO3], collective_timeout=2)
+
+
+# Activation checkpointing ---------------------------------------------------------------------------------------------
+
+
+def seeded(row: Row, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    """Dropout masks that depend on rank and step, and on nothing else."""
+    torch.manual_seed(1000 * rank + step)
+    return row.loss(model, rank, micro_batch, step, micro_batches)
+
+
+def checkpointed(build: Callable[[], nn.Module], use_reentrant: bool | None, adapters: bool = False) -> nn.Module:
+    model: Any = build()
+    if adapters:  # a frozen trunk: a reentrant checkpoint needs an input with a gradient
+        model.requires_grad_(False)
+        model.model.layers[1].self_attn.requires_grad_(True)
+        model.model.norm.requires_grad_(True)
+        model.enable_input_require_grads()
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing_but_memory(use_reentrant: bool) -> None:
+    """With dropout, where the model has it: the masks come back in the recomputation."""
+    builds = {
+        "Llama": llama,
+        "GPT-2": partial(gpt2, 0.1),
+        "BERT": partial(bert, 0.1),
+        "T5": partial(t5, 0.1),
+        "Mixtral": mixtral,
+        "ViT": partial(vit, 0.1),
+    }
+    jobs, plain_jobs = [], []
+    for name, build in builds.items():
+        row = ROWS[name]
+        job = row.job(steps=2, loss_of=partial(seeded, row), units=row.block if name != "BERT" else None)
+        jobs.append(replace(job, model=partial(checkpointed, build, use_reentrant)))
+        plain_jobs.append(replace(job, model=build))
+    adapters = partial(checkpointed, llama, adapters=True)
+    jobs.append(ROWS["Llama"].job(steps=2, model=partial(adapters, use_reentrant)))
+    plain_jobs.append(ROWS["Llama"].job(steps=2, model=partial(adapters, None)))
+
+    found = expect_reference(jobs, 3)
+    plain = run_ranks(lambda rank: [train_reference(job, 3) for job in plain_jobs], 1)[0]
+    for name, with_checkpoints, without in zip([*builds, "adapters"], found, plain, strict=True):
+        same = same_bits(with_checkpoints[0].weights, without[0].weights)
+        # A reentrant checkpoint runs its blocks without a graph: Mixtral's balancing loss, on routers inside, is lost.
+        assert same is not (use_reentrant and name == "Mixtral"), name
+
+
+def test_blocks_are_recomputed_where_that_was_asked() -> None:
+    def calls(use_reentrant: bool | None, plan: Any) -> tuple[int, int]:
+        model = make(partial(checkpointed, llama, use_reentrant))
+        counts = []
+        for module in model.modules():
+            if isinstance(module, LlamaMLP):
+                module.register_forward_hook(lambda *_: counts.append(1))
+        zeroshard.shard(model, plan, units=ROWS["Llama"].block)
+        ROWS["Llama"].loss(model, 0, 0, 0).backward()
+        training = len(counts)
+        model.eval()
+        with torch.no_grad():
+            ROWS["Llama"].loss(model, 0, 0, 0)
+        return training, len(counts) - training
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            assert calls(None, plan) == (3, 3)
+            assert calls(False, plan) == calls(True, plan) == (6, 3)
+
+    run_ranks(check, 2)
+
+
+# Generating -----------------------------------------------------------------------------------------------------------
+
+
+def prompt(rank: int) -> dict[str, Tensor]:
+    return {"input_ids": tokens(generator(rank, 7, 0), 4)[:1]}
+
+
+def lengths(model: Any, rank: int, **options: Any) -> tuple[dict[str, Any], Tensor]:
+    """Options that make this rank stop after its own number of tokens, at an `eos` of its own; what comes out."""
+    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": PAD, **options}
+    free = model.generate(**prompt(rank), **options, eos_token_id=None)[0]
+    options["eos_token_id"] = int(free[-9 + 3 * rank])
+    return options, model.generate(**prompt(rank), **options)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "Mixtral"])
+def test_generate_gives_the_tokens_of_the_plain_model(name: str) -> None:
+    """Between steps, with ranks that stop at different lengths; training goes on as if nothing had happened."""
+    row = ROWS[name]
+    kinds: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 2}, "sampled": {"do_sample": True}}
+
+    def sampled(model: Any, rank: int, options: dict[str, Any]) -> Tensor:
+        torch.manual_seed(rank)
+        return model.generate(**prompt(rank), **options)
+
+    def check(rank: int) -> Any:
+        results = []
+        for plan in PLANS:
+            torch.manual_seed(0)
+            model, plain = make(row.build), make(row.build)
+            for of_model in (model, plain):  # otherwise all their weights are near zero, and they repeat one token
+                with torch.no_grad():
+                    for parameter in of_model.parameters():
+                        parameter.mul_(8 if parameter.ndim > 1 else 1)
+            handle = zeroshard.shard(model, plan, units=row.block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            numbers, losses = set(), []
+            for step in range(2):
+                loss = row.loss(model, rank, 0, step)
+                optimizer.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+                plain.load_state_dict(handle.full_state_dict())
+                model.eval(), plain.eval()
+                for kind in kinds.values():
+                    options, _ = lengths(plain, rank, **kind)
+                    expected = sampled(plain, rank, options)
+                    numbers.add(len(expected[0]))
+                    with handle.unsharded():
+                        assert torch.equal(sampled(model, rank, options), expected)
+                        if rank == 1:  # alone, and again
+                            assert torch.equal(sampled(model, rank, options), expected)
+                    assert torch.equal(sampled(model, rank, {**options, "synced_gpus": True}), expected)
+                    if plan is not zeroshard.ZERO3:
+                        assert torch.equal(sampled(model, rank, options), expected)
+                model.train(), plain.train()
+            results.append((numbers, losses, handle.full_state_dict(), handle.comm_log))
+        return results
+
+    found = run_ranks(check, 2, collective_timeout=10)
+    assert found[0][0][0] != found[1][0][0]  # ranks have stopped at different lengths
+    for by_plan in found:
+        for _, losses, weights, _ in by_plan[1:]:
+            assert losses == by_plan[0][1]
+            assert same_bits(weights, by_plan[0][2])
+
+
+def test_generate_under_zero3_needs_one_of_the_two_remedies() -> None:
+    def check(rank: int) -> None:
+        model = make(llama).eval()
+        options, expected = lengths(model, rank)
+        assert expected.shape[1] == 4 + 4 + 3 * rank
+        zeroshard.shard(model, "zero3", units=ROWS["Llama"].block)
+        model.generate(**prompt(rank), **options)
+
+    with pytest.raises(RankError, match="its weights have not all arrived.*inside `with handle.unsharded"):
+        run_ranks(check, 2, collective_timeout=2)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT", "T5", "Mixtral", "ViT"])
+def test_what_one_rank_saves_loads_as_a_plain_model(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    tied = {"GPT-2": ("lm_head.weight", "transformer.wte.weight"), "T5": ("shared.weight", "lm_head.weight")}
+    tied["BERT"] = ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight")
+
+    def expect_tied(model: nn.Module) -> None:
+        if name in tied:
+            first, second = (model.get_parameter(path) for path in tied[name])
+            assert first is second
+
+    def logits(model: nn.Module, rank: int) -> Tensor:
+        with torch.inference_mode():
+            return model(**row.batch(rank, 0, 9)).logits
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for precision in ("fp32", "bf16"):
+                model: Any = make(row.build)
+                handle = zeroshard.shard(model, plan, units=row.block, precision=precision)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+                optimizer.backward(row.loss(model, rank, 0, 0))
+                optimizer.step()
+                folder = tmp_path / f"{plan.name}-{precision}"
+                with handle.unsharded():
+                    if rank == 0:
+                        model.save_pretrained(folder)
+                main = handle.full_state_dict(main=True)
+                if rank == 1:
+                    model.save_pretrained(folder / "main", state_dict=main)
+                torch.distributed.barrier()
+                expect_tied(model)
+                model.eval()
+                loaded = type(model).from_pretrained(folder)
+                assert next(loaded.parameters()).dtype == next(model.parameters()).dtype
+                assert same_bits(loaded.state_dict(), handle.full_state_dict())
+                inputs = row.batch(rank, 0, 9)
+                if precision == "bf16" and name == "ViT":  # the engine casts what comes in
+                    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+                with torch.inference_mode():
+                    assert torch.equal(loaded(**inputs).logits, logits(model, rank))
+                expect_tied(loaded)
+                loaded = type(model).from_pretrained(folder / "main", dtype=torch.float32)
+                assert same_bits(loaded.state_dict(), main)
+                # And back: a sharded model takes what was saved.
+                other = make(row.build, 1)
+                start = logits(other, rank)
+                of_other = zeroshard.shard(other, plan, units=row.block)
+                of_other.load_full_state_dict(loaded.state_dict())
+                other.eval()
+                assert torch.equal(logits(other, rank), logits(loaded, rank))
+                assert not torch.equal(logits(other, rank), start)
+                if plan is zeroshard.ZERO3:
+                    assert all(parameter.isnan().all() for parameter in model.parameters())
+                    with pytest.raises(RuntimeError, match="are sharded and would read as NaN"):
+                        model.save_pretrained(folder / "outside")
+                handle.close()
+                expect_tied(model)
+                assert same_bits(model.state_dict(), main)
+
+    run_ranks(check, 2)
