@@ -67,7 +67,7 @@ def bert(dropout: float = 0.0) -> nn.Module:
 
 
 def t5(dropout: float = 0.0) -> nn.Module:
-    """Encoder, decoder and head share one embedding; attention biases are in the first layer of each, and used by all."""
+    """Encoder, decoder and head share one embedding; all layers use the attention bias of the first."""
     return hf.T5ForConditionalGeneration(hf.T5Config(**T5_SIZES, dropout_rate=dropout))
 
 
