@@ -487,7 +487,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         exhausted = self._scaling.exhausted(self.handle.reducer, self._overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
-            raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
+            hint = ""
+            if self.handle.plan.weights is SHARDED:
+                hint = (
+                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs: "
+                    "choose units= whose modules contain all uses of what they own"
+                )
+            raise RuntimeError(
+                f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"
+            )
         return True
 
     def _name_nonfinite(self) -> str:
