@@ -39,6 +39,7 @@ class Schedule:
         self.gatherer, self.reducer = gatherer, reducer
         self._removers: list[Callable[[], None]] = []
         self._backward: int | None = None
+        self._entered: dict[Unit, int] = {}
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
@@ -93,16 +94,25 @@ class Schedule:
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            _on_grad_of(output, lambda grad: self.begin_backward())
+            for leaf in _differentiable(output):
+                leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
 
     def before_module(self, units: Sequence[Unit]) -> None:
         self.abandon_backward()
+        for unit in units:
+            if not unit.weights.in_use:
+                self._entered[unit] = _next_node()
         self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
+        """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
+        skipped returns its input) was made by another, and to gather for it would take that other's place."""
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
         if free and torch.is_grad_enabled():
-            _on_grad_of(output, lambda grad: self._on_output_grad(free))
+            for leaf in _differentiable(output):
+                made = [unit for unit in free if leaf.grad_fn._sequence_nr() >= self._entered[unit]]  # type: ignore[union-attr]
+                if made:
+                    leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -166,8 +176,12 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
     return hook
 
 
-def _on_grad_of(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Register on every tensor in a nested output that takes part in autograd."""
-    for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+def _next_node() -> int:
+    """The number of the next node of the graph that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    """The tensors in a nested output that have been computed from something with a gradient."""
+    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]

@@ -319,7 +319,8 @@ def _modules_by_size(model: nn.Module, unit_bytes: int) -> tuple[dict[str, str],
         size += num_bytes if path else 0
         groups[path] = (current or f"{path}..") if path else ""
         if fits:
-            undivided.setdefault(groups[path], []).extend(_outermost_called(path, module))
+            if inside[path]:
+                undivided.setdefault(groups[path], []).extend(_outermost_called(path, module))
             nested = [name for name, _ in module.named_modules(prefix=path, remove_duplicate=False)]
             groups.update(dict.fromkeys(nested, groups[path]))
         else:
