@@ -150,3 +150,132 @@ ROWS = {
     "Switch": Row(switch, text_to_text, SwitchTransformersBlock),
     "ViT": Row(vit, images, ViTLayer),
 }
+
+
+# More architectures, for what is unusual in each ----------------------------------------------------------------------
+
+DECODER: dict[str, Any] = {**TEXT, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+ENCODER: dict[str, Any] = {**TEXT, "num_attention_heads": 3, "num_hidden_layers": 3}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SEQ2SEQ: dict[str, Any] = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 3),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), HIDDEN),
+    **{name: TEXT[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+    "d_model": WIDTH,
+    "dropout": 0.0,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+WAVES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(("final_dropout", "layerdrop", "mask_time_prob"), 0.0),
+    "vocab_size": 12,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_feat_extract_layers": 2,
+    "conv_dim": (8, 8),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "ctc_loss_reduction": "mean",
+    "ctc_zero_infinity": True,
+}
+CLIP_TEXT = {**{name: TEXT[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}, "eos_token_id": END}
+CLIP_IMAGE = {"hidden_size": 16, "intermediate_size": 24, "image_size": 12, "patch_size": 4}
+TWO_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def pairs(rank: int, micro_batch: int, step: int) -> dict[str, Any]:
+    random = generator(rank, micro_batch, step)
+    image = torch.randn(2, 3, 12, 12, generator=random)
+    return {"input_ids": tokens(random), "pixel_values": image, "return_loss": True}
+
+
+def waves(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
+    random = generator(rank, micro_batch, step)
+    labels = torch.randint(1, 9, (2, 3), generator=random)
+    return {"input_values": torch.randn(2, 800, generator=random), "labels": labels}
+
+
+def spectra(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
+    random = generator(rank, micro_batch, step)
+    return {"input_features": torch.randn(2, 8, 24, generator=random), "labels": tokens(random, 5)}
+
+
+def of_class(name: str, config: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    return lambda: getattr(hf, name)(getattr(hf, config)(**options))
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, int], dict[str, Any]]]] = {
+    "ALBERT: one layer, run three times": (
+        of_class("AlbertForMaskedLM", "AlbertConfig", {**ENCODER, **NO_DROPOUT, "embedding_size": 12}),
+        padded_text,
+    ),
+    "BART: learned positions, scaled shared embedding": (
+        of_class("BartForConditionalGeneration", "BartConfig", {**SEQ2SEQ, "max_position_embeddings": 32}),
+        text_to_text,
+    ),
+    "CLIP: two towers, a 0-d parameter, a loss over pairs": (
+        of_class(
+            "CLIPModel",
+            "CLIPConfig",
+            {"text_config": CLIP_TEXT | TWO_LAYERS, "vision_config": CLIP_IMAGE | TWO_LAYERS, "projection_dim": 12},
+        ),
+        pairs,
+    ),
+    "DeBERTa: the head takes the embedding's weights": (
+        of_class(
+            "DebertaV2ForMaskedLM",
+            "DebertaV2Config",
+            {**ENCODER, **NO_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        ),
+        padded_text,
+    ),
+    "DeepSeek-V3: latent attention, shared experts": (
+        of_class(
+            "DeepseekV3ForCausalLM",
+            "DeepseekV3Config",
+            {**DECODER, **EXPERTS, **LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+            | {"num_key_value_heads": 2, "first_k_dense_replace": 1},
+        ),
+        text,
+    ),
+    "GPT-OSS: sinks, experts with biases": (
+        of_class(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            {**DECODER, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1},
+        ),
+        text,
+    ),
+    "Mamba: a mixer takes its convolution's weights": (
+        of_class(
+            "MambaForCausalLM",
+            "MambaConfig",
+            {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": PAD},
+        ),
+        text,
+    ),
+    "Qwen2-MoE: routed and shared experts": (
+        of_class(
+            "Qwen2MoeForCausalLM",
+            "Qwen2MoeConfig",
+            {**DECODER, **EXPERTS, "num_key_value_heads": 1, "num_experts": 6, "shared_expert_intermediate_size": 24},
+        ),
+        text,
+    ),
+    "wav2vec2: a weight made of two (weight norm)": (of_class("Wav2Vec2ForCTC", "Wav2Vec2Config", WAVES), waves),
+    "Whisper: frozen positions, convolutions": (
+        of_class(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16}
+            | {"decoder_start_token_id": START, "suppress_tokens": None, "begin_suppress_tokens": None},
+        ),
+        spectra,
+    ),
+}

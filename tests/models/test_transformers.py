@@ -24,7 +24,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 import zeroshard
 from tests.core.models import PLANS, Job, Outcome, make, same_bits, train, train_reference
-from tests.models.real import PAD, ROWS, Row, bert, generator, gpt2, llama, mixtral, t5, text, tokens, vit
+from tests.models.real import OTHERS, PAD, ROWS, Row, bert, generator, gpt2, llama, mixtral, t5, text, tokens, vit
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 pytestmark = [
@@ -89,6 +89,34 @@ def test_a_loss_from_the_middle_of_the_model() -> None:
 
     (outcomes,) = expect_reference([ROWS["Llama"].job(loss_of=loss_of)], 3)
     assert outcomes[0].losses[0] != run_ranks(lambda rank: train_reference(ROWS["Llama"].job(), 1), 1)[0][0].losses[0]
+
+
+def test_other_architectures() -> None:
+    """Ten of them, for what is unusual in each (see OTHERS): two steps under ZERO3, divided as far as they can be."""
+
+    def loss_of(batch: Any, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+        return model(**batch(rank, micro_batch, step)).loss
+
+    jobs = {}
+    for index, (name, (build, batch)) in enumerate(OTHERS.items()):
+        build()  # modules are imported here, once
+        units = None if "weights" in name else 1  # a module that takes the weights of another must not be divided
+        precision = "bf16" if index % 2 else "fp32"
+        jobs[name] = Job(model=build, loss_of=partial(loss_of, batch), units=units, precision=precision, steps=2)
+
+    def references(rank: int) -> list[list[Outcome]]:
+        return [train_reference(job, 2) for job in jobs.values()]
+
+    def run(rank: int) -> list[Outcome]:
+        return [train(job, zeroshard.ZERO3, rank) for job in jobs.values()]
+
+    found, expected = run_ranks(run, 2), run_ranks(references, 1)[0]
+    for index, name in enumerate(jobs):
+        for rank in range(2):
+            assert found[rank][index].losses == expected[index][rank].losses, name
+            assert same_bits(found[rank][index].weights, expected[index][rank].weights), name
+        assert found[0][index].losses != found[1][index].losses
+        expect_same_logs([found[rank][index].log for rank in range(2)])
 
 
 # Experts --------------------------------------------------------------------------------------------------------------
