@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,20 @@ from zeroshard.reduce import Reducer
 from zeroshard.unit import Unit
 
 
-class Schedule:
+class NotCopied:
+    """Refuses to be copied and pickled; through it, what it hangs on. A copy would share buffers and process groups."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "a sharded model cannot be copied: copy it before shard(), or build a new one and load "
+            "handle.full_state_dict() into it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
+
+
+class Schedule(NotCopied):
     """Ties one training step together: which hook leads to which gather or reduction.
 
     Attributes:
@@ -44,7 +57,8 @@ class Schedule:
     # Attaching ---------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module) -> None:
-        """Install all hooks."""
+        """Install all hooks. The first is a method of this object: a copy of the model is refused before it begins."""
+        self._keep(model.register_forward_hook(self._after_model))
         units = self.gatherer.units
         needs: dict[nn.Module, list[Unit]] = {}
         for unit in units:
@@ -61,7 +75,6 @@ class Schedule:
         for module, needed in needs.items():
             self._keep(module.register_forward_pre_hook(_before(self, needed)))
             self._keep(module.register_forward_hook(_after(self, needed), always_call=True))
-        self._keep(model.register_forward_hook(self._after_model))
         self._watch(self.reducer.order)
 
     def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:

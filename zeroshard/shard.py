@@ -11,7 +11,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from zeroshard.buffer import live_bytes
 from zeroshard.collectives import Collectives, CommLog
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
-from zeroshard.hooks import Schedule
+from zeroshard.hooks import NotCopied, Schedule
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
@@ -49,7 +49,7 @@ class Owner(HoldsTensors, Protocol):
     def rebuild(self) -> None: ...
 
 
-class Handle:
+class Handle(NotCopied):
     """A sharded model: what `shard` returns.
 
     Attributes:
@@ -288,15 +288,6 @@ class Handle:
         raise RuntimeError(
             "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights too"
         )
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            "a sharded model cannot be copied: copy it before shard(), or build a new one and load "
-            "handle.full_state_dict() into it"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
 
     def _release(self) -> None:
         self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import time
@@ -231,6 +232,22 @@ def test_without_unsharded_a_rank_that_runs_more_waits_and_says_so() -> None:
 
     with pytest.raises(RankError, match=r"unit .*: its weights have not all arrived.*inside `with handle.unsharded"):
         run_ranks(check, 2, collective_timeout=2)
+
+
+def test_a_sharded_model_is_not_copied_nor_pickled() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle, _ = started(plan, rank, model)
+            for whole in (model, handle):
+                with pytest.raises(TypeError, match=r"cannot be copied: copy it before shard\(\), or build a new one"):
+                    copy.deepcopy(whole)
+                with pytest.raises(TypeError, match=r"cannot be pickled: save handle.full_state_dict\(\) instead"):
+                    torch.save(whole, os.devnull)
+            handle.close()
+            assert same_bits(copy.deepcopy(model).state_dict(), model.state_dict())
+
+    run_ranks(check, 2)
 
 
 def test_evaluation_needs_no_ceremony() -> None:
