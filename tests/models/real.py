@@ -279,3 +279,17 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, int], dict[
         spectra,
     ),
 }
+
+
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic", "num_labels": 5}
+resnet = of_class("ResNetForImageClassification", "ResNetConfig", RESNET)
+"""Batch norm: buffers that training changes."""
+
+SPARSE = {"num_experts": 4, "expert_capacity": 64, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+NLLB_RATES = {
+    **dict.fromkeys(("attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0),
+}
+NLLB = {**SEQ2SEQ, **SPARSE, **NLLB_RATES, "decoder_start_token_id": END}
+nllb = of_class("NllbMoeForConditionalGeneration", "NllbMoeConfig", NLLB)
+"""Positions are a buffer, added to the embeddings."""
