@@ -123,7 +123,7 @@ class Schedule(NotCopied):
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
         if free and torch.is_grad_enabled():
             for leaf in _differentiable(output):
-                made = [unit for unit in free if leaf.grad_fn._sequence_nr() >= self._entered[unit]]  # type: ignore[union-attr]
+                made = [unit for unit in free if leaf.grad_fn._sequence_nr() >= self._entered.get(unit, 0)]  # type: ignore[union-attr]
                 if made:
                     leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
 
