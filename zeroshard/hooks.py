@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +29,48 @@ from zeroshard.reduce import Reducer
 from zeroshard.trees import tensors_in
 from zeroshard.unit import Unit
 
-P = ParamSpec("P")
-T = TypeVar("T")
+
+class NotCopied:
+    """Refuses to be copied and pickled; through it, what it hangs on. A copy would share buffers and process groups."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "a sharded model cannot be copied: copy it before shard(), or build a new one and load "
+            "handle.full_state_dict() into it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
 
 
-class Schedule:
+class OutsideGraphs(NotCopied):
+    """A hook that torch.compile calls between two graphs, and does not look into: it moves data and communicates."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        import torch._dynamo  # slow to import; every optimizer does it too
+
+        self._hook: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+
+_MOST_VISITS = 8
+"""Times the number of units: forwards to remember until a backward."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """One forward of a unit that backward will come back to."""
+
+    unit: Unit
+
+
+class Schedule(NotCopied):
     """Ties one training step together: which hook leads to which gather or reduction.
 
-    Attributes:
-        closed: set by `detach`; every later forward raises.
+    Backward comes to the units of the forwards before it in reverse, on every rank: also to those that a rank's own
+    graph leaves out (a branch that was not taken there), because its peers may need them.
     """
 
     def __init__(self, gatherer: Gatherer, reducer: Reducer) -> None:
@@ -44,11 +78,16 @@ class Schedule:
         self._removers: list[Callable[[], None]] = []
         self._backward: int | None = None  # the graph task under way
         self._needs: dict[nn.Module, list[Unit]] = {}
+        self._entered: dict[Unit, int] = {}
+        self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
+        self._trains = False  # whether a unit with trainable parameters has run in it
+        self._at: list[Unit] = []  # where backward is
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module) -> None:
-        """Install all hooks."""
+        """Install all hooks. The first are not copied: a copy of the model is refused before it begins."""
+        self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
         units = self.gatherer.units
         for unit in units:
             for path in unit.spec.modules:
@@ -64,7 +103,6 @@ class Schedule:
         for module, needed in self._needs.items():
             self._keep(module.register_forward_pre_hook(_before(self, needed)))
             self._keep(module.register_forward_hook(_after(self, needed), always_call=True))
-        self._keep(model.register_forward_hook(outside_graphs(self._after_model)))
         self._watch(self.reducer.order)
 
     def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
@@ -117,25 +155,63 @@ class Schedule:
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            _on_grad_of(output, lambda grad: self.begin_backward())
+            for leaf in _differentiable(output):
+                leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
 
     def before_module(self, units: Sequence[Unit]) -> None:
         self.abandon_backward()
+        for unit in units:
+            if not unit.weights.in_use:
+                self._entered[unit] = _next_node()
+            self._trains |= any(parameter.requires_grad for parameter in unit.parameters)
         self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
+        """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
+        skipped returns its input) was made by another, and to gather for it would take that other's place."""
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
-        if free and torch.is_grad_enabled():
-            _on_grad_of(output, lambda grad: self._on_output_grad(free))
+        if not free or not torch.is_grad_enabled():
+            return
+        visits = [Visit(unit) for unit in free]
+        if self._trains and not in_backward():
+            self._visits += visits
+            if len(self._visits) > _MOST_VISITS * len(self.gatherer.units):  # forwards that no backward follows
+                self._visits.clear()
+        for leaf in _differentiable(output):
+            made = [v for v in visits if leaf.grad_fn._sequence_nr() >= self._entered.get(v.unit, 0)]  # type: ignore[union-attr]
+            if made:
+                leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
 
     # Backward ----------------------------------------------------------------------------------------------------
 
-    def _on_output_grad(self, units: Sequence[Unit]) -> None:
+    def _on_output_grad(self, visits: Sequence[Visit]) -> None:
         self.begin_backward()
+        units = [visit.unit for visit in visits]
         if torch.is_grad_enabled():  # create_graph
             self.gatherer.expect_to_stay(units)
         with torch.no_grad():
-            self.gatherer.enter_backward(units)
+            waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
+            if not waiting:
+                self.gatherer.enter_backward(units)
+                return
+            self._visit_from(waiting[-1] + 1)
+            del self._visits[waiting[0] :]
+            self._come_to(units)
+
+    def _visit_from(self, first: int) -> None:
+        """Come to the units of the visits from `first` on, the last one first."""
+        while len(self._visits) > first:
+            self._come_to([self._visits.pop().unit])
+
+    def _come_to(self, units: Sequence[Unit]) -> None:
+        """Backward runs the graph in the reverse of the order in which forward made it: it is done with the units that
+        it came to before. (If peers have gradients of a unit, and this rank has not, they wait for its reduction here
+        before they gather the next.)"""
+        for unit in self._at:
+            if unit not in units and all(visit.unit is not unit for visit in self._visits):
+                self.reducer.complete(unit)
+        self._at = list(units)
+        self.gatherer.enter_backward(units)
 
     def on_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         self.begin_backward()
@@ -152,11 +228,17 @@ class Schedule:
         """If the last backward raised, and so never came to its end: what is under way arrives, to be discarded."""
         if self._backward is not None and not in_backward():
             self._backward = None
+            self._visits.clear()
+            self._at.clear()
             self.reducer.abandon_backward()
             self.gatherer.end_backward()
 
     def _end_backward(self) -> None:
         self._backward = None
+        with torch.no_grad():
+            self._visit_from(0)  # before the reductions: peers that wait for these have not reduced theirs
+        self._trains = False
+        self._at.clear()
         self.reducer.end_backward()
         self.gatherer.end_backward()
 
@@ -165,16 +247,8 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = parameter.dtype
 
 
-def outside_graphs(hook: Callable[P, T]) -> Callable[P, T]:
-    """torch.compile calls it between two graphs, and does not look inside: it moves data and communicates."""
-    import torch._dynamo  # slow to import; every optimizer does it too
-
-    disabled: Callable[P, T] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
-
-
 def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
-    @outside_graphs
+    @OutsideGraphs
     @torch.no_grad()
     def hook(module: nn.Module, args: Any) -> None:
         schedule.before_module(units)
@@ -183,7 +257,7 @@ def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any],
 
 
 def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, Any], None]:
-    @outside_graphs
+    @OutsideGraphs
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         schedule.after_module(units, output)
 
@@ -202,8 +276,11 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
     return hook
 
 
-def _on_grad_of(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Register on every tensor in an output that takes part in autograd."""
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+def _next_node() -> int:
+    """The number of the next node of the graph that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    """The tensors in an output that have been computed from something with a gradient."""
+    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]

@@ -205,7 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: before backward; after a backward that was only accumulated (`no_sync`); a gradient that is
-                not finite, if so chosen, or once too often in a row. Nothing has been updated then.
+                not finite, if so chosen, or once too often in a row; parameters whose data somebody has replaced.
+                Nothing has been updated then.
         """
         loss = None
         if closure is not None:
@@ -213,6 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self._scaling.check_used()
+        self.handle.expect_in_place()
         control = self._agree(self._control[1].norm_type if self._control else 2.0)
         mean = self._mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)
@@ -485,7 +487,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         exhausted = self._scaling.exhausted(self.handle.reducer, self._overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
-            raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
+            hint = ""
+            if self.handle.plan.weights is SHARDED:
+                hint = (
+                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs: "
+                    "choose units= whose modules contain all uses of what they own"
+                )
+            raise RuntimeError(
+                f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"
+            )
         return True
 
     def _name_nonfinite(self) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.buffer import Allotment, Place
 from zeroshard.collectives import Collectives, reduce_scratch_bytes
@@ -113,6 +114,20 @@ class Reducer:
         grads.accumulate(index, grad)
         if self.sync and len(grads.ready) == len(unit.parameters):
             self._advance()
+
+    def complete(self, unit: Unit) -> None:
+        """Backward is done with the unit: parameters without a gradient by now have none on this rank (unless the graph
+        says that theirs is still to come)."""
+        grads = unit.grads
+        if not self.sync or grads is None or unit in self.order[: self._cursor]:
+            return
+        missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
+        if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
+            return
+        if grads.state is not GradState.PARTIAL:
+            self._open(unit, grads)
+        grads.ready.update(range(len(unit.parameters)))
+        self._advance()
 
     @torch.no_grad()
     def end_backward(self) -> None:

@@ -11,7 +11,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from zeroshard.buffer import live_bytes
 from zeroshard.collectives import Collectives, CommLog
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
-from zeroshard.hooks import Schedule, outside_graphs
+from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
 from zeroshard.materialize import META, Source, is_on_meta, move
 from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
@@ -52,7 +52,7 @@ class Owner(HoldsTensors, Protocol):
     def rebuild(self) -> None: ...
 
 
-class Handle:
+class Handle(NotCopied):
     """A sharded model: what `shard` returns.
 
     Attributes:
@@ -407,7 +407,7 @@ class Handle:
         model = self.model
         self.schedule.attach(model)
         self._guards = [
-            model.register_forward_pre_hook(outside_graphs(self._before_forward), prepend=True),
+            model.register_forward_pre_hook(OutsideGraphs(self._before_forward), prepend=True),
             model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]
         ]
@@ -417,6 +417,7 @@ class Handle:
         if torch.is_grad_enabled():
             self._expect_known_parameters()
         self.thaw()
+        self.expect_in_place()
         reduced = not self._claims and any(unit.grads is not None and unit.grads.present for unit in self.units)
         if reduced and torch.is_grad_enabled():
             raise RuntimeError(
@@ -433,6 +434,11 @@ class Handle:
                     "reduce its gradient or update it. close() the handle, and shard() the changed model"
                 )
 
+    def expect_in_place(self) -> None:
+        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""
+        for unit in self.units:
+            unit.weights.expect_in_place()
+
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.gatherer.settle()
         if not self._reading and not all(unit.weights.shown for unit in self.units):
@@ -445,15 +451,6 @@ class Handle:
         raise RuntimeError(
             "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights too"
         )
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            "a sharded model cannot be copied: copy it before shard(), or build a new one and load "
-            "handle.full_state_dict() into it"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
 
     def _release(self) -> None:
         self._closed = True

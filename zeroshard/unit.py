@@ -231,7 +231,8 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
 
     Args:
         policy: a module class or several (each instance is a unit), a callable `module -> bool`, a number of bytes
-            (neighbouring modules are grouped up to that size), or None (a number of bytes that suits most models).
+            (neighbouring modules are grouped up to that size; what fits is not divided), or None (a number of bytes
+            that suits most models).
 
     A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
     frozen and trainable ones, or with some that are kept in fp32, becomes several units, gathered by the same modules.
@@ -242,7 +243,7 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
     """
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    groups = _modules_by_unit(model, policy)
+    groups, whole = _modules_by_unit(model, policy)
     owner: dict[int, str] = {}  # id of parameter -> unit
     users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
     for path, module in model.named_modules(remove_duplicate=False):
@@ -267,7 +268,7 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
             marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), *["kept"] * kept]
             label += f" ({', '.join(marks)})"
         record = NAMED["fp32"] if kept else precision
-        modules = [unit] if unit in groups else []
+        modules = [*whole.get(unit, ()), *([] if unit else [""])]
         modules += [path for name in names for path in users[id(parameters[name])]]
         specs.append(
             UnitSpec(
@@ -285,8 +286,9 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
     return specs
 
 
-def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> dict[str, str]:
-    """Path of each module -> path of the unit that its own parameters belong to ("" is the root unit)."""
+def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Path of each module -> the unit that its own parameters belong to ("" is the root unit); and unit -> paths of the
+    modules whose call needs the whole unit."""
     if isinstance(policy, bool):
         raise TypeError("units must be module classes, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
@@ -311,25 +313,70 @@ def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> dict[str, str]:
             f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
             f"{', '.join(classes_found) or '(none)'}"
         )
-    return groups
+    return groups, {unit: [unit] for unit in groups.values()}
 
 
-def _modules_by_size(model: nn.Module, unit_bytes: int) -> dict[str, str]:
-    """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`."""
+def _modules_by_size(model: nn.Module, unit_bytes: int) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`.
+
+    A module that fits is not divided: it may use what is inside it without calling it (a fused kernel takes the weights
+    of its parts; a head, the embedding of another part). So its weights are there as soon as it is called.
+
+    Returns:
+        Path of each module -> its unit; and unit -> the undivided modules in it.
+    """
     if unit_bytes <= 0:
         raise ValueError(f"units as a number of bytes must be positive, found {unit_bytes}")
+    own, inside = _bytes_by_module(model)
     groups: dict[str, str] = {}
+    undivided: dict[str, list[str]] = {}
     current, size = "", 0
-    seen: set[int] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
-        seen.update(id(p) for p in own)
-        own_bytes = sum(p.numel() * p.element_size() for p in own)
-        if own and path and (not current or size + own_bytes > unit_bytes):
+
+    def visit(path: str, module: nn.Module) -> None:
+        nonlocal current, size
+        fits = inside[path] <= unit_bytes
+        num_bytes = inside[path] if fits else own[path]
+        if num_bytes and path and (not current or size + num_bytes > unit_bytes):
             current, size = f"{path}..", 0
-        size += own_bytes if path else 0
+        size += num_bytes if path else 0
         groups[path] = (current or f"{path}..") if path else ""
-    return groups
+        if fits:
+            if inside[path]:
+                undivided.setdefault(groups[path], []).extend(_outermost_called(path, module))
+            nested = [name for name, _ in module.named_modules(prefix=path, remove_duplicate=False)]
+            groups.update(dict.fromkeys(nested, groups[path]))
+        else:
+            for name, child in module.named_children():
+                visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return groups, undivided
+
+
+def _bytes_by_module(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the parameters of each module's own, and of all inside it. One that has several places counts in the first."""
+    own: dict[str, int] = {}
+    seen: set[nn.Parameter] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        first = [p for p in module._parameters.values() if p is not None and p not in seen]
+        seen.update(first)
+        own[path] = sum(p.numel() * p.element_size() for p in first)
+    inside = dict.fromkeys(own, 0)
+    for path, num_bytes in own.items():
+        inside[""] += num_bytes
+        while path:
+            inside[path] += num_bytes
+            path = path.rpartition(".")[0]
+    return own, inside
+
+
+def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
+    """The module itself, or, if it is a mere list of others, those."""
+    if type(module).forward is not nn.Module.forward:
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _outermost_called(f"{path}.{name}" if path else name, child)
 
 
 def _runs_around_others(unit: str, modules: Sequence[str], groups: dict[str, str]) -> bool:

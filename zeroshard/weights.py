@@ -35,7 +35,7 @@ class Weights:
     Attributes:
         buffer: the flat buffer, in the compute dtype.
         state: the life cycle above.
-        in_use: how many forwards that need these weights are under way.
+        in_use: how many forwards that need these weights, and scopes that show them, are under way.
         shown: whether the parameters point into the full buffer (else they read as NaN).
     """
 
@@ -44,6 +44,7 @@ class Weights:
         self._parameters = tuple(parameters)
         self._absent = [_absent(slot.shape, buffer.shard) for slot in buffer.layout.slots]
         self._pending = Pending()
+        self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
         self.state = Residency.SHARDED
         self.in_use = 0
@@ -83,7 +84,14 @@ class Weights:
         if self.state is Residency.RESIDENT:
             return
         self._expect(Residency.GATHERING, "wait for")
-        self._pending.wait()
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            error.add_note(
+                f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
+                "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
+            )
+            raise
         self.buffer.placement = REPLICATED
         self.state = Residency.RESIDENT
 
@@ -113,9 +121,27 @@ class Weights:
         """[shard_numel] the interval that is valid in every state."""
         return self.buffer.shard
 
+    def expect_in_place(self) -> None:
+        """The parameters' data lie where this class has put them.
+
+        Raises:
+            RuntimeError: somebody else has replaced them. The model would compute with values that no step updates.
+        """
+        for parameter, pointer, slot in zip(self._parameters, self._pointers, self.buffer.layout.slots, strict=False):
+            if parameter.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
+                    f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "
+                    "of the unit): move and cast a model before shard(); write values inside "
+                    "`with handle.unsharded(write=True):`, in place; a module that casts its own weights when it runs "
+                    "belongs in MixedPrecision(keep=...)"
+                )
+
     def _point_to(self, values: Sequence[Tensor]) -> None:
+        self.expect_in_place()
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
+        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
 
     def _expect(self, state: Residency, verb: str) -> None:
         if self.state is not state:

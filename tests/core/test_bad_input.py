@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.core.models import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -383,6 +383,46 @@ def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
         assert all(torch.equal(unit.weights.own(), value) for unit, value in zip(handle.units, own, strict=True))
 
     run_ranks(check, 3, collective_timeout=10)
+
+
+def test_replaced_data_are_named() -> None:
+    """Under DDP such a parameter computed with its copy for ever, and no step ever reached it."""
+
+    class Casts(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.head.to(torch.float32)
+            return self.head(self.norm(self.blocks[0](self.embed(tokens))).float())
+
+    def cast_a_block(model: Any, handle: Any) -> None:
+        model.blocks[1].to(torch.float64)
+
+    def set_data(model: Any, handle: Any) -> None:
+        with handle.unsharded(write=True):
+            model.norm.weight.data = torch.zeros(WIDTH)
+
+    def nothing(model: Any, handle: Any) -> None:
+        pass
+
+    def run(rank: int, plan: Any, model: nn.Module, wrong: Callable[..., None], precision: Any = None) -> None:
+        handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        wrong(model, handle)
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        assert optimizer.step().applied
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for model, wrong, precision, name in (
+                (Net, cast_a_block, None, "blocks.1.down.weight"),  # the first in the unit's buffer
+                (Net, set_data, None, "norm.weight"),
+                (Casts, nothing, "bf16", "head.bias"),
+            ):
+                with pytest.raises(RuntimeError, match=f"the data of parameter {name} have been replaced"):
+                    run(rank, plan, make(model), wrong, precision)
+            run(rank, plan, make(Net), nothing)
+            run(rank, plan, make(Casts), nothing, MixedPrecision(keep=(nn.Linear,)))  # what the message proposes
+
+    run_ranks(check, 3)
 
 
 # State and precision --------------------------------------------------------------------------------------------------

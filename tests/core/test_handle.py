@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from tests.core.models import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
 from zeroshard.collectives import Collectives, CommLog
 from zeroshard.mesh import Mesh
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 
 class WithBuffers(Net):
@@ -183,6 +185,74 @@ def test_unsharded_shows_everything_and_writes_only_when_asked() -> None:
 
     for logs in zip(*run_ranks(check, 3), strict=True):
         expect_same_logs(logs)
+
+
+def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
+    """A forward inside used to hide the weights when it was over: they read as NaN for the rest of the scope."""
+
+    def run(rank: int, model: nn.Module, handle: Any) -> None:
+        with handle.unsharded():
+            for step in range(rank):  # rank 0 calls nothing
+                loss_of_tokens(model, rank, 0, step)
+                assert not any(parameter.isnan().any() for parameter in model.parameters())
+            with handle.unsharded(write=True), torch.no_grad():
+                model.norm.weight.mul_(2)
+            model.blocks[0](torch.zeros(1, WIDTH)).sum().backward()
+            assert not any(parameter.isnan().any() for parameter in model.parameters())
+            model.state_dict()
+
+    def check(rank: int) -> Any:
+        log = []
+        for plan in PLANS:
+            model = make(Net)
+            handle, optimizer = started(plan, rank, model)
+            expected = handle.full_state_dict()
+            before = len(handle.comm_log.entries)
+            run(rank, model, handle)
+            gathers = [event for event in list(handle.comm_log.entries)[before:] if event.op == "all_gather"]
+            assert len(gathers) == (len(handle.units) if plan is zeroshard.ZERO3 else 0)
+            optimizer.zero_grad()
+            assert same_bits(handle.full_state_dict(), {**expected, "norm.weight": 2 * expected["norm.weight"]})
+            optimizer.backward(loss_of_tokens(model, rank, 0, 3))
+            assert optimizer.step().applied
+            if plan is zeroshard.ZERO3:
+                assert next(model.parameters()).isnan().all()
+            log.append(handle.comm_log)
+        return log
+
+    for logs in zip(*run_ranks(check, 3, collective_timeout=10), strict=True):
+        expect_same_logs(logs)
+
+
+def test_without_unsharded_a_rank_that_runs_more_waits_and_says_so(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        started("zero3", rank, model)
+        loss_of_tokens(model, rank, 0, 0)
+        if rank == 1:
+            with pytest.raises(RuntimeError, match=r"unit .*: its weights have not all arrived(.|\n)*handle.unsharded"):
+                loss_of_tokens(model, rank, 0, 1)
+            (tmp_path / "told").touch()
+
+    with pytest.raises(RankError):  # rank 0 has gone on
+        run_ranks(check, 2, collective_timeout=2)
+    assert (tmp_path / "told").exists()
+
+
+def test_a_sharded_model_is_not_copied_nor_pickled() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle, _ = started(plan, rank, model)
+            for whole in (model, handle):
+                with pytest.raises(TypeError, match=r"cannot be copied: copy it before shard\(\), or build a new one"):
+                    copy.deepcopy(whole)
+                with pytest.raises(TypeError, match=r"cannot be pickled: save handle.full_state_dict\(\) instead"):
+                    torch.save(whole, os.devnull)
+            handle.close()
+            assert same_bits(copy.deepcopy(model).state_dict(), model.state_dict())
+
+    run_ranks(check, 2)
 
 
 def test_evaluation_needs_no_ceremony() -> None:
