@@ -2,7 +2,7 @@
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   lint, types, then the tests
 # make lint   lint and types only
-# make test-parity   every precision x optimizer x schedule x plan, on 2 and 3 ranks (make test takes a part of them)
+# make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models
 
 # The first interpreter that starts (version managers leave stubs that do not), is new enough and can make an environment.
 WORKS := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: env train test lint test-parity
+.PHONY: env train test lint test-everything
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -39,5 +39,5 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest
 
-test-parity: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/precision/test_parity.py
+test-everything: $(STAMP)
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/precision/test_parity.py tests/models/test_random.py

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -133,9 +133,9 @@ def job_of(seed: int) -> tuple[Job, Any]:
 
 def differences(seeds: list[int], num_ranks: int) -> list[str]:
     jobs = [job_of(seed) for seed in seeds]
-    expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job, _ in jobs], 1, timeout=60)[0]
+    expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job, _ in jobs], 1, timeout=100)[0]
     found = run_ranks(
-        lambda rank: [train(job, plan, rank) for job, plan in jobs], num_ranks, timeout=60, collective_timeout=10
+        lambda rank: [train(job, plan, rank) for job, plan in jobs], num_ranks, timeout=100, collective_timeout=20
     )
     result = []
     for index, seed in enumerate(seeds):
@@ -148,7 +148,11 @@ def differences(seeds: list[int], num_ranks: int) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=(NUM_CASES if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 100) // IN_A_FORK, database=None)
+@settings(
+    max_examples=(NUM_CASES if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 75) // IN_A_FORK,
+    phases=[Phase.generate],  # the failing seeds are named; to shrink a list of them takes long
+    database=None,
+)
 @given(
     seeds=st.lists(st.integers(0, 2**30), min_size=IN_A_FORK, max_size=IN_A_FORK, unique=True),
     num_ranks=st.sampled_from([2, 3]),

@@ -73,7 +73,7 @@ def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
 
 def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
     """Every pair of precision and optimizer; of the usual run every second one, at one world size or the other, with
-    the schedules in turn. `make test-parity` runs all of them with all schedules at both."""
+    the schedules in turn. `make test-everything` runs all of them with all schedules at both."""
     result = {}
     for i, (name, precision) in enumerate(PRECISIONS.items()):
         for j, (key, (optimizer, defaults)) in enumerate(ELEMENTWISE.items()):
