@@ -8,7 +8,7 @@ Nothing is freed: a unit whose forward is over is hidden, and its place is taken
 If nobody has, backward finds the weights still there; so the last units of a forward are not gathered again.
 
 Backward runs the nodes of the graph in the reverse of the order in which forward made them. So when it reaches the
-output of a unit, every unit that ran later in forward is done, and only the unit that was reached last is protected.
+output of a unit, every unit that ran later in forward is done, and only what was reached last is protected.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gatherer:
         self._taken: dict[Hashable, int] = {}
         self._follower: dict[tuple[str, Unit | None], Unit] = {}
         self._last: tuple[str, Unit | None] = ("forward", None)
-        self._protected: Unit | None = None
+        self._protected: tuple[Unit, ...] = ()
         borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
         allotment = Allotment.of((unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers), PLACES)
         for unit in borrowers:
@@ -58,8 +58,9 @@ class Gatherer:
 
     def enter(self, units: Sequence[Unit]) -> None:
         """A forward that needs these units begins."""
-        for unit in units:
+        for unit in units:  # all of them before the first gather, which looks ahead
             unit.weights.in_use += 1
+        for unit in units:
             if not unit.weights.shown:
                 self._unshard(unit, "backward" if in_backward() else "forward")
 
@@ -76,9 +77,10 @@ class Gatherer:
 
     def enter_backward(self, units: Sequence[Unit]) -> None:
         """Backward has reached the output of a module whose forward needed these units."""
+        inner = tuple(unit for unit in units if not unit.spec.outer)
+        if inner:  # before the gather, which looks ahead: the place of the unit before is free now
+            self._protected = inner
         for unit in units:
-            if not unit.spec.outer:  # before the gather, which looks ahead: the place of the unit before is free now
-                self._protected = unit
             if not unit.weights.shown:
                 self._unshard(unit, "backward")
 
@@ -98,7 +100,7 @@ class Gatherer:
                 )
 
     def end_backward(self) -> None:
-        self._protected = None
+        self._protected = ()
         for unit in self.units:
             if unit.weights.shown and not unit.weights.buffer.owns_full and unit.weights.in_use == 0:
                 unit.weights.hide()
@@ -163,7 +165,7 @@ class Gatherer:
         unit.weights.gather(self.collectives, phase, place.tensor(unit.layout.numel, unit.weights.buffer.dtype))
 
     def _needed(self, holder: Unit, current: Unit) -> bool:
-        return holder is current or holder is self._protected or holder.weights.in_use > 0
+        return holder is current or holder in self._protected or holder.weights.in_use > 0
 
     def _place(self, unit: Unit) -> Place:
         """The unit's place for good; turns are given in the order in which units first run."""

@@ -161,6 +161,13 @@ def test_random_models_train_as_in_one_process(seeds: list[int], num_ranks: int)
     assert not differences(seeds, num_ranks)
 
 
+@pytest.mark.parametrize(("num_ranks", "seed"), [(3, 259), (2, 296)])
+def test_what_once_failed(num_ranks: int, seed: int) -> None:
+    """259: a rank that missed a gradient waited for the next gather, its peers for its part of the reduction. 296: a
+    module with a frozen unit beside a trainable one looked ahead, and gave away the place of the other."""
+    assert not differences([seed], num_ranks)
+
+
 def test_a_wrong_result_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: one rank's data are another's, and most cases differ."""
 
