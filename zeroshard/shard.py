@@ -169,8 +169,8 @@ class Handle:
 
     def unsharded_state(self) -> dict[str, Tensor]:
         """What the plain model's `state_dict()` lists besides the sharded parameters: its buffers themselves."""
-        if self._model() is None:
-            return {}
+        if self.plan.external_gradients:
+            return {}  # built from parameters alone
         sharded = {id(parameter) for unit in self.units for parameter in unit.parameters}
         return {name: value for name, value in self._names().items() if id(value) not in sharded}
 

@@ -235,7 +235,7 @@ class Taking:
         for unit in self._handle.units:
             interval = unit.own_shard() if unit.main is None else unit.main.interval
             for fragment in unit.layout.fragments_in(interval):
-                if fragment.slot.name not in self.missing:
+                if f"model/{fragment.slot.name}" in self.manifest.tensors:
                     take = partial(_take_weights, unit, fragment.slot.world.start, meeting)
                     self.reader.read(f"model/{fragment.slot.name}", fragment.param, take)
         for optimizer, _ in self._optimizers:
@@ -294,7 +294,7 @@ class Taking:
             own = decode(_json(bytes(self.reader.tensor(name).tolist())), self.reader.tensor)
         same = own if self._same_ranks else {}
         for name, value in self._buffers.items():
-            if name not in self.missing:
+            if f"model/{name}" in self.manifest.tensors:
                 saved = same.get("buffers", {}).get(name)
                 value.copy_(self.reader.tensor(f"model/{name}") if saved is None else saved)
         names = names_of(self._handle)
