@@ -31,7 +31,7 @@ class Awkward(Net):
         super().__init__(tied=True, blocks=1)
         self.empty = nn.Parameter(torch.zeros(empty, 3))
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.randn(11), requires_grad=False)
+        self.frozen = nn.Parameter(torch.arange(11.0), requires_grad=False)  # bf16 holds them
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(5))
 

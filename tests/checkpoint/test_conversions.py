@@ -21,8 +21,9 @@ SAVED = [(plan.name, precision) for plan in PLANS for precision in MAINS]
 
 
 def full_state(run: Run) -> dict[str, Any]:
-    """What does not depend on the format: main, moments, buffers."""
-    return {name: value for name, value in run.state().items() if not name.startswith("weights")}
+    """What does not depend on the format: main, moments, buffers; what is frozen has the dtype of the weights."""
+    state = {name: value for name, value in run.state().items() if not name.startswith("weights")}
+    return {**state, "main frozen": state["main frozen"].float()}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -43,7 +44,7 @@ def test_any_world_size_plan_and_format_to_any_other(tmp_path: Path, kind: str) 
             targets = SAVED if FULL else [SAVED[(count * 5 + num_ranks) % len(SAVED)]]
             for plan, precision in targets:
                 run = Run(rank, plan, precision, KINDS[kind], seed=5)
-                run.load(tmp_path / name)
+                run.load(tmp_path / name, allow_rounding=precision != "fp32")  # of the frozen parameter
                 count += 1
                 if not same_bits(full_state(run), expected):
                     wrong.append(f"{name} -> {num_ranks} {plan} {precision}")
@@ -204,7 +205,7 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
         shares = run_ranks(check, 4, plan)
         print(plan, alone, shares)
         assert sum(shares) <= most * alone
-        assert max(shares) <= (alone if plan == "ddp" else alone / 4 + 6 * (1 << 20))
+        assert max(shares) <= (alone + 100 if plan == "ddp" else alone / 4 + 2 * (1 << 20) + 25_000)
 
 
 def test_a_failing_rank_makes_all_ranks_raise(tmp_path: Path) -> None:

@@ -214,9 +214,8 @@ class Taking:
             self.unexpected += [f"optimizer state of {name}" for name in theirs if name not in set(mine)]
             class_of = {name: group["class"] for group in groups for name in group["params"]}
             for group, of_class in zip(optimizer.param_groups, optimizer.classes, strict=True):
-                saved_classes = {class_of.get(names[id(p)], of_class.__name__) for p in group["params"]}
-                if saved_classes - {of_class.__name__}:
-                    self.unexpected.append(f"state of {_listed(saved_classes)} for {of_class.__name__}")
+                others = {class_of.get(names[id(p)], of_class.__name__) for p in group["params"]} - {of_class.__name__}
+                self.unexpected += [f"state of {other} for {of_class.__name__}" for other in sorted(others)]
             for stepper in optimizer.steppers:
                 if isinstance(stepper, FlatStep):
                     slots = [slot for unit in stepper.groups for slot in unit.layout.slots]
