@@ -21,8 +21,10 @@ SAVED = [(plan.name, precision) for plan in PLANS for precision in MAINS]
 
 
 def full_state(run: Run) -> dict[str, Any]:
-    """What does not depend on the format: main, moments, buffers; what is frozen has the dtype of the weights."""
-    state = {name: value for name, value in run.state().items() if not name.startswith("weights")}
+    """What does not depend on the format: main and moments; what is frozen has the dtype of the weights. Without the
+    buffer that differs between ranks."""
+    left_out = ("weights", "main average")
+    state = {name: value for name, value in run.state().items() if not name.startswith(left_out)}
     return {**state, "main frozen": state["main frozen"].float()}
 
 
