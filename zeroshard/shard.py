@@ -44,9 +44,9 @@ class HoldsTensors(Protocol):
 
 
 class Unfinished(Protocol):
-    """Work that goes on in the background."""
+    """Work that goes on in the background. `settle`: wait for it, and raise its error if nobody has seen it yet."""
 
-    def wait(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 class Owner(HoldsTensors, Protocol):
@@ -234,7 +234,7 @@ class Handle:
         """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
         unfinished, self.background = self.background, None
         if unfinished is not None:
-            unfinished.wait()
+            unfinished.settle()
 
     def expect_no_gradients(self, what: str) -> None:
         """Raises:

@@ -67,7 +67,7 @@ class Kind:
 class Run:
     """A model under the engine with an optimizer and a scheduler."""
 
-    def __init__(self, rank: int, plan: str, precision: Any, kind: Kind = Kind(), seed: int = 0) -> None:  # noqa: B008
+    def __init__(self, rank: int, plan: str, precision: Any, kind: Kind = Kind(), seed: int = 0) -> None:
         self.rank = rank
         self.model = make(kind.model, seed)
         self.handle = zeroshard.shard(self.model, PLAN_OF[plan], units=Block, precision=precision)

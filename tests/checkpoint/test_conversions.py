@@ -1,4 +1,4 @@
-"""A checkpoint has no world size, no plan and no format of main: whatever saved it, everything loads it, bit for bit."""
+"""A checkpoint has no world size, no plan and no format of main: whatever saved it, everything loads it, exactly."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ KINDS = {
 }
 
 
-def continued(
-    rank: int, folder: Path, plan: str, precision: Any, kind: Kind, control: bool = True
-) -> dict[str, bool]:
+def continued(rank: int, folder: Path, plan: str, precision: Any, kind: Kind, control: bool = True) -> dict[str, bool]:
     """What must be equal, and, as a control, what must not be."""
     seed_all(rank)
     first = Run(rank, plan, precision, kind).train(range(3))

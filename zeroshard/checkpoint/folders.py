@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from zeroshard.checkpoint import files
@@ -84,8 +85,13 @@ def latest(directory: Path) -> int | None:
 def set_latest(directory: Path, step: int, unique: str) -> None:
     temporary = directory / f".{LATEST}.tmp-{unique}"
     name = step_name(step)
-    files.write_new(temporary, f"{name} {digest_of(name.encode())}\n".encode())
-    files.replace(temporary, directory / LATEST)
+    try:
+        files.write_new(temporary, f"{name} {digest_of(name.encode())}\n".encode())
+        files.replace(temporary, directory / LATEST)
+    except BaseException:
+        with suppress(OSError):
+            files.remove_file(temporary)
+        raise
     files.sync_folder(directory)
 
 
@@ -93,10 +99,16 @@ def publish(temporary: Path, step: int, unique: str) -> None:
     """Give a complete folder its name. A step of that name is moved aside first, and removed by `sweep`."""
     directory = temporary.parent
     final = directory / step_name(step)
+    aside = directory / f"{step_name(step)}.old-{unique}"
     files.sync_folder(temporary)
     if final.exists():
-        files.rename(final, directory / f"{step_name(step)}.old-{unique}")
-    files.rename(temporary, final)
+        files.rename(final, aside)
+    try:
+        files.rename(temporary, final)
+    except BaseException:
+        if aside.exists():
+            files.rename(aside, final)
+        raise
     files.sync_folder(directory)
 
 

@@ -168,6 +168,8 @@ class Taking:
         """Raises:
         CheckpointError: names (if strict), shapes or dtypes that do not fit."""
         problems: list[str] = []
+        if not self.reader.folder.name.startswith(folders.step_name(self.manifest.step)):
+            problems.append(f"its manifest is that of step {self.manifest.step}")
         for name, (shape, dtype) in self._expected().items():
             entry = self.manifest.tensors.get(f"model/{name}")
             if entry is None:

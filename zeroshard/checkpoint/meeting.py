@@ -24,8 +24,8 @@ from zeroshard.collectives import Collectives
 from zeroshard.mesh import timeout_of
 
 BEAT_SECONDS = 0.2
-GRACE_SECONDS = 3.0
-"""How long a failing rank 0 waits for the others to stop writing, before it removes what they wrote."""
+GRACE_SECONDS = 2.0
+"""How long rank 0 waits for the others: to stop writing before it removes what they wrote, and to hear how it ended."""
 _PART = 1 << 20  # a store refuses long values
 
 

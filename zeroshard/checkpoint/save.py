@@ -42,6 +42,7 @@ class Saving:
         self.step = step
         self._work = work
         self._error: BaseException | None = None
+        self._seen = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -57,8 +58,14 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._at_exit)
+        self._seen = True
         if self._error is not None:
             raise self._error
+
+    def settle(self) -> None:
+        """As `wait`; an error is raised only if no `wait` has raised it."""
+        if not self._seen:
+            self.wait()
 
     def start(self, *, background: bool) -> None:
         if background:
