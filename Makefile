@@ -1,6 +1,7 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   lint, types, then the tests
+# make test-faults   the fault tests of checkpoints with their full counts
 # make lint   lint and types only
 
 # The first interpreter that starts (version managers leave stubs that do not), is new enough and can make an environment.
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: env train test lint
+.PHONY: env train test test-faults lint
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -37,3 +38,7 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
+test-faults: $(STAMP)
+	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/checkpoint --timeout 7200 -s

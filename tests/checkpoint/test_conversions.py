@@ -14,7 +14,7 @@ from tests.checkpoint.common import FULL, PLANS, Awkward, Kind, Run, make, muon_
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
-WORLD_SIZES = (1, 2, 3, 4, 5, 8) if FULL else (1, 2, 3, 5)
+WORLD_SIZES = (1, 2, 3, 4, 5, 8) if FULL else (1, 3, 4)
 MAINS = ("fp32", "bf16", "bf16-remainder")
 KINDS = {"adamw": Kind(Awkward), "muon and adamw": Kind(Awkward, groups=muon_and_adamw)}
 SAVED = [(plan.name, precision) for plan in PLANS for precision in MAINS]
@@ -43,8 +43,8 @@ def test_any_world_size_plan_and_format_to_any_other(tmp_path: Path, kind: str) 
     def load(rank: int, num_ranks: int) -> tuple[int, list[str]]:
         wrong, count = [], 0
         for name, expected in saved.items():
-            targets = SAVED if FULL else [SAVED[(count * 5 + num_ranks) % len(SAVED)]]
-            for plan, precision in targets:
+            for _ in range(3 if FULL else 1):
+                plan, precision = SAVED[(count * 5 + num_ranks) % len(SAVED)]
                 run = Run(rank, plan, precision, KINDS[kind], seed=5)
                 run.load(tmp_path / name, allow_rounding=precision != "fp32")  # of the frozen parameter
                 count += 1
