@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from zeroshard.interval import round_up
@@ -102,15 +100,16 @@ def open_plain(path: Path) -> int:
 
 def lock_folder(path: Path) -> int | None:
     """A descriptor that holds the folder until it is closed or the process ends; None where another one does."""
+    import fcntl  # not on every platform that imports zeroshard
+
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
         return None
-    except OSError:  # a file system without locks
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError:
+        pass  # a file system without locks
     return file
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +42,6 @@ class Meeting:
         self._store: Store = PrefixStore(f"zeroshard/{unique}", _get_default_store())
         self._timeout = timeout_of(world.group, collectives.device).total_seconds()
         self._last_beat = 0.0
-        self._keys: list[str] = []
 
     def beat(self) -> None:
         """Called between two pieces of work.
@@ -73,7 +72,10 @@ class Meeting:
         Raises:
             CheckpointError: the first rank that failed, or has not been heard of.
         """
-        return [self._get(f"report-{rank}")["part"] for rank in self._wait_for_reports(range(self.size))]
+        for rank in range(self.size):
+            self._wait(f"report-{rank}", rank, self._expect_no_error)
+        self._expect_no_error()
+        return [self._get(f"report-{rank}")["part"] for rank in range(self.size)]
 
     def let_stop(self) -> None:
         """Wait a moment until all ranks have stopped. Rank 0, after an error."""
@@ -113,12 +115,6 @@ class Meeting:
                     parts = self._store.get(name) if name.startswith(("report", "verdict")) else b"0"
                     for key in [*(f"{name}/{i}" for i in range(int(parts))), name]:
                         self._store.delete_key(key)
-
-    def _wait_for_reports(self, ranks: Iterable[int]) -> Iterable[int]:
-        for rank in ranks:
-            self._wait(f"report-{rank}", rank, self._expect_no_error)
-        self._expect_no_error()
-        return ranks
 
     def _expect_no_error(self) -> None:
         if self._store.check(["stop"]):
