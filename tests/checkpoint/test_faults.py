@@ -81,7 +81,7 @@ def test_ranks_killed_at_random_moments(tmp_path: Path, mode: str) -> None:
     start = time.perf_counter()
     assert ranks.finish() == [0, 0]
     duration = time.perf_counter() - start
-    trials, committed, bad = 1000 if FULL else 12, 0, []
+    trials, committed, bad = 1000 if FULL else 8, 0, []
     for trial in range(trials):
         directory = Path(shutil.copytree(tmp_path / "old", tmp_path / "trial"))
         ranks = Ranks(save_new, 2, directory, STEP_OF[mode], rng.random() < 0.3)
@@ -118,16 +118,14 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path, mode: str) -> None:
     shared = Path(shutil.copytree(tmp_path / "old", tmp_path / "count"))
     calls = run_ranks(count, 2)
     for victim, num_calls in enumerate(calls):
-        interesting = (
-            range(num_calls) if FULL else [*range(0, num_calls, 12), *range(max(0, num_calls - 8), num_calls, 2)]
-        )
+        interesting = range(num_calls) if FULL else [*range(0, num_calls, 16), *range(num_calls - 7, num_calls, 3)]
         for at in interesting:
             for action in ("kill before", "kill half way", "kill after") if FULL else ("kill half way",):
                 directory = Path(shutil.copytree(tmp_path / "old", tmp_path / "trial"))
                 statuses = Ranks(doomed, 2, directory, victim, at, action).finish()
                 trials += 1
                 problems = problems_after(directory, old, new, mode)
-                if FULL or at % 24 == 0:
+                if FULL or at == 0:
                     problems += recovers(directory, old, new)
                 if statuses[victim] != 9:
                     problems.append("nobody was killed")
@@ -153,7 +151,7 @@ def test_an_error_at_every_call_on_each_rank(tmp_path: Path, mode: str) -> None:
             run.save(tmp_path / "count", STEP_OF[mode])
         per_save = exchange(len(seen))
         for victim, num_calls in enumerate(per_save):
-            for at in range(num_calls) if FULL else range(victim, num_calls, 7):
+            for at in range(num_calls) if FULL else range(victim, num_calls, 9):
                 for background in (False, True):
                     if rank == 0:
                         shutil.rmtree(tmp_path / "trial", ignore_errors=True)

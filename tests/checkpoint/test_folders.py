@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -111,6 +111,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@settings(max_examples=40)
 @given(values)
 def test_values_come_back_as_they_were(value: Any) -> None:
     import json
