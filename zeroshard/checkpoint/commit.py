@@ -77,22 +77,22 @@ class Job:
             self.meeting.beat()
             folders.publish(self.folder, step, self.base.id)
         except BaseException as error:
-            verdict = f"step {step} was not saved: {describe(error)}"
-            if not self.folder.exists():
-                verdict = f"step {step} is in place, but may not survive a power loss: {describe(error)}"
-            else:
-                self.meeting.let_stop()
-                verdict += discard(self.folder)
+            self.meeting.let_stop()
+            verdict = f"step {step} was not saved: {describe(error)}{discard(self.folder)}"
             self.meeting.announce(verdict)
             if not isinstance(error, Exception):
                 raise
             return verdict
         try:
+            files.sync_folder(self.folder.parent)
             folders.set_latest(self.folder.parent, step, self.base.id)
             folders.sweep(self.folder.parent)
-        except Exception as error:
-            verdict = f"step {step} is saved, but not all is tidy: {describe(error)}"
-        self.meeting.announce(verdict)
+        except BaseException as error:
+            verdict = f"step {step} is in place, but what follows failed (sync, latest, sweep): {describe(error)}"
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.meeting.announce(verdict)
         return verdict
 
 
@@ -119,7 +119,7 @@ def open_folder(directory: Path, step: int, unique: str, num_bytes: int) -> tupl
     Raises:
         CheckpointError: not enough space, with the exact numbers.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_folders(directory)
     folders.sweep(directory)
     free = files.free_bytes(directory)
     if num_bytes > free:

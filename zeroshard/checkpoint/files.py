@@ -66,6 +66,14 @@ def write_new(path: Path, data: bytes) -> None:
         close(file)
 
 
+def make_folders(path: Path) -> None:
+    """The folder and those above it, each on the disk when this returns; nothing where it is there already."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        make_folder(path)
+        sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     """The names in a folder are on the disk when this returns."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -66,9 +66,11 @@ def fit(
         elif entry is not None and not _holds(entry.dtype, dtype, allow_rounding):
             hint = "would be rounded to" if _floats(entry.dtype, dtype) else "cannot become"
             result.problems.append(f"{name}: {entry.dtype} {hint} {dtype} (see allow_rounding)")
-    pairs = pairs_of(manifest, optimizers)
-    result.compare(map(str, range(len(optimizers))), map(str, range(len(pairs))), "optimizer number {}")
-    for optimizer, saved in pairs:
+    if optimizers:
+        saved_optimizers = manifest.values.get("optimizers")
+        num_saved = len(saved_optimizers) if isinstance(saved_optimizers, list) else 0
+        result.compare(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}")
+    for optimizer, saved in pairs_of(manifest, optimizers):
         _fit_optimizer(result, manifest, optimizer, saved)
     if extra:
         saved_extra = manifest.values.get("extra")

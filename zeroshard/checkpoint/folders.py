@@ -96,7 +96,8 @@ def set_latest(directory: Path, step: int, unique: str) -> None:
 
 
 def publish(temporary: Path, step: int, unique: str) -> None:
-    """Give a complete folder its name. A step of that name is moved aside first, and removed by `sweep`."""
+    """Give a complete folder its name. A step of that name is moved aside first, and removed by `sweep`. The caller
+    syncs the directory."""
     directory = temporary.parent
     final = directory / step_name(step)
     aside = directory / f"{step_name(step)}.old-{unique}"
@@ -109,7 +110,6 @@ def publish(temporary: Path, step: int, unique: str) -> None:
         if aside.exists():
             files.rename(aside, final)
         raise
-    files.sync_folder(directory)
 
 
 def sweep(directory: Path) -> None:

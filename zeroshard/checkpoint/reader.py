@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -76,9 +77,11 @@ class Reader:
         """Give `take` the elements of `interval` of a flattened tensor: parts of it, each with its values [numel],
         valid during the call. Only the blocks that hold them are read."""
         entry = self.entry(name)
-        for chunk in entry.chunks:
-            if wanted := chunk.interval & interval:
-                self._read_chunk(chunk, entry.dtype, wanted, take)
+        first = bisect_right(entry.chunks, interval.start, key=lambda chunk: chunk.interval.stop)
+        for chunk in entry.chunks[first:]:
+            if chunk.interval.start >= interval.stop:
+                return
+            self._read_chunk(chunk, entry.dtype, chunk.interval & interval, take)
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in its shape."""
@@ -93,18 +96,21 @@ class Reader:
 
     def check_everything(self) -> None:
         """Every byte of every file against its digest. All damaged files are named."""
-        problems = []
-        for number, file in enumerate(self.manifest.files):
+        problems: dict[int, str] = {}
+        chunks = [(chunk, entry.dtype) for entry in self.manifest.tensors.values() for chunk in entry.chunks]
+        for number in range(len(self.manifest.files)):
             try:
                 self._file(number)
-                for entry in self.manifest.tensors.values():
-                    for chunk in entry.chunks:
-                        if chunk.file == number:
-                            self._read_chunk(chunk, entry.dtype, chunk.interval, lambda part, values: None)
             except CheckpointError as error:
-                problems.append(str(error) or file.name)
+                problems[number] = str(error)
+        for chunk, dtype in sorted(chunks, key=lambda pair: (pair[0].file, pair[0].offset)):
+            if chunk.file not in problems:
+                try:
+                    self._read_chunk(chunk, dtype, chunk.interval, lambda part, values: None)
+                except CheckpointError as error:
+                    problems[chunk.file] = str(error)
         if problems:
-            raise CheckpointError("; ".join(problems))
+            raise CheckpointError("; ".join(problems.values()))
 
     def _read_chunk(
         self, chunk: Chunk, dtype: torch.dtype, wanted: Interval, take: Callable[[Interval, Tensor], None]

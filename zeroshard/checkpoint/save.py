@@ -140,6 +140,8 @@ def save(
         optimizers, names = as_list(optimizer), names_of(handle)
         if any(one.handle is not handle for one in optimizers):
             raise ValueError("the optimizer belongs to another handle")
+        if optimizers and len(handle.owners()) > len(optimizers):
+            raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
         values["optimizers"] = [optimizer_values(one, names) for one in optimizers]
         items.extend(model_items(handle))
         items.extend(item for one in optimizers for item in optimizer_items(one))
