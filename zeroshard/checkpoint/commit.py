@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,21 +113,21 @@ def discard(folder: Path) -> str:
     return ""
 
 
-def open_folder(directory: Path, step: int, unique: str, num_bytes: int) -> tuple[Path, int | None]:
-    """A new temporary folder for a step that will take that many bytes, and the lock on it. Rank 0.
+def open_folder(directory: Path, step: int, unique: str, sizes: Sequence[int]) -> int | None:
+    """A new temporary folder for files of these sizes; returns the lock on it. Rank 0.
 
     Raises:
         CheckpointError: not enough space, with the exact numbers.
     """
     files.make_folders(directory)
     folders.sweep(directory)
-    free = files.free_bytes(directory)
-    if num_bytes > free:
-        raise CheckpointError(f"{directory} has {free} bytes free, step {step} needs {num_bytes}")
-    folder = directory / f"{folders.step_name(step)}.tmp-{unique}"
+    free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in sizes)
+    if needed > free:
+        raise CheckpointError(f"{directory} has {free} bytes free, step {step} needs {needed}")
+    folder = directory / folders.temporary_name(step, unique)
     files.make_folder(folder)
     try:
-        return folder, files.lock_folder(folder)
+        return files.lock_folder(folder)
     except BaseException:
         with suppress(OSError):
             files.remove_folder(folder)

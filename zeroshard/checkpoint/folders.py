@@ -31,13 +31,23 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def temporary_name(step: int, unique: str) -> str:
+    return f"{step_name(step)}.tmp-{unique}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has that name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def steps(directory: Path | str) -> dict[int, Path]:
     """Committed steps, in order, and where each lies. A directory that does not exist holds none."""
     found: dict[int, Path] = {}
     for name in sorted(_names(Path(directory)), reverse=True):  # "step-3" comes last and wins over "step-3.old-..."
-        match = _STEP.fullmatch(name)
-        if match and (Path(directory) / name / MANIFEST_NAME).is_file():
-            found[int(match[1])] = Path(directory) / name
+        step = step_of(name)
+        if step is not None and (Path(directory) / name / MANIFEST_NAME).is_file():
+            found[step] = Path(directory) / name
     return dict(sorted(found.items()))
 
 

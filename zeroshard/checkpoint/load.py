@@ -65,42 +65,40 @@ def load(
     directory, optimizers = Path(directory).absolute(), as_list(optimizer)
     with ExitStack() as stack:
         # 1. One step, one manifest; whatever does not fit is found before anything is touched.
-        def find() -> list[str] | None:
+        def find() -> tuple[None, list[str]]:
             handle.expect_no_gradients("load")
-            if handle.collectives.mesh.world.rank:
-                return None
-            return [folders.find(directory, step).name, folders.new_id()]
+            first = handle.collectives.mesh.world.rank == 0
+            return None, [folders.find(directory, step).name if first else "", folders.new_id()]
 
-        (name, unique), *_ = together(handle, "load", find, (RuntimeError,))
-        found: list[tuple[Reader, Fit]] = []
+        _, ((name, unique), *_) = together(handle, "load", find, (RuntimeError,))
 
-        def check() -> str:
+        def check() -> tuple[tuple[Reader, Fit], str]:
             reader = stack.enter_context(Reader(directory / name))
-            if not name.startswith(folders.step_name(reader.manifest.step)):
-                raise CheckpointError(f"{directory / name}: its manifest is that of step {reader.manifest.step}")
-            found.append((reader, fit(reader.manifest, handle, optimizers, extra, allow_rounding)))
-            found[0][1].expect(str(directory / name), strict=strict)
-            return reader.manifest.id
+            fits = fit(reader.manifest, handle, optimizers, extra, allow_rounding)
+            fits.expect(str(directory / name), strict=strict)
+            return (reader, fits), reader.manifest.id
 
-        ids = together(handle, "load", check)
+        (reader, fits), ids = together(handle, "load", check)
         if len(set(ids)) > 1:
             raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
-        (reader, fits), *_ = found
         pairs = pairs_of(reader.manifest, optimizers)
 
         # 2. Every rank reads what it needs. A failure lets the others stop.
         meeting = Meeting(handle.collectives, unique)
+        for unit in handle.units:
+            unit.edits += 1
 
-        def read() -> None:
+        def read() -> tuple[None, None]:
             try:
                 take_weights(reader, handle, meeting)
                 for one, _ in pairs:
                     take_optimizer(reader, one, meeting)
             except Stopped:
-                return
+                pass
             except BaseException:
                 meeting.stop()
                 raise
+            return None, None
 
         try:
             together(handle, "load", read)
@@ -110,10 +108,14 @@ def load(
 
         # 3. Weights follow main; then what is not sharded.
         for unit in handle.units:
-            unit.edits += 1
             handle.gatherer.updated(unit)
         handle.gatherer.settle()
-        together(handle, "load", lambda: take_rest(reader, handle, pairs, extra))
+
+        def rest() -> tuple[None, None]:
+            take_rest(reader, handle, pairs, extra)
+            return None, None
+
+        together(handle, "load", rest)
         unused = tuple(fits.missing), tuple(fits.unexpected)
         return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
 

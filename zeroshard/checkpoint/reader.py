@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
+from zeroshard.checkpoint.folders import step_of
 from zeroshard.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST_NAME,
@@ -56,6 +57,8 @@ class Reader:
             finally:
                 os.close(file)
             self.manifest = Manifest.decode(bytes(data))
+            if step_of(folder.name) not in (None, self.manifest.step):
+                raise CheckpointError(f"is that of step {self.manifest.step}, in the folder of another")
         except OSError as error:
             raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be read: {error}") from None
         except CheckpointError as error:

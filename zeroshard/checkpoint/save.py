@@ -8,14 +8,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from zeroshard.checkpoint import files, folders
-from zeroshard.checkpoint.commit import Job, describe, discard, file_name, open_folder, size_of_part, versions
+from zeroshard.checkpoint import folders
+from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
 from zeroshard.checkpoint.items import (
     Bag,
     Extra,
@@ -33,6 +34,8 @@ from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.shard import Handle
+
+T = TypeVar("T")
 
 
 class Saving:
@@ -127,114 +130,109 @@ def save(
     directory = Path(directory).absolute()
     handle.check_open("save")
     handle.finish_background()
-    collectives = handle.collectives
-    rank = collectives.mesh.world.rank
-    values: dict[str, Any] = {}
-    items: list[Item] = []
-    bags = [Bag("", None, ""), Bag("", None, "")]
+    world = handle.collectives.mesh.world
 
-    def collect() -> list[Any]:
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
-            raise ValueError(f"step must be an integer from 0, found {step!r}")
-        handle.expect_no_gradients("save")
-        optimizers, names = as_list(optimizer), names_of(handle)
-        if any(one.handle is not handle for one in optimizers):
-            raise ValueError("the optimizer belongs to another handle")
-        if optimizers and len(handle.owners()) > len(optimizers):
-            raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
-        values["optimizers"] = [optimizer_values(one, names) for one in optimizers]
-        items.extend(model_items(handle))
-        items.extend(item for one in optimizers for item in optimizer_items(one))
-        states = {name: stateful.state_dict() for name, stateful in (extra or {}).items()}
-        bags[:] = [
-            Bag("extra" if rank == 0 else f"rank/{rank}/extra", states, "extra"),
-            Bag(f"rank/{rank}/buffers", handle.unsharded_state(), "the model's buffers"),
-        ]
-        return [step, folders.new_id(), *(bag.digest() for bag in bags)]
+    # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
+    own, found = together(handle, "save", partial(_collect, handle, optimizer, extra, step), (ValueError, RuntimeError))
+    if len({of_rank[0] for of_rank in found}) > 1:
+        raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
+    unique = found[0][1]
+    same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
 
-    # 1. Everybody can, and wants the same step. Who has values of their own beside the sharded ones?
-    found = together(handle, "save", collect, (ValueError, RuntimeError))
-    steps = [of_rank[0] for of_rank in found]
-    if len(set(steps)) > 1:
-        raise ValueError(f"the ranks save different steps: {steps}")
-    unique, same = found[0][1], [found[rank][2 + i] == found[0][2 + i] for i in range(2)]
-
-    # 2. Everybody knows, to the byte, what it will write.
-    file = FilePlan((), b"", ())
-
-    def plan() -> list[int]:
-        nonlocal file
-        items.extend(_unsharded(handle, rank, bags, same))
-        metadata = {"format": "pt", "zeroshard": f"step {step}, {unique}, {file_name(rank)}"}
-        file = FilePlan.of(items, rank, metadata)
-        return [file.num_bytes, size_of_part(file, rank)]
-
-    sizes = together(handle, "save", plan, (ValueError,))
-    values |= {"extra": bags[0].values, "world_size": collectives.mesh.world.size}
+    # 2. Everybody knows to the byte what it will write; for the background, it has a copy.
+    file, sizes = together(handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background))
+    values = {**own.values, "extra": own.extra.values, "world_size": world.size}
     base = Manifest(step, unique, (), {}, values, versions())
-    folder, lock = directory / f"{folders.step_name(step)}.tmp-{unique}", None
 
-    # 3. There is room; and, for the background, a copy.
-    def prepare() -> None:
-        nonlocal file, lock
-        if background:
-            file = replace(file, items=tuple(item.copied() for item in file.items))
-        if rank == 0:
-            existing = next(path for path in (directory, *directory.parents) if path.exists())
-            on_disk = sum(files.bytes_on_disk(existing, num_bytes) for num_bytes, _ in sizes)
-            on_disk += files.bytes_on_disk(existing, len(base.encode()) + sum(part for _, part in sizes))
-            _, lock = open_folder(directory, step, unique, on_disk)
+    # 3. There is room.
+    def make_folder() -> tuple[int | None, None]:
+        needed = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
+        return open_folder(directory, step, unique, needed) if world.rank == 0 else None, None
 
-    try:
-        together(handle, "save", prepare)
-    except BaseException:
-        if lock is not None:
-            discard(folder)
-            os.close(lock)
-        raise
+    lock, _ = together(handle, "save", make_folder)
 
     # 4. Write and commit: through files and the store alone.
-    saving = Saving(step, Job(folder, file, base, Meeting(collectives, unique), lock).run)
+    folder = directory / folders.temporary_name(step, unique)
+    saving = Saving(step, Job(folder, file, base, Meeting(handle.collectives, unique), lock).run)
     saving.start(background=background)
     if background:
         handle.background = saving
     return saving
 
 
-def together(handle: Handle, what: str, work: Callable[[], Any], kinds: tuple[type[Exception], ...] = ()) -> list[Any]:
-    """What `work` gives on every rank (JSON-able). If it raises on one, all raise a CheckpointError, or the same where
-    it is one of `kinds`. Collective."""
-    problem, result = None, None
-    failure: Exception | None = None
+def together(
+    handle: Handle, what: str, work: Callable[[], tuple[T, Any]], kinds: tuple[type[Exception], ...] = ()
+) -> tuple[T, list[Any]]:
+    """`work` gives something to keep, and something JSON-able for all ranks to know. If it raises on one, all raise a
+    CheckpointError, or the same where it is one of `kinds`. Collective."""
+    problem, told, failure = None, None, None
     try:
-        result = work()
+        kept, told = work()
     except Exception as error:
         problem, failure = [type(error).__name__, describe(error)], error
-    results = handle.collectives.exchange_objects([problem, result])
+    results = handle.collectives.exchange_objects([problem, told])
     failed = [(rank, of_rank[0]) for rank, of_rank in enumerate(results) if of_rank[0]]
     if failed:
         rank, (kind, text) = failed[0]
         where = "" if len(failed) == len(results) and all(of[1] == text for _, of in failed) else f" (on rank {rank})"
         raise {one.__name__: one for one in kinds}.get(kind, CheckpointError)(f"{what}{where}: {text}") from failure
-    return [result for _, result in results]
+    return kept, [told for _, told in results]
 
 
-def _unsharded(handle: Handle, rank: int, bags: list[Bag], same: list[bool]) -> Iterator[Item]:
-    """Rank 0's buffers and `extra`; of the others what differs from these; everybody's random numbers."""
-    extra, buffers = bags
-    own: dict[str, Any] = {}
+@dataclass(frozen=True)
+class _Own:
+    """What this rank has found to save."""
+
+    values: dict[str, Any]
+    items: list[Item]
+    extra: Bag
+    buffers: Bag
+
+
+def _collect(handle: Handle, optimizer: Optimizers, extra: Extra, step: int) -> tuple[_Own, list[Any]]:
+    """And for all to know: the step, a new id, digests of what ranks may have different values of."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
+        raise ValueError(f"step must be an integer from 0, found {step!r}")
+    handle.expect_no_gradients("save")
+    optimizers, names, rank = as_list(optimizer), names_of(handle), handle.collectives.mesh.world.rank
+    if any(one.handle is not handle for one in optimizers):
+        raise ValueError("the optimizer belongs to another handle")
+    if optimizers and len(handle.owners()) > len(optimizers):
+        raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
+    states = {name: stateful.state_dict() for name, stateful in (extra or {}).items()}
+    own = _Own(
+        values={"optimizers": [optimizer_values(one, names) for one in optimizers]},
+        items=[*model_items(handle), *(item for one in optimizers for item in optimizer_items(one))],
+        extra=Bag(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
+        buffers=Bag(f"rank/{rank}/buffers", handle.unsharded_state(), "the model's buffers"),
+    )
+    return own, [step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
+
+
+def _plan(handle: Handle, own: _Own, same: list[bool], mark: str, copy: bool) -> tuple[FilePlan, list[int]]:
+    """And for all to know: bytes of the file, and of its part of the manifest. `mark`: no two files have the same."""
+    rank = handle.collectives.mesh.world.rank
+    items = [*own.items, *_unsharded(handle, rank, own, same)]
+    metadata = {"format": "pt", "zeroshard": f"{mark}, {file_name(rank)}"}
+    plan = FilePlan.of((item.copied() for item in items) if copy else items, rank, metadata)
+    return plan, [plan.num_bytes, size_of_part(plan, rank)]
+
+
+def _unsharded(handle: Handle, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
+    """Rank 0's `extra` and buffers; of the others what differs from these; everybody's random numbers."""
+    alone: dict[str, Any] = {}
     if rank == 0:
-        yield from extra.items()
+        yield from own.extra.items()
         for name, value in handle.unsharded_state().items():
             yield whole(f"model/{name}", value)
     else:
-        for key, bag, is_same in (("extra", extra, same[0]), ("buffers", buffers, same[1])):
+        for key, bag, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
             if not is_same:
                 yield from bag.items()
-                own[key] = bag.values
+                alone[key] = bag.values
     bag = Bag(f"rank/{rank}/random", random_state(), "random numbers")
     yield from bag.items()
-    yield blob(f"rank/{rank}/state", {"random": bag.values, **own})
+    yield blob(f"rank/{rank}/state", {"random": bag.values, **alone})
 
 
 def _nothing() -> None:
