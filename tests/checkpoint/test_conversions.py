@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zeroshard
 from tests.checkpoint.common import FULL, PLANS, Awkward, Kind, Run, make, muon_and_adamw, same_bits, seed_all
@@ -208,6 +210,47 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
         print(plan, alone, shares)
         assert sum(shares) <= most * alone
         assert max(shares) <= (alone + 100 if plan == "ddp" else alone / 4 + 2 * (1 << 20) + 25_000)
+
+
+class NewStorages(TorchDispatchMode):
+    """The largest storage that an operation has made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
+def test_nothing_large_is_made_on_the_way(tmp_path: Path, precision: str) -> None:
+    """A rank holds 4 MB of main, and as much of each moment; saving and loading take a block or a piece at a time."""
+
+    def check(rank: int) -> list[int]:
+        model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+        handle = zeroshard.shard(model, "zero3", units=nn.Linear, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-3)
+        optimizer.backward(model(torch.ones(2, 1000)).square().mean())
+        optimizer.step()
+        largest = []
+        for work in (
+            lambda: zeroshard.save(tmp_path, handle, optimizer, step=1),
+            lambda: zeroshard.load(tmp_path, handle, optimizer),
+            lambda: zeroshard.save(tmp_path, handle, optimizer, step=2, background=True).wait(),
+        ):
+            with NewStorages() as made:
+                work()
+            largest.append(made.largest)
+        return largest
+
+    for save, load, background in run_ranks(check, 2):
+        print(precision, save, load, background)
+        assert max(save, load) <= 1 << 20
+        assert background > 1 << 20, "a copy is seen: the measurement sees what there is"
 
 
 def test_a_failing_rank_makes_all_ranks_raise(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.checkpoint.manifest import DTYPE_NAMES
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.checkpoint.writer import Item, bytes_of
 from zeroshard.flat_step import FlatStep
@@ -97,8 +96,6 @@ def _nothing(interval: Interval) -> Tensor:
 
 def whole(name: str, value: Tensor) -> Item:
     """A tensor that this rank writes all of."""
-    if value.dtype not in DTYPE_NAMES:
-        raise ValueError(f"{name} has the dtype {value.dtype}, which safetensors files do not have")
     flat = value.detach().reshape(-1)
     return Item(name, tuple(value.shape), value.dtype, Interval(0, value.numel()), lambda part: flat[part.slice])
 

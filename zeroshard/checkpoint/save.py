@@ -140,7 +140,9 @@ def save(
     same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
 
     # 2. Everybody knows to the byte what it will write; for the background, it has a copy.
-    file, sizes = together(handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background))
+    file, sizes = together(
+        handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background), (ValueError,)
+    )
     values = {**own.values, "extra": own.extra.values, "world_size": world.size}
     base = Manifest(step, unique, (), {}, values, versions())
 

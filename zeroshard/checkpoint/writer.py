@@ -34,6 +34,9 @@ class Item:
     Attributes:
         shape: of the whole tensor.
         read: interval inside `interval` -> its values now, [numel], on any device; valid until the next call.
+
+    Raises:
+        ValueError: a dtype that safetensors files do not have.
     """
 
     name: str
@@ -41,6 +44,10 @@ class Item:
     dtype: torch.dtype
     interval: Interval
     read: Callable[[Interval], Tensor]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{self.name} has the dtype {self.dtype}, which safetensors files do not have")
 
     @property
     def num_bytes(self) -> int:
