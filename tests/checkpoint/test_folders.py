@@ -192,6 +192,82 @@ def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+def test_several_optimizers_are_saved_together(tmp_path: Path) -> None:
+    def check(rank: int) -> list[Any]:
+        def started(seed: int) -> Any:
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            handle = zeroshard.shard(model, "zero2")
+            first = zeroshard.ShardedOptimizer(model[0].parameters(), torch.optim.AdamW, lr=0.1)
+            second = zeroshard.ShardedOptimizer(model[1].parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+            return model, handle, first, second
+
+        def step(model: Any, handle: Any, first: Any, second: Any) -> Any:
+            first.backward(model(torch.ones(3)).square().sum())
+            first.step(), second.step()
+            return handle.full_state_dict()
+
+        one = started(0)
+        step(*one)
+        with pytest.raises(ValueError, match="this model has several optimizers"):
+            zeroshard.save(tmp_path, one[1], one[2], step=0)
+        zeroshard.save(tmp_path, one[1], [one[2], one[3]], step=0)
+        expected = step(*one)
+        other = started(1)
+        with pytest.raises(zeroshard.CheckpointError, match="unexpected: optimizer number 1"):
+            zeroshard.load(tmp_path, other[1], other[2])
+        with pytest.raises(zeroshard.CheckpointError, match=r"state of SGD for AdamW|optimizer state of"):
+            zeroshard.load(tmp_path, other[1], [other[3], other[2]])
+        zeroshard.load(tmp_path, other[1], [other[2], other[3]])
+        return [same_bits(expected, step(*other))]
+
+    assert run_ranks(check, 2) == [[True], [True]]
+
+
+def test_hyper_parameters_follow_their_parameters(tmp_path: Path) -> None:
+    def check(rank: int) -> list[Any]:
+        def started(cut: int, lr: Any) -> Any:
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            handle = zeroshard.shard(model, "zero1")
+            parameters = list(model.parameters())
+            groups = [{"params": parameters[:cut], "weight_decay": 0.5}, {"params": parameters[cut:]}]
+            return model, handle, zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=lr, betas=(0.8, 0.9))
+
+        _, handle, optimizer = kept = started(2, 0.1)
+        optimizer.param_groups[1]["lr"] = 0.03
+        zeroshard.save(tmp_path, handle, optimizer, step=0)
+        same, moved = started(2, torch.tensor(0.7)), started(1, 0.7)
+        zeroshard.load(tmp_path, same[1], same[2])
+        with pytest.raises(zeroshard.CheckpointError, match="param groups that are divided in another way"):
+            zeroshard.load(tmp_path, moved[1], moved[2])
+        del kept
+        first, second = same[2].param_groups
+        assert isinstance(second["lr"], torch.Tensor)
+        return [round(float(first["lr"]), 6), first["weight_decay"], round(float(second["lr"]), 6), second["betas"]]
+
+    assert run_ranks(check, 2)[1] == [0.1, 0.5, 0.03, (0.8, 0.9)]
+
+
+def test_state_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["history"] = [1, 2]
+
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero1")
+        optimizer = zeroshard.ShardedOptimizer(handle, Odd, lr=0.1, elementwise=True)
+        optimizer.backward(model(torch.ones(3)).sum())
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"state history of .* is of type list: neither tensor nor number"):
+            zeroshard.save(tmp_path, handle, optimizer, step=0)
+
+    run_ranks(check, 2)
+
+
 def test_importing_needs_neither_numpy_nor_safetensors(tmp_path: Path) -> None:
     """Checkpoints are written and read with torch alone."""
     import subprocess

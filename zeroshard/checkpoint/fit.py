@@ -124,6 +124,10 @@ def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer,
     class_of = {name: group["class"] for group in groups for name in group["params"]}
     mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     result.compare([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
+    if mine != [group["params"] for group in groups] and {*class_of} == {
+        name for of_group in mine for name in of_group
+    }:
+        result.unexpected.append("param groups that are divided in another way")
     for of_group, of_class in zip(mine, optimizer.classes, strict=True):
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
         result.unexpected.extend(f"state of {other} for {of_class.__name__}" for other in sorted(others))

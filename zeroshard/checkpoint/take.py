@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.fit import Pairs, StateName, groups_of, state_names
@@ -144,7 +145,5 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         now = group.get(key)
         if isinstance(now, (Tensor, int, float)) and not isinstance(value, (int, float, type(None))):
             raise CheckpointError(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
-        if isinstance(now, Tensor):
-            now.fill_(value)  # a learning rate that a class keeps as a tensor
-        else:
-            group[key] = value
+        # A learning rate that is a tensor stays one; a new one: groups may share theirs.
+        group[key] = torch.full_like(now, value) if isinstance(now, Tensor) and value is not None else value
