@@ -76,11 +76,17 @@ def test_sweep_leaves_what_a_living_save_holds_and_what_is_not_ours(tmp_path: Pa
 
 def test_an_old_step_counts_until_the_new_one_is_there(tmp_path: Path) -> None:
     save_steps(tmp_path, [1])
-    os.rename(tmp_path / "step-1", tmp_path / "step-1.old-ab")
-    sweep(tmp_path)
-    assert find(tmp_path, None).name == "step-1.old-ab"
-    save_steps(tmp_path, [1])
-    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-1"]
+    for follow in (lambda: sweep(tmp_path), lambda: save_steps(tmp_path, [1]), lambda: save_steps(tmp_path, [2])):
+        os.rename(tmp_path / "step-1", tmp_path / "step-1.old-ab")
+        assert find(tmp_path, 1).name == "step-1.old-ab"
+        lock = files.lock_folder(tmp_path / "step-1.old-ab")
+        assert lock is not None
+        sweep(tmp_path)
+        assert find(tmp_path, 1).name == "step-1.old-ab", "a living save is just replacing it"
+        os.close(lock)
+        follow()
+        assert find(tmp_path, 1).name == "step-1"
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-1", "step-2"]
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

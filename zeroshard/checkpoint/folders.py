@@ -112,29 +112,39 @@ def publish(temporary: Path, step: int, unique: str) -> None:
     final = directory / step_name(step)
     aside = directory / f"{step_name(step)}.old-{unique}"
     files.sync_folder(temporary)
-    if final.exists():
-        files.rename(final, aside)
+    lock = files.lock_folder(final) if final.exists() else None  # a sweep between the two renames leaves it alone
     try:
-        files.rename(temporary, final)
-    except BaseException:
-        if aside.exists():
-            files.rename(aside, final)
-        raise
+        if final.exists():
+            files.rename(final, aside)
+        try:
+            files.rename(temporary, final)
+        except BaseException:
+            if aside.exists():
+                files.rename(aside, final)
+            raise
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what dead saves and removals have left; folders that a living save holds stay."""
+    """Remove what dead saves and removals have left, and give a step that was moved aside its name back where nothing
+    has replaced it. Folders that a living save holds stay."""
     known = steps(directory)
     for name in _names(directory):
         path = directory / name
-        old = _STEP.fullmatch(name) and path not in known.values() and ".old-" in name
-        if path.is_symlink() or not (_LEFT_OVER.fullmatch(name) or old):
+        aside = step_of(name) is not None and ".old-" in name
+        if path.is_symlink() or not (_LEFT_OVER.fullmatch(name) or aside):
             continue
         if not path.is_dir():
             files.remove_file(path)
         elif (lock := files.lock_folder(path)) is not None:
             try:
-                _remove(path)
+                if aside and path in known.values():
+                    files.rename(path, directory / name.partition(".")[0])
+                    files.sync_folder(directory)
+                else:
+                    _remove(path)
             finally:
                 os.close(lock)
 
