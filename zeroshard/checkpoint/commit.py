@@ -13,7 +13,8 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Job:
     plan: FilePlan
     base: Manifest
     meeting: Meeting
-    lock: int | None = field(default=None)
+    lock: int | None
 
     def run(self) -> None:
         """Write, report, conclude.
@@ -162,9 +163,12 @@ def merged(base: Manifest, parts: Iterable[Any]) -> Manifest:
 
 
 def versions() -> dict[str, str]:
-    from zeroshard import __version__
-
-    return {"zeroshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    """Of what wrote it: for people to read."""
+    try:
+        own = metadata.version("zeroshard")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        own = "unknown"
+    return {"zeroshard": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _part(plan: FilePlan, entry: FileEntry, digests: list[str]) -> list[Any]:
