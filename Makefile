@@ -1,6 +1,7 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   lint, types, then the tests
+# make test-faults   the fault tests of checkpoints with their full counts
 # make lint   lint and types only
 # make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models
 
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: env train test lint test-everything
+.PHONY: env train test test-everything test-faults lint
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -41,3 +42,7 @@ test: lint
 
 test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/precision/test_parity.py tests/models/test_random.py
+
+# The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
+test-faults: $(STAMP)
+	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/checkpoint --timeout 7200 -s

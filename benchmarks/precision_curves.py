@@ -7,7 +7,7 @@ Each run is one `zeroshard train` with `configs/small.toml`. Runs with the same 
 (rounded to the precision) and the same batches. What differences mean is shown by more runs in fp32:
 
 - "other sums": the same seed, more micro-batches. The same numbers are added in another order, and nothing else.
-- "seed 1", "seed 2", "seed 3": other weights, another order of the data. Every precision is compared with fp32 of its seed.
+- "seed 1" to "seed 3": other weights, another order of the data. Every precision is compared with fp32 of its seed.
 
 "fp16, skipping" starts from a loss scale that is too large and grows often, so that steps are skipped all along.
 

@@ -2,6 +2,11 @@
 
 from zeroshard import planner as planner
 from zeroshard import testing as testing
+from zeroshard.checkpoint import CheckpointError as CheckpointError
+from zeroshard.checkpoint import load as load
+from zeroshard.checkpoint import prune as prune
+from zeroshard.checkpoint import save as save
+from zeroshard.checkpoint import verify as verify
 from zeroshard.loss_scale import ConstantScale as ConstantScale
 from zeroshard.loss_scale import DynamicScale as DynamicScale
 from zeroshard.loss_scale import LossScaler as LossScaler

@@ -358,6 +358,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return kinds
 
     @property
+    def steppers(self) -> Sequence[Stepper]:
+        """Who steps what: the parts of main that this rank updates, and their state."""
+        return tuple(self._steppers)
+
+    @property
+    def scaling(self) -> LossScaling:
+        return self._scaling
+
+    @property
+    def classes(self) -> Sequence[type[torch.optim.Optimizer]]:
+        """Of each param group."""
+        return tuple(self._classes)
+
+    @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         """`torch.amp.GradScaler` asks for this before anything else."""
         raise RuntimeError(

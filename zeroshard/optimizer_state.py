@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.collectives import Collectives
 from zeroshard.flat_step import FlatStep
+from zeroshard.interval import Interval
 from zeroshard.pieces import Piece, slots_in
 from zeroshard.placement import SHARDED
 from zeroshard.unit import Unit
@@ -35,15 +37,35 @@ def full_state(flat: FlatStep, collectives: Collectives) -> dict[nn.Parameter, d
     return result
 
 
+@dataclass(frozen=True)
+class Elementwise:
+    """Saved state in a parameter's shape. `read(param, out)`: elements `param` of it, flattened, into `out`."""
+
+    dtype: torch.dtype
+    read: Callable[[Interval, Tensor], None]
+
+
 def load_full_state(flat: FlatStep, state: dict[nn.Parameter, dict[str, Any]]) -> None:
-    """Parameter -> state (as `full_state` gives it): every rank takes its own pieces."""
+    """Parameter -> state (as `full_state` gives it): every rank takes its own pieces.
+
+    Raises:
+        ValueError: state of another shape.
+    """
     for unit in flat.groups:
-        of_slot = [state.get(parameter, {}) for parameter in unit.parameters]
-        for slot, values in zip(unit.layout.slots, of_slot, strict=True):
-            for key, value in values.items():
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            for key, value in state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != slot.shape:
                     raise ValueError(f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}")
-        flat.refine(unit, [_scalars(values) for values in of_slot]) if flat.of_unit(unit) else None
+    load_state(flat, {p: {key: _elementwise(value) for key, value in of_p.items()} for p, of_p in state.items()})
+
+
+def load_state(flat: FlatStep, state: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Parameter -> state, `Elementwise` in place of tensors in the parameter's shape; 0-d tensors and numbers as they
+    are. Of an `Elementwise`, only what this rank's pieces hold is read."""
+    for unit in flat.groups:
+        of_slot = [state.get(parameter, {}) for parameter in unit.parameters]
+        if flat.of_unit(unit):
+            flat.refine(unit, [_scalars(values) for values in of_slot])
         for piece in flat.of_unit(unit):
             first = next((i for i in slots_in(unit, piece.world) if of_slot[i]), None)
             flat.optimizer.state.pop(piece.tensor, None)
@@ -54,17 +76,27 @@ def load_full_state(flat: FlatStep, state: dict[nn.Parameter, dict[str, Any]]) -
                 }
 
 
+def _elementwise(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+
+    def read(param: Interval, out: Tensor) -> None:
+        out.copy_(value.reshape(-1)[param.slice])
+
+    return Elementwise(value.dtype, read)
+
+
 def _piece_value(piece: Piece, key: str, of_slot: list[dict[str, Any]], example: Any) -> Any:
-    if not isinstance(example, Tensor):
-        return example
-    if example.dim() == 0:
+    if isinstance(example, Tensor):
         return example.clone()
+    if not isinstance(example, Elementwise):
+        return example
     value = torch.zeros(piece.world.numel, dtype=example.dtype, device=piece.tensor.device)
     unit = piece.unit
     for fragment in unit.layout.fragments_in(piece.world):
         saved = of_slot[unit.slot_index(fragment.slot.name)].get(key)
         if saved is not None:
-            value[fragment.local.slice] = saved.reshape(-1)[fragment.param.slice]
+            saved.read(fragment.param, value[fragment.local.slice])
     return value
 
 

@@ -65,6 +65,7 @@ class OwnerStep:
         optimizer: an instance of the user's class.
         groups: unit -> index of the param group of each slot (None: not this stepper's).
         wholes: all parameters, on every rank alike.
+        replicated: whether every rank has, and owns, everything.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class OwnerStep:
         self.groups = groups
         self._collectives = collectives
         axis = collectives.mesh.shard
-        self._replicated = next(iter(groups)).plan.main is REPLICATED
-        self._rank = 0 if self._replicated else axis.rank
-        self._num_owners = 1 if self._replicated else axis.size
+        self.replicated = next(iter(groups)).plan.main is REPLICATED
+        self._rank = 0 if self.replicated else axis.rank
+        self._num_owners = 1 if self.replicated else axis.size
         slots = [(unit, i, group) for unit, keys in groups.items() for i, group in enumerate(keys) if group is not None]
         owners = balance([cost(unit.layout.slots[i].shape) for unit, i, _ in slots], self._num_owners)
         self.wholes = [Whole(*slot, owner) for slot, owner in zip(slots, owners, strict=True)]
@@ -103,7 +104,7 @@ class OwnerStep:
             sum(route.world.numel for route in self._incoming(self._routes)),
         )
         self._sent = torch.empty(most, dtype=self._dtype, device=self._device)
-        self._received = torch.empty(0 if self._replicated else most, dtype=self._dtype, device=self._device)
+        self._received = torch.empty(0 if self.replicated else most, dtype=self._dtype, device=self._device)
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class OwnerStep:
                 route.whole.unit.main.set(route.world, value, spare=True)
 
     def _exchange(self, routes: Sequence[Route], *, forth: bool) -> Tensor:
-        if self._replicated:
+        if self.replicated:
             return self._sent
         held, owned = [0] * self._num_owners, [0] * self._num_owners
         for route in routes:
@@ -193,7 +194,7 @@ class OwnerStep:
     def _routes_of(self, whole: Whole) -> Iterator[Route]:
         layout, slot = whole.unit.layout, whole.slot
         for holder in range(self._num_owners):
-            held = slot.world if self._replicated else slot.world & layout.shard(holder)
+            held = slot.world if self.replicated else slot.world & layout.shard(holder)
             if held:
                 yield Route(whole, holder, held, held.relative_to(slot.world.start))
 
@@ -235,7 +236,7 @@ class OwnerStep:
                 full = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
                 if whole in self._values:
                     full.copy_(self.optimizer.state[self._values[whole]][key])
-                if not self._replicated:
+                if not self.replicated:
                     self._collectives.broadcast([full], axis, whole.owner)
                 parameter = whole.unit.parameters[whole.index]
                 result.setdefault(parameter, {})[key] = full.cpu() if on_cpu else full
@@ -243,13 +244,21 @@ class OwnerStep:
 
     def load_full_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Every owner takes its own."""
+        for whole in self._values:
+            saved = state.get(whole.unit.parameters[whole.index]) or {}
+            copied = {key: item.clone() if isinstance(item, Tensor) else item for key, item in saved.items()}
+            self.set_state(whole, copied)
+
+    def owned(self) -> Iterator[tuple[Whole, dict[str, Any]]]:
+        """What this rank owns, with its state (empty before the first step)."""
         for whole, value in self._values.items():
-            saved = state.get(whole.unit.parameters[whole.index])
-            self.optimizer.state.pop(value, None)
-            if saved:
-                self.optimizer.state[value] = {
-                    key: item.clone() if isinstance(item, Tensor) else item for key, item in saved.items()
-                }
+            yield whole, self.optimizer.state.get(value) or {}
+
+    def set_state(self, whole: Whole, state: dict[str, Any]) -> None:
+        """The state of a parameter that this rank owns; it is taken, not copied."""
+        self.optimizer.state.pop(self._values[whole], None)
+        if state:
+            self.optimizer.state[self._values[whole]] = state
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """State and main of what this rank owns, scalars, and scratch (whole gradients, and the messages)."""

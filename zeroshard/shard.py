@@ -46,6 +46,12 @@ class HoldsTensors(Protocol):
     def tensors(self) -> dict[str, list[Tensor]]: ...
 
 
+class Unfinished(Protocol):
+    """Work that goes on in the background. `settle`: wait for it, and raise its error if nobody has seen it yet."""
+
+    def settle(self) -> None: ...
+
+
 class Owner(HoldsTensors, Protocol):
     """An optimizer, as its handle sees it. `rebuild`: there are more parameters to update than there were."""
 
@@ -59,6 +65,7 @@ class Handle(NotCopied):
         plan: where weights, gradients and main rest.
         units: in registration order.
         comm_log: what has been communicated.
+        background: a checkpoint that is still being written.
     """
 
     def __init__(self, plan: Plan, units: Sequence[Unit], collectives: Collectives, model: nn.Module | None) -> None:
@@ -71,6 +78,7 @@ class Handle(NotCopied):
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._claims: dict[int, weakref.ref[Owner]] = {}
         self._guards: list[RemovableHandle] = []
+        self.background: Unfinished | None = None
         self._reading = False
         self._closed = False
         self._parked: Parked | None = None
@@ -263,11 +271,16 @@ class Handle(NotCopied):
         for unit in self.units:
             unit.set([by_parameter[id(parameter)] for parameter in unit.parameters])
             self.gatherer.updated(unit)
-        sharded = {id(parameter) for unit in self.units for parameter in unit.parameters}
-        for name, value in current.items():
-            if id(value) not in sharded:
-                value.copy_(state_dict[name])
+        for name, value in self.unsharded_state().items():
+            value.copy_(state_dict[name])
         self.gatherer.settle()
+
+    def unsharded_state(self) -> dict[str, Tensor]:
+        """What the plain model's `state_dict()` lists besides the sharded parameters: its buffers themselves."""
+        if self.plan.external_gradients:
+            return {}  # built from parameters alone
+        sharded = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        return {name: value for name, value in self._names().items() if id(value) not in sharded}
 
     def _names(self) -> dict[str, Tensor]:
         """What the plain model's `state_dict()` lists: parameters and buffers themselves, under its names."""
@@ -316,6 +329,7 @@ class Handle(NotCopied):
         with main's values. Collective. The handle and its optimizers raise from now on; a second close does nothing."""
         if self._closed:
             return
+        self.finish_background()
         for unit in self.units:
             full = unit.gather_main(self.collectives) if unit.main is not None else None
             if full is None:
@@ -326,6 +340,21 @@ class Handle(NotCopied):
                 value = full[slot.world.slice].view(slot.shape)
                 parameter.data = value.to(unit.spec.dtype, copy=True)
         self._release()
+
+    def finish_background(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
+        unfinished, self.background = self.background, None
+        if unfinished is not None:
+            unfinished.settle()
+
+    def expect_no_gradients(self, what: str) -> None:
+        """Raises:
+        RuntimeError: gradients are waiting for a step."""
+        if any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in self.units):
+            raise RuntimeError(
+                f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
+                "between a step (or zero_grad) and the next backward"
+            )
 
     @torch.no_grad()
     def thaw(self) -> None:

@@ -153,10 +153,15 @@ class Unit:
         interval = self.own_shard() if self.main is None else self.main.interval
         for fragment in self.layout.fragments_in(interval):
             value = values[self.slot_index(fragment.slot.name)].reshape(-1)[fragment.param.slice]
-            if self.main is not None:
-                self.main.set(fragment.world, value.to(self.main.weights.device))
-            else:
-                self.weights.own()[fragment.local.slice] = value
+            self.set_part(fragment.world, value)
+
+    def set_part(self, world: Interval, value: Tensor) -> None:
+        """`value` [world.numel], any float dtype: new values for a part of what this rank updates (of its own shard,
+        where the unit is frozen). `edits` is left to the caller, who counts once on every rank."""
+        if self.main is not None:
+            self.main.set(world, value.to(self.main.weights.device))
+        else:
+            self.weights.own()[world.relative_to(self.own_shard().start).slice] = value
 
     def take_full(self) -> None:
         """The full weights have been written to: the own interval, and main, follow."""

@@ -1,0 +1,147 @@
+"""The fault kit: ranks that are killed, and a file system that fails or kills at its n-th call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from zeroshard.checkpoint import files
+
+CALLS = ("make_folder", "create", "write", "sync", "rename", "replace", "remove_file", "remove_empty_folder")
+
+Action = Literal["count", "fail", "kill before", "kill half way", "kill after"]
+
+
+class Injected(OSError):
+    """Not a real one."""
+
+
+@contextmanager
+def faulty(action: Action = "count", at: int = -1) -> Iterator[list[str]]:
+    """Let the call number `at` of the file system fail, or be the last thing this process does. Gives the names of the
+    calls so far."""
+    seen: list[str] = []
+    originals = {name: getattr(files, name) for name in CALLS}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(name)
+            if len(seen) - 1 != at or action == "count":
+                return originals[name](*args)
+            if action == "fail":
+                raise Injected(errno.EIO, f"injected into call {at}, {name}")
+            if action == "kill half way" and name == "write":
+                originals[name](args[0], args[1][: len(args[1]) // 2])
+            if action == "kill after":
+                originals[name](*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    for name in CALLS:
+        setattr(files, name, wrap(name))
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(files, name, original)
+
+
+@contextmanager
+def disk_with(free: int) -> Iterator[None]:
+    """Writes fail once that many bytes have been written, as on a full disk: the last one is cut short first."""
+    left, original = free, files.write
+
+    def write(file: int, data: Any) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device (injected)")
+        written = original(file, data[:left])
+        left -= written
+        return written
+
+    files.write = write
+    try:
+        yield
+    finally:
+        files.write = original
+
+
+class Ranks:
+    """Forked gloo ranks that may be killed. `started` of a rank: it has called `ready`."""
+
+    def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 20.0) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-faults-")
+        self._ready, self._write_end = os.pipe()
+        self.pids = []
+        for rank in range(num_ranks):
+            sys.stdout.flush(), sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                self._run(fn, rank, num_ranks, timeout, args)
+            self.pids.append(pid)
+
+    def _run(self, fn: Callable[..., Any], rank: int, num_ranks: int, timeout: float, args: Sequence[Any]) -> None:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            store = FileStore(f"{self._folder.name}/store", num_ranks)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
+            )
+            fn(rank, lambda: os.write(self._write_end, b"."), *args)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+
+    def wait_ready(self) -> None:
+        """Until every rank has called `ready`."""
+        for _ in self.pids:
+            os.read(self._ready, 1)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
+
+    def finish(self) -> list[int]:
+        """Wait for all; once one has been killed the others are killed too, as a launcher does. Statuses."""
+        statuses: dict[int, int] = {}
+        deadline = time.monotonic() + 60
+        while len(statuses) < len(self.pids):
+            for pid in set(self.pids) - set(statuses):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    statuses[pid] = status
+                    if os.WIFSIGNALED(status):
+                        for other in set(self.pids) - set(statuses):
+                            os.kill(other, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                for other in set(self.pids) - set(statuses):
+                    os.kill(other, signal.SIGKILL)
+            time.sleep(0.001)
+        os.close(self._ready), os.close(self._write_end)
+        self._folder.cleanup()
+        return [statuses[pid] for pid in self.pids]
+
+
+def left_over(directory: Path) -> list[str]:
+    """What does not belong there after a save."""
+    return [name for name in os.listdir(directory) if ".tmp-" in name or ".old-" in name or name.startswith(".trash")]

@@ -1,0 +1,185 @@
+"""A save in the background holds the values of the call, hides no error, and is finished before the process ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.checkpoint.common import FULL, Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
+from tests.checkpoint.faults import faulty
+from zeroshard.checkpoint import files, meeting
+from zeroshard.checkpoint.folders import steps
+from zeroshard.checkpoint.writer import Item
+from zeroshard.testing import run_ranks
+
+
+def changing_at_once(rank: int, folder: Path, plan: str, precision: str, trials: int) -> tuple[int, int]:
+    """How many saves hold the values of the call, while the next steps change everything meanwhile."""
+    seed_all(rank)
+    run = Run(rank, plan, precision, Kind(Awkward, groups=muon_and_adamw)).train(range(1))
+    original = files.write
+
+    def slow(file: int, data: bytes) -> int:
+        time.sleep(0.0005)
+        return original(file, data)
+
+    files.write = slow
+    good = 0
+    for trial in range(trials):
+        run.save(folder / "calm", trial)
+        saving = run.save(folder / "busy", trial, background=True)
+        run.train(range(trial + 1, trial + 2))
+        if plan == "ddp":  # and by hand
+            for unit in run.handle.units:
+                unit.weights.own().add_(1.0)
+        saving.wait()
+        run.handle.collectives.exchange_objects(None)
+        try:
+            good += same_bits(read_all(folder / f"calm/step-{trial}"), read_all(folder / f"busy/step-{trial}"))
+        except zeroshard.CheckpointError:  # changed between its digest and its writing
+            continue
+    files.write = original
+    return good, trials
+
+
+@pytest.mark.parametrize(("plan", "precision"), [("zero3", "bf16-remainder"), ("ddp", "fp32")])
+def test_values_are_those_of_the_call(tmp_path: Path, plan: str, precision: str) -> None:
+    results = run_ranks(changing_at_once, 2, tmp_path, plan, precision, 100 if FULL else 4, timeout=600)
+    print(f"{plan}: {results[0]} hold the values of the call")
+    assert all(good == trials for good, trials in results)
+
+
+def test_negative_control_without_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Item, "copied", lambda self: self)
+    results = run_ranks(changing_at_once, 2, tmp_path, "ddp", "fp32", 3, timeout=600)
+    assert all(good < trials for good, trials in results)
+
+
+def test_an_error_is_raised_by_the_next_call_and_once(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        model = nn.Linear(30, 30)
+        handle = zeroshard.shard(model, "zero1")
+        for follow in ("save", "load", "close"):
+            zeroshard.save(tmp_path, handle, step=1)
+            with faulty("fail" if rank == 1 else "count", 1):
+                saving = zeroshard.save(tmp_path, handle, step=2, background=True)
+                while not saving.done:
+                    time.sleep(0.01)
+            calls = {
+                "save": lambda: zeroshard.save(tmp_path, handle, step=3),
+                "load": lambda: zeroshard.load(tmp_path, handle),
+                "close": handle.close,
+            }
+            with pytest.raises(zeroshard.CheckpointError, match="step 2 was not saved: rank 1: Injected"):
+                calls[follow]()
+            assert list(steps(tmp_path)) == [1]
+        handle.close()
+
+    run_ranks(check, 2)
+
+
+def test_at_most_one_is_under_way_and_training_does_not_wait(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        run = Run(rank, "zero2", "bf16").train(range(1))
+        original, files.sync = files.sync, lambda file: (time.sleep(0.3), None)[1]
+        first = run.save(tmp_path, 1, background=True)
+        run.train(range(1, 4))
+        assert not first.done
+        second = run.save(tmp_path, 2, background=True)
+        assert first.done
+        files.sync = original
+        second.wait()
+        assert list(steps(tmp_path)) == [1, 2]
+        run.load(tmp_path, step=2)
+
+    run_ranks(check, 2)
+
+
+SCRIPT = """
+import sys, time, torch, zeroshard
+from zeroshard.checkpoint import files, meeting
+zeroshard.init("gloo")
+model = torch.nn.Linear(100, 100)
+handle = zeroshard.shard(model, "zero3")
+original, rank = files.sync, torch.distributed.get_rank()
+def sync(file):
+    time.sleep(0.5)
+    if sys.argv[2] == "fail" and rank == 1:
+        raise OSError("the disk is gone")
+    original(file)
+files.sync = sync
+zeroshard.save(sys.argv[1], handle, step=4, background=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("outcome", ["good", "fail"] if FULL else ["fail"])
+def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) -> None:
+    """Two processes with torch's own rendezvous, which end right after the call; a failure shows in their status."""
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2"}
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(probe.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tmp_path / "steps"), outcome],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    statuses = [process.returncode for process in processes]
+    if outcome == "good":
+        assert statuses == [0, 0], errors
+        assert zeroshard.verify(tmp_path / "steps" / "step-4").step == 4
+    else:
+        assert statuses == [1, 1]
+        message = "a save in the background failed: step 4 was not saved: rank 1: OSError: the disk is gone"
+        assert [message in error for error in errors] == [True, True], errors
+        assert os.listdir(tmp_path / "steps") == []
+
+
+def test_a_silent_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs in the middle of its writing: the others name it after the group's timeout, and tidy up."""
+
+    def check(rank: int) -> None:
+        model = nn.Linear(30, 30)
+        handle = zeroshard.shard(model, "zero1")
+        if rank == 1:
+            original = files.sync
+            files.sync = lambda file: (time.sleep(3), original(file))[1]
+        monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.4)
+        start = time.perf_counter()
+        with pytest.raises(zeroshard.CheckpointError, match="rank 1 has not been heard of for 1 s"):
+            zeroshard.save(tmp_path, handle, step=1)
+        assert rank == 1 or time.perf_counter() - start < 3
+        assert os.listdir(tmp_path) == []
+        time.sleep(3.5 - (time.perf_counter() - start))  # the ranks end together
+
+    run_ranks(check, 2, collective_timeout=1.0)
+
+
+def test_gradients_that_wait_for_a_step_are_refused(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero2")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(model(torch.ones(3)).sum())
+        with pytest.raises(RuntimeError, match="gradients are waiting for a step"):
+            zeroshard.save(tmp_path, handle, optimizer, step=0)
+        optimizer.step()
+        zeroshard.save(tmp_path, handle, optimizer, step=0)
+
+    run_ranks(check, 2)

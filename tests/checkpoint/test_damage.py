@@ -1,0 +1,436 @@
+"""What is damaged, or made by an enemy, is refused with the file's name: never loaded, never followed, never run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import zeroshard
+from tests.checkpoint.common import FULL, Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
+from tests.checkpoint.test_faults import SEED
+from zeroshard.checkpoint import reader
+from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME, digest_of
+from zeroshard.testing import run_ranks
+
+PREFIX, MIDDLE = b'{"digest": "', b'", "manifest": '
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of two ranks."""
+    directory = tmp_path_factory.mktemp("saved")
+
+    def check(rank: int) -> None:
+        seed_all(rank)
+        run = Run(rank, "zero3", "bf16-remainder", Kind(Awkward, groups=muon_and_adamw)).train(range(1))
+        run.save(directory, 1)
+        run.train(range(1, 2)).save(directory, 2)
+
+    run_ranks(check, 2)
+    return directory
+
+
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy", dirs_exist_ok=True))
+
+
+def refused(step: Path, name: str) -> str:
+    """ "", or what is wrong: `verify` did not raise, or did not name the file."""
+    try:
+        zeroshard.verify(step)
+    except zeroshard.CheckpointError as error:
+        return "" if name in str(error) else f"{name} is not named: {error}"
+    return f"{name} was accepted"
+
+
+# The format -----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_read_by_the_safetensors_library(saved: Path) -> None:
+    values, manifest = read_all(saved / "step-2"), zeroshard.verify(saved / "step-2")
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in manifest.files:
+        with safe_open(saved / "step-2" / file.name, framework="pt") as opened:
+            assert opened.metadata()["zeroshard"].startswith("step 2, ")
+            for key in opened.keys():  # noqa: SIM118  not a dict
+                name, _, interval = key.rpartition("[")
+                parts.setdefault(name, []).append((int(interval.split(":")[0]), opened.get_tensor(key)))
+    for name, value in values.items():
+        pieces = [piece for _, piece in sorted(parts.get(name, []), key=lambda pair: pair[0])]
+        flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=value.dtype)
+        assert torch.equal(flat, value.reshape(-1)) and flat.dtype == value.dtype
+    assert values["model/empty"].shape == (0, 3) and values["model/gain"].shape == ()
+
+
+def test_nothing_is_pickled_and_the_manifest_is_json(saved: Path) -> None:
+    assert sorted(os.listdir(saved / "step-2")) == [MANIFEST_NAME, "rank-00000.safetensors", "rank-00001.safetensors"]
+    body = json.loads((saved / "step-2" / MANIFEST_NAME).read_text())["manifest"]
+    assert body["step"] == 2 and set(body["versions"]) == {"zeroshard", "torch", "python"}
+    assert body["tensors"]["model/embed.weight"]["dtype"] == "F32"
+    classes = [group["class"] for group in body["values"]["optimizers"][0]["groups"]]
+    assert classes == ["Muon", "AdamW", "AdamW"]
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+def test_single_bits_are_found(saved: Path, tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    step = copied(saved, tmp_path) / "step-2"
+    paths = sorted(step.iterdir())
+    total = sum(path.stat().st_size for path in paths)
+    bad, per_file = [], dict.fromkeys((path.name for path in paths), 0)
+    for trial in range(1000):
+        # Half of them where most bytes are, half shared out evenly over the files.
+        path = rng.choices(paths, [p.stat().st_size / total + 1 for p in paths])[0]
+        with open(path, "r+b") as file:
+            at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ bit]))
+            file.flush()
+            per_file[path.name] += 1
+            if problem := refused(step, path.name):
+                bad.append(f"trial {trial}, byte {at}: {problem}")
+            file.seek(at)
+            file.write(bytes([byte]))
+    print(f"1000 bit flips {per_file}: {len(bad)} not found")
+    assert bad == []
+    zeroshard.verify(step)
+
+
+def test_negative_control_without_digests_flips_pass(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = copied(saved, tmp_path) / "step-2"
+    path = step / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert refused(step, path.name) == ""
+
+    class Equal(str):
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = str.__hash__
+
+    monkeypatch.setattr(reader, "digest_of", lambda data: Equal(digest_of(data)))
+    assert refused(step, path.name).endswith("was accepted")
+
+
+def test_truncated_files_are_found(saved: Path, tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    step = copied(saved, tmp_path) / "step-2"
+    bad = []
+    for trial in range(200):
+        path = rng.choice(sorted(step.iterdir()))
+        data = path.read_bytes()
+        path.write_bytes(data[: rng.choice([0, 1, 7, 8, len(data) - 1, rng.randrange(len(data))])])
+        if problem := refused(step, path.name):
+            bad.append(f"trial {trial}: {problem}")
+        path.write_bytes(data + b"x")
+        if problem := refused(step, path.name):
+            bad.append(f"trial {trial}, longer: {problem}")
+        path.unlink()
+        if problem := refused(step, path.name):
+            bad.append(f"trial {trial}, gone: {problem}")
+        path.write_bytes(data)
+    print(f"200 truncations, 200 longer by one byte, 200 gone: {len(bad)} not found")
+    assert bad == []
+
+
+def test_files_swapped_between_steps_are_found(saved: Path, tmp_path: Path) -> None:
+    directory, bad, trials = copied(saved, tmp_path), [], 0
+    for _ in range(34):
+        for name in ("rank-00000.safetensors", "rank-00001.safetensors", MANIFEST_NAME):
+            a, b = directory / "step-1" / name, directory / "step-2" / name
+            for _back in range(2):
+                os.rename(a, directory / "aside"), os.rename(b, a), os.rename(directory / "aside", b)
+                if not _back:
+                    trials += 1
+                    bad += [p for s in ("step-1", "step-2") if (p := refused(directory / s, name))]
+    print(f"{trials} swaps: {len(bad)} not found")
+    assert bad == []
+
+
+def test_a_load_on_ranks_refuses_damage_and_another_step_still_loads(saved: Path, tmp_path: Path) -> None:
+    """Also where only one rank reads the damaged block; within a moment, on all ranks."""
+    directory = copied(saved, tmp_path)
+    kind = Kind(Awkward, groups=muon_and_adamw)
+
+    def check(rank: int) -> list[str]:
+        rng, bad = random.Random(SEED), []
+        expected = None
+        for trial in range(12):
+            path = directory / "step-2" / f"rank-0000{trial % 2}.safetensors"
+            at = rng.randrange(path.stat().st_size)
+            run = Run(rank, ("zero3", "ddp")[trial % 2], ("fp32", "bf16")[trial // 2 % 2], kind)
+            flip(path, at) if rank == 0 else None
+            run.handle.collectives.exchange_objects(None)
+            start = time.perf_counter()
+            try:
+                run.load(directory, allow_rounding=True)
+                bad.append(f"byte {at} of {path.name} was accepted")
+            except zeroshard.CheckpointError as error:
+                if path.name not in str(error) or time.perf_counter() - start > 5:
+                    bad.append(str(error))
+            flip(path, at) if rank == 0 else None
+            run.handle.collectives.exchange_objects(None)
+            run.load(directory, step=1, allow_rounding=True)
+            state = {k: v for k, v in run.state().items() if not k.startswith(("weights", "main frozen"))}
+            bad += [] if expected is None or same_bits(state, expected) else ["step 1 is another"]
+            expected = state
+        return bad
+
+    assert run_ranks(check, 2) == [[], []]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_step_under_the_name_of_another_is_refused(saved: Path, tmp_path: Path) -> None:
+    directory = copied(saved, tmp_path)
+    os.rename(directory / "step-2", directory / "step-21")  # not only the first digits count
+
+    def check(rank: int) -> None:
+        run = Run(rank, "zero3", "fp32", Kind(Awkward, groups=muon_and_adamw))
+        with pytest.raises(zeroshard.CheckpointError, match=r"manifest.json is that of step 2"):
+            run.load(directory, step=21)
+
+    run_ranks(check, 1)
+
+
+# Enemies --------------------------------------------------------------------------------------------------------------
+
+
+def signed(body: bytes) -> bytes:
+    """A manifest whose own digest is right."""
+    return PREFIX + digest_of(body).encode() + MIDDLE + body + b"}\n"
+
+
+def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """By hand: (what, bytes of a manifest)."""
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> bytes:
+        body = json.loads(json.dumps(valid))
+        change(body)
+        return signed(json.dumps(body).encode())
+
+    first = "model/embed.weight"
+    for name in ("../secret", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "link", "pipe", "x" * 500, "a\0b", "a\\b",
+                 "manifest.json", "rank-00009.safetensors", "folder", 7, None, ["a"]):  # fmt: skip
+        yield f"file {name!r}", changed(lambda body, name=name: body["files"][0].update(name=name))
+    for key in ("bytes", "header_bytes"):
+        for number in (-1, 0, 7, 1 << 62, 1 << 63, 10**400, 1.5, True, "8", None):
+            yield (
+                f"{key} {number!r:.20}",
+                changed(lambda body, key=key, number=number: body["files"][0].update({key: number})),
+            )
+    for shape in ([-1], [1 << 63], [10**300], [1 << 40] * 40, [2] * 100, "ab", [1.0], [None], [[1]], {}, [], [0]):
+        yield f"shape {shape!r:.30}", changed(lambda body, shape=shape: body["tensors"][first].update(shape=shape))
+    for dtype in ("F31", "", None, 3, "O", "PICKLE", "I8"):
+        yield f"dtype {dtype!r}", changed(lambda body, dtype=dtype: body["tensors"][first].update(dtype=dtype))
+    for part, value in ((0, 99), (0, -1), (1, 0), (1, 1 << 61), (1, -8), (2, 1), (3, 1 << 47), (3, 0), (4, []),
+                        (4, "x"), (4, ["0" * 32] * 9), (4, ["g" * 32]), (0, True), (1, None), (2, "0")):  # fmt: skip
+        yield (
+            f"chunk part {part} {value!r:.30}",
+            changed(lambda body, part=part, value=value: body["tensors"][first]["chunks"][0].__setitem__(part, value)),
+        )
+    yield (
+        "chunk twice",
+        changed(lambda body: body["tensors"][first]["chunks"].append(body["tensors"][first]["chunks"][0])),
+    )
+    yield "no chunks", changed(lambda body: body["tensors"][first].update(chunks=[]))
+    yield "overlap", changed(lambda body: body["tensors"].update(other=body["tensors"][first]))
+    yield "tensor left out", changed(lambda body: body["tensors"].pop(first))
+    yield "file twice", changed(lambda body: body["files"].append(body["files"][0]))
+    yield "no files", changed(lambda body: body.update(files=[]))
+    for key in ("format", "step", "files", "tensors", "values", "id", "versions"):
+        for value in (None, -1, [], "x", {"a": 1}, 10**30):
+            if not (isinstance(value, dict) and key in ("values", "versions")) and not (key == "id" and value == "x"):
+                yield f"{key} {value!r}", changed(lambda body, key=key, value=value: body.update({key: value}))
+    yield "format 2", changed(lambda body: body.update(format=2))
+    text = json.dumps(valid).encode()
+    yield "duplicate key", signed(text[:-1] + b', "step": 9}')
+    yield "deep", signed(b'{"format": 1, "values": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    yield "huge number", signed(text.replace(b'"step": 2', b'"step": ' + b"9" * 100_000))
+    yield "NaN", signed(text.replace(b'"step": 2', b'"step": NaN'))
+    yield "not UTF-8", signed(text[:-1] + b', "\xff": 1}')
+    yield "not JSON", signed(b"cos\nsystem\n(S'echo'\ntR.")
+    yield "a list", signed(b"[]")
+    yield "pickle", b"\x80\x04cos\nsystem\n(S'touch /tmp/owned'\ntR."
+    yield "empty", b""
+    yield "unsigned", text
+    yield "half", signed(text)[: len(text) // 2]
+
+
+@pytest.fixture
+def trap(saved: Path, tmp_path: Path) -> Path:
+    """A folder with a link, a pipe and a folder in it."""
+    step = copied(saved, tmp_path) / "step-2"
+    (tmp_path / "copy" / "secret").write_bytes((step / "rank-00000.safetensors").read_bytes())
+    os.symlink("../secret", step / "link")
+    os.mkfifo(step / "pipe")
+    (step / "folder").mkdir()
+    return step
+
+
+_OPENED: list[str] = []
+
+
+def opened_by(work: Callable[[], Any]) -> list[str]:
+    """Paths that were opened meanwhile."""
+    if not getattr(opened_by, "hooked", False):
+        sys.addaudithook(lambda event, args: _OPENED.append(str(args[0])) if event == "open" else None)
+        opened_by.hooked = True  # type: ignore[attr-defined]
+    _OPENED.clear()
+    work()
+    return list(_OPENED)
+
+
+def test_hostile_manifests_made_by_hand(saved: Path, trap: Path) -> None:
+    valid = json.loads((saved / "step-2" / MANIFEST_NAME).read_text())["manifest"]
+    bad, count = [], 0
+    tracemalloc.start()
+    for what, data in hostile(valid):
+        (trap / MANIFEST_NAME).write_bytes(data)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        outcome: list[str] = []
+        paths = opened_by(lambda outcome=outcome: outcome.append(refused(trap, "")))  # type: ignore[misc]
+        used = tracemalloc.get_traced_memory()[1] - before
+        outside = [path for path in paths if not path.startswith(str(trap))]
+        if outcome != [""] or outside or used > 40 * len(data) + (4 << 20):
+            bad.append(f"{what}: {outcome} {outside} {used} bytes")
+        count += 1
+    tracemalloc.stop()
+    print(f"{count} hostile manifests: {len(bad)} bad")
+    assert bad == []
+
+
+def test_links_in_place_of_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    directory = copied(saved, tmp_path)
+    for name in ("rank-00000.safetensors", MANIFEST_NAME):
+        os.rename(directory / "step-2" / name, directory / name)
+        os.symlink(directory / name, directory / "step-2" / name)
+        assert refused(directory / "step-2", name) == ""
+        os.replace(directory / name, directory / "step-2" / name)
+    os.symlink("step-2", directory / "step-3")
+    with pytest.raises(zeroshard.CheckpointError, match="it is a link"):
+        zeroshard.verify(directory / "step-3")
+
+
+def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
+    """The value with something else somewhere in it."""
+    odd = [None, True, -1, 0, 1, 1 << 31, 1 << 63, 10**40, 0.5, "", "..", "/", "F64", [], {}, [[]], "0" * 32]
+    if isinstance(value, dict) and value and (depth < 1 or rng.random() < 0.9):
+        key = rng.choice(sorted(value))
+        action = rng.random()
+        if action < 0.08:
+            return {k: v for k, v in value.items() if k != key}
+        if action < 0.12:
+            return {**value, rng.choice(sorted(value)): value[key]}
+        return {**value, key: mutated(rng, value[key], depth + 1)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        index = rng.randrange(len(value))
+        action = rng.random()
+        if action < 0.1:
+            return value[:index] + value[index + 1 :]
+        if action < 0.2:
+            return [*value, value[index]]
+        return [*value[:index], mutated(rng, value[index], depth + 1), *value[index + 1 :]]
+    if isinstance(value, int) and rng.random() < 0.5:
+        return value + rng.choice([-8, -1, 1, 8, 1 << 20])
+    return rng.choice(odd)
+
+
+def test_fuzzed_manifests(saved: Path, trap: Path) -> None:
+    """Signed anew after something was changed: refused, or (where it was no number that matters) still whole."""
+    rng = random.Random(SEED)
+    text = (saved / "step-2" / MANIFEST_NAME).read_bytes()
+    valid, values = json.loads(text)["manifest"], read_all(saved / "step-2")
+    count, outcomes, bad = 5000 if FULL else 400, {"refused": 0, "whole": 0, "other": 0}, []
+    for trial in range(count):
+        if trial % 5:
+            data = signed(json.dumps(mutated(rng, valid)).encode())
+        else:
+            body = bytearray(text[len(PREFIX) + 32 + len(MIDDLE) : -2])
+            for _ in range(rng.randrange(1, 4)):
+                body[rng.randrange(len(body))] = rng.randrange(256)
+            data = signed(bytes(body))
+        (trap / MANIFEST_NAME).write_bytes(data)
+        try:
+            zeroshard.verify(trap)
+            # Names, shapes of one size and numbers beside the tensors may be other ones: a signature is no secret.
+            now = read_all(trap)
+            same = [k for k in now if k in values and now[k].dtype == values[k].dtype]
+            outcomes["whole" if len(same) > len(values) - 3 else "other"] += 1
+        except zeroshard.CheckpointError:
+            outcomes["refused"] += 1
+        except Exception as error:
+            bad.append(f"trial {trial}: {error!r}")
+    print(f"{count} fuzzed manifests: {outcomes}, {len(bad)} other errors")
+    assert bad == [] and outcomes["other"] == 0 and outcomes["refused"] > count / 3
+
+
+def test_fuzzed_headers_of_files(saved: Path, trap: Path) -> None:
+    """The header of a safetensors file has a digest; even with the right one, no number of it is used."""
+    rng = random.Random(SEED + 1)
+    path = trap / "rank-00001.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    for trial in range(1000 if FULL else 200):
+        header = bytearray(data[: 8 + length])
+        for _ in range(rng.randrange(1, 5)):
+            header[rng.randrange(8 if trial % 2 else len(header))] ^= 1 << rng.randrange(8)
+        if bytes(header) != data[: 8 + length]:
+            path.write_bytes(bytes(header) + data[8 + length :])
+            assert refused(trap, path.name) == ""
+
+
+def test_hostile_values_raise_our_error_on_load(saved: Path, tmp_path: Path) -> None:
+    """Hyper-parameters, random numbers and the user's own state are checked, or fail as one, too."""
+    directory = copied(saved, tmp_path)
+    path = directory / "step-2" / MANIFEST_NAME
+    valid = json.loads(path.read_text())["manifest"]
+
+    def check(rank: int) -> list[str]:
+        rng, bad = random.Random(SEED + 2), []
+        run = Run(rank, "zero2", "fp32", Kind(Awkward, groups=muon_and_adamw))
+        for trial in range(400 if FULL else 60):
+            values = mutated(rng, valid["values"])
+            if rank == 0:
+                path.write_bytes(signed(json.dumps({**valid, "values": values}).encode()))
+            run.handle.collectives.exchange_objects(None)
+            try:
+                run.load(directory)
+            except zeroshard.CheckpointError:
+                pass
+            except Exception as error:
+                bad.append(f"trial {trial}: {error!r}")
+        return bad
+
+    assert run_ranks(check, 2) == [[], []]
+
+
+def test_dtypes_have_the_names_of_the_library() -> None:
+    assert DTYPE_NAMES[torch.bfloat16] == "BF16" and nn.Linear(1, 1).weight.dtype in DTYPE_NAMES

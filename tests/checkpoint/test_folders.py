@@ -1,0 +1,289 @@
+"""Which steps there are, which is the latest, what is kept, what is swept; and values beside the tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zeroshard
+from tests.checkpoint.common import same_bits
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.folders import LATEST, find, latest, steps, sweep
+from zeroshard.checkpoint.values import decode, encode
+from zeroshard.testing import run_ranks
+
+
+def save_steps(directory: Path, numbers: list[int]) -> None:
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "ddp")
+        for step in numbers:
+            zeroshard.save(directory, handle, step=step)
+
+    run_ranks(check, 1)
+
+
+def test_prune_keeps_the_last_and_every_nth(tmp_path: Path) -> None:
+    save_steps(tmp_path, list(range(10)))
+    assert zeroshard.prune(tmp_path, keep_last=2, keep_every=4) == [1, 2, 3, 5, 6, 7]
+    assert list(steps(tmp_path)) == [0, 4, 8, 9]
+    assert zeroshard.prune(tmp_path) == [0, 4, 8]
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-9"]
+    with pytest.raises(ValueError, match="at least 1"):
+        zeroshard.prune(tmp_path, keep_last=0)
+
+
+def test_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:
+    """Not the highest: a run that went back to step 4 goes on from there."""
+    save_steps(tmp_path, [4, 10, 5])
+    assert latest(tmp_path) == 5 and find(tmp_path, None).name == "step-5"
+    assert zeroshard.prune(tmp_path, keep_last=1) == [4], "what `latest` names stays"
+    files.remove_folder(tmp_path / "step-5")
+    assert find(tmp_path, None).name == "step-10"
+    (tmp_path / LATEST).write_text("step-1\n")
+    with pytest.raises(zeroshard.CheckpointError, match="latest is damaged"):
+        find(tmp_path, None)
+    assert find(tmp_path, 10).name == "step-10"
+    (tmp_path / LATEST).unlink()
+    assert find(tmp_path, None).name == "step-10"
+    with pytest.raises(zeroshard.CheckpointError, match="holds no checkpoint"):
+        find(tmp_path / "nowhere", None)
+
+
+def test_sweep_leaves_what_a_living_save_holds_and_what_is_not_ours(tmp_path: Path) -> None:
+    save_steps(tmp_path, [1])
+    for name in ("step-2.tmp-ab", "step-3.tmp-cd", ".trash-step-0-ef", "my notes", "step-1.old-ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("x")
+    (tmp_path / ".latest.tmp-ab").write_text("x")
+    lock = files.lock_folder(tmp_path / "step-3.tmp-cd")
+    assert lock is not None
+    sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "my notes", "step-1", "step-3.tmp-cd"]
+    os.close(lock)
+    sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "my notes", "step-1"]
+
+
+def test_an_old_step_counts_until_the_new_one_is_there(tmp_path: Path) -> None:
+    save_steps(tmp_path, [1])
+    for follow in (lambda: sweep(tmp_path), lambda: save_steps(tmp_path, [1]), lambda: save_steps(tmp_path, [2])):
+        os.rename(tmp_path / "step-1", tmp_path / "step-1.old-ab")
+        assert find(tmp_path, 1).name == "step-1.old-ab"
+        lock = files.lock_folder(tmp_path / "step-1.old-ab")
+        assert lock is not None
+        sweep(tmp_path)
+        assert find(tmp_path, 1).name == "step-1.old-ab", "a living save is just replacing it"
+        os.close(lock)
+        follow()
+        assert find(tmp_path, 1).name == "step-1"
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-1", "step-2"]
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=5))
+keys = st.one_of(st.text(max_size=5), st.integers(), st.sampled_from(["$dict", "$tensor", "$", "$float"]))
+values = st.recursive(
+    numbers,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(st.integers(), st.integers(), max_size=3).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(*pair) for pair in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(*pair) for pair in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@settings(max_examples=40)
+@given(values)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    import json
+
+    text = json.dumps(encode(value, lambda tensor: "", "x"), allow_nan=False)
+    assert same(decode(json.loads(text), lambda name: torch.zeros(0)), value)
+
+
+def test_what_is_no_value_is_refused() -> None:
+    for value in (object(), {1, 2}, b"x", lambda: 0, {(1, 2): 3}, [torch.nn.Linear(1, 1)], torch.eye(2).to_sparse()):
+        with pytest.raises(ValueError, match="x"):
+            encode(value, lambda tensor: "", "x")
+
+
+class Keeps:
+    """The user's own state, other on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: Any = {"rank": rank, "mean": torch.full((3,), float(rank)), "best": math.inf, 3: (1, [2])}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_extra_is_kept_for_each_rank_that_has_its_own(tmp_path: Path) -> None:
+    class Shared(Keeps):
+        def __init__(self) -> None:
+            self.state = {"epoch": 3}
+
+    def save(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero3")
+        zeroshard.save(tmp_path, handle, step=1, extra={"own": Keeps(rank), "shared": Shared()})
+
+    def load(rank: int) -> tuple[int, float, Any]:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero3")
+        own, shared = Keeps(99), Shared()
+        zeroshard.load(tmp_path, handle, extra={"own": own, "shared": shared})
+        assert shared.state == {"epoch": 3} and own.state[3] == (1, [2]) and own.state["best"] == math.inf
+        with pytest.raises(zeroshard.CheckpointError, match="missing: extra 'other'; unexpected: extra 'shared'"):
+            zeroshard.load(tmp_path, handle, extra={"own": own, "other": shared})
+        return own.state["rank"], float(own.state["mean"][0]), None
+
+    run_ranks(save, 3)
+    assert [result[0] for result in run_ranks(load, 3)] == [0, 1, 2]
+    assert [result[:2] for result in run_ranks(load, 2)] == [(0, 0.0), (0, 0.0)], "other ranks than before: rank 0's"
+
+
+def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
+    class Bad:
+        def state_dict(self) -> Any:
+            return {"function": lambda: 0}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero3")
+        with pytest.raises(ValueError, match="the ranks save different steps"):
+            zeroshard.save(tmp_path, handle, step=rank)
+        with pytest.raises(ValueError, match="step must be an integer from 0"):
+            zeroshard.save(tmp_path, handle, step=-1)
+        with pytest.raises(ValueError, match=r"extra\['bad'\]\['function'\] is of type function"):
+            zeroshard.save(tmp_path, handle, step=1, extra={"bad": Bad()})
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(zeroshard.CheckpointError, match="on rank 0"):
+            zeroshard.save(tmp_path / "file" / "steps", handle, step=1)
+        state = handle.full_state_dict()
+        assert same_bits(state, handle.full_state_dict()) and os.listdir(tmp_path) == ["file"]
+        handle.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            zeroshard.save(tmp_path, handle, step=1)
+
+    run_ranks(check, 2)
+
+
+def test_several_optimizers_are_saved_together(tmp_path: Path) -> None:
+    def check(rank: int) -> list[Any]:
+        def started(seed: int) -> Any:
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            handle = zeroshard.shard(model, "zero2")
+            first = zeroshard.ShardedOptimizer(model[0].parameters(), torch.optim.AdamW, lr=0.1)
+            second = zeroshard.ShardedOptimizer(model[1].parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+            return model, handle, first, second
+
+        def step(model: Any, handle: Any, first: Any, second: Any) -> Any:
+            first.backward(model(torch.ones(3)).square().sum())
+            first.step(), second.step()
+            return handle.full_state_dict()
+
+        one = started(0)
+        step(*one)
+        with pytest.raises(ValueError, match="this model has several optimizers"):
+            zeroshard.save(tmp_path, one[1], one[2], step=0)
+        zeroshard.save(tmp_path, one[1], [one[2], one[3]], step=0)
+        expected = step(*one)
+        other = started(1)
+        with pytest.raises(zeroshard.CheckpointError, match="unexpected: optimizer number 1"):
+            zeroshard.load(tmp_path, other[1], other[2])
+        with pytest.raises(zeroshard.CheckpointError, match=r"state of SGD for AdamW|optimizer state of"):
+            zeroshard.load(tmp_path, other[1], [other[3], other[2]])
+        zeroshard.load(tmp_path, other[1], [other[2], other[3]])
+        return [same_bits(expected, step(*other))]
+
+    assert run_ranks(check, 2) == [[True], [True]]
+
+
+def test_hyper_parameters_follow_their_parameters(tmp_path: Path) -> None:
+    def check(rank: int) -> list[Any]:
+        def started(cut: int, lr: Any) -> Any:
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            handle = zeroshard.shard(model, "zero1")
+            parameters = list(model.parameters())
+            groups = [{"params": parameters[:cut], "weight_decay": 0.5}, {"params": parameters[cut:]}]
+            return model, handle, zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=lr, betas=(0.8, 0.9))
+
+        _, handle, optimizer = kept = started(2, 0.1)
+        optimizer.param_groups[1]["lr"] = 0.03
+        zeroshard.save(tmp_path, handle, optimizer, step=0)
+        same, moved = started(2, torch.tensor(0.7)), started(1, 0.7)
+        zeroshard.load(tmp_path, same[1], same[2])
+        with pytest.raises(zeroshard.CheckpointError, match="param groups that are divided in another way"):
+            zeroshard.load(tmp_path, moved[1], moved[2])
+        del kept
+        first, second = same[2].param_groups
+        assert isinstance(second["lr"], torch.Tensor)
+        return [round(float(first["lr"]), 6), first["weight_decay"], round(float(second["lr"]), 6), second["betas"]]
+
+    assert run_ranks(check, 2)[1] == [0.1, 0.5, 0.03, (0.8, 0.9)]
+
+
+def test_state_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["history"] = [1, 2]
+
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero1")
+        optimizer = zeroshard.ShardedOptimizer(handle, Odd, lr=0.1, elementwise=True)
+        optimizer.backward(model(torch.ones(3)).sum())
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"state history of .* is of type list: neither tensor nor number"):
+            zeroshard.save(tmp_path, handle, optimizer, step=0)
+
+    run_ranks(check, 2)
+
+
+def test_importing_needs_neither_numpy_nor_safetensors(tmp_path: Path) -> None:
+    """Checkpoints are written and read with torch alone."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; sys.modules['numpy'] = None; sys.modules['safetensors'] = None\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import torch, zeroshard; zeroshard.init('gloo')\n"
+        "model = torch.nn.Linear(3, 3); handle = zeroshard.shard(model, 'zero3')\n"
+        f"zeroshard.save({str(tmp_path)!r}, handle, step=1); zeroshard.load({str(tmp_path)!r}, handle)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

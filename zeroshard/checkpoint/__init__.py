@@ -1,0 +1,11 @@
+"""Checkpoints without world size, plan or format of main: see docs/checkpoints.md."""
+
+from zeroshard.checkpoint.folders import prune as prune
+from zeroshard.checkpoint.folders import steps as steps
+from zeroshard.checkpoint.load import Loaded as Loaded
+from zeroshard.checkpoint.load import load as load
+from zeroshard.checkpoint.load import verify as verify
+from zeroshard.checkpoint.manifest import CheckpointError as CheckpointError
+from zeroshard.checkpoint.reader import Reader as Reader
+from zeroshard.checkpoint.save import Saving as Saving
+from zeroshard.checkpoint.save import save as save

@@ -1,0 +1,132 @@
+"""The calls of the file system that checkpoints are written with, each in one place: tests let any of them fail."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from zeroshard.interval import round_up
+
+
+def make_folder(path: Path) -> None:
+    os.mkdir(path)
+
+
+def create(path: Path) -> int:
+    """A descriptor of a new file; one that exists, or a link, is refused."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def write(file: int, data: bytes | memoryview) -> int:
+    """Bytes written: perhaps not all of them."""
+    return os.write(file, data)
+
+
+def sync(file: int) -> None:
+    os.fsync(file)
+
+
+def close(file: int) -> None:
+    os.close(file)
+
+
+def rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+
+
+def replace(source: Path, target: Path) -> None:
+    os.replace(source, target)
+
+
+def remove_file(path: Path) -> None:
+    os.unlink(path)
+
+
+def remove_empty_folder(path: Path) -> None:
+    os.rmdir(path)
+
+
+# Made of these --------------------------------------------------------------------------------------------------------
+
+
+def write_all(file: int, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[write(file, rest) :]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A new file with this content, on the disk when this returns."""
+    file = create(path)
+    try:
+        write_all(file, data)
+        sync(file)
+    finally:
+        close(file)
+
+
+def make_folders(path: Path) -> None:
+    """The folder and those above it, each on the disk when this returns; nothing where it is there already."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        make_folder(path)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """The names in a folder are on the disk when this returns."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync(file)
+    finally:
+        close(file)
+
+
+def remove_folder(path: Path) -> None:
+    """With all that is in it; links are removed, not followed."""
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            remove_folder(Path(entry.path))
+        else:
+            remove_file(Path(entry.path))
+    remove_empty_folder(path)
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor to read from.
+
+    Raises:
+        OSError: no such file; a link, a pipe or anything else that is not a plain file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a plain file")
+    return file
+
+
+def lock_folder(path: Path) -> int | None:
+    """A descriptor that holds the folder until it is closed or the process ends; None where another one does."""
+    import fcntl  # not on every platform that imports zeroshard
+
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def free_bytes(path: Path) -> int:
+    """What an ordinary user may still write there."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def bytes_on_disk(path: Path, num_bytes: int) -> int:
+    """What a file of that size takes there: whole blocks."""
+    return round_up(num_bytes, os.statvfs(path).f_frsize or 1)

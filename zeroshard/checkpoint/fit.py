@@ -1,0 +1,151 @@
+"""What of a checkpoint fits the model, the optimizers and the objects at hand: found before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint.items import Extra, names_of
+from zeroshard.checkpoint.manifest import CheckpointError, Manifest
+from zeroshard.flat_step import FlatStep
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.shard import Handle
+
+Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
+"""Optimizers, each with its values in the manifest."""
+
+
+@dataclass(frozen=True)
+class StateName:
+    """One entry of an optimizer's state: `kind` is "optimizer", "scalar" or "number" (see `items.py`)."""
+
+    kind: str
+    key: str
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`missing`: not in the checkpoint; `unexpected`: in it, and nobody's; `problems`: shapes and dtypes."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def expect(self, where: str, *, strict: bool) -> None:
+        """Raises:
+        CheckpointError: there are problems; or, if strict, names that are missing or unexpected."""
+        problems = list(self.problems)
+        if strict:
+            problems += [f"missing: {_listed(self.missing)}"] if self.missing else []
+            problems += [f"unexpected: {_listed(self.unexpected)}"] if self.unexpected else []
+        if problems:
+            raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:10])}")
+
+    def compare(self, expected: Iterable[str], found: Iterable[str], label: str = "{}") -> None:
+        """Note names that only one side has."""
+        expected, found = dict.fromkeys(expected), dict.fromkeys(found)
+        self.missing.extend(label.format(name) for name in expected if name not in found)
+        self.unexpected.extend(label.format(name) for name in found if name not in expected)
+
+
+def fit(
+    manifest: Manifest, handle: Handle, optimizers: Sequence[ShardedOptimizer], extra: Extra, allow_rounding: bool
+) -> Fit:
+    """Compare names, shapes, dtypes and classes. `optimizers` and `extra`: what is to be loaded; more may be there."""
+    result = Fit()
+    expected = model_entries(handle)
+    result.compare(expected, (name[6:] for name in manifest.tensors if name.startswith("model/")))
+    for name, (shape, dtype) in expected.items():
+        entry = manifest.tensors.get(f"model/{name}")
+        if entry is not None and entry.shape != shape:
+            result.problems.append(f"{name}: expected the shape {shape}, found {entry.shape}")
+        elif entry is not None and not _holds(entry.dtype, dtype, allow_rounding):
+            hint = "would be rounded to" if _floats(entry.dtype, dtype) else "cannot become"
+            result.problems.append(f"{name}: {entry.dtype} {hint} {dtype} (see allow_rounding)")
+    if optimizers:
+        saved_optimizers = manifest.values.get("optimizers")
+        num_saved = len(saved_optimizers) if isinstance(saved_optimizers, list) else 0
+        result.compare(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}")
+    for optimizer, saved in pairs_of(manifest, optimizers):
+        _fit_optimizer(result, manifest, optimizer, saved)
+    if extra:
+        saved_extra = manifest.values.get("extra")
+        result.compare(extra, saved_extra if isinstance(saved_extra, dict) else {}, "extra '{}'")
+    return result
+
+
+def model_entries(handle: Handle) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> shape and dtype of what is saved of the model as it is now."""
+    entries = {name: (tuple(value.shape), value.dtype) for name, value in handle.unsharded_state().items()}
+    for unit in handle.units:
+        dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+        entries |= {slot.name: (slot.shape, dtype) for slot in unit.layout.slots}
+    return entries
+
+
+def pairs_of(manifest: Manifest, optimizers: Sequence[ShardedOptimizer]) -> Pairs:
+    saved = manifest.values.get("optimizers")
+    return list(zip(optimizers, saved if isinstance(saved, list) else [], strict=False))
+
+
+def groups_of(saved: Any) -> list[dict[str, Any]]:
+    """The param groups of one optimizer in a manifest.
+
+    Raises:
+        CheckpointError: they are not what `items.optimizer_values` gives.
+    """
+    groups = saved.get("groups") if isinstance(saved, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError("the manifest's param groups are damaged")
+    for group in groups:
+        params = group.get("params")
+        named = isinstance(params, list) and all(isinstance(name, str) for name in params)
+        if not (named and isinstance(group.get("class"), str) and isinstance(group.get("options"), dict)):
+            raise CheckpointError("the manifest's param groups are damaged")
+    return groups
+
+
+def state_names(manifest: Manifest) -> dict[str, list[StateName]]:
+    """Parameter -> the state that the checkpoint has of it."""
+    found: dict[str, list[StateName]] = {}
+    for name in manifest.tensors:
+        kind, *rest = name.split("/", 2)
+        if kind in ("optimizer", "scalar", "number") and len(rest) == 2:
+            found.setdefault(rest[1], []).append(StateName(kind, rest[0], name))
+    return found
+
+
+def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
+    names, groups, state = names_of(optimizer.handle), groups_of(saved), state_names(manifest)
+    class_of = {name: group["class"] for group in groups for name in group["params"]}
+    mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    result.compare([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
+    if mine != [group["params"] for group in groups] and {*class_of} == {
+        name for of_group in mine for name in of_group
+    }:
+        result.unexpected.append("param groups that are divided in another way")
+    for of_group, of_class in zip(mine, optimizer.classes, strict=True):
+        others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
+        result.unexpected.extend(f"state of {other} for {of_class.__name__}" for other in sorted(others))
+    for stepper in optimizer.steppers:
+        for slot in (slot for unit in stepper.groups for slot in unit.layout.slots):
+            for one in state.get(slot.name, []) if isinstance(stepper, FlatStep) else ():
+                if one.kind == "optimizer" and manifest.tensors[one.tensor].shape != slot.shape:
+                    result.problems.append(f"{one.key} of {slot.name}: expected the shape {slot.shape}")
+
+
+def _holds(stored: torch.dtype, now: torch.dtype, allow_rounding: bool) -> bool:
+    """Whether every value of the first is one of the second (or may become one)."""
+    return stored == now or (_floats(stored, now) and (allow_rounding or torch.promote_types(stored, now) == now))
+
+
+def _floats(*dtypes: torch.dtype) -> bool:
+    return all(dtype.is_floating_point for dtype in dtypes)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

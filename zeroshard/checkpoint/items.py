@@ -1,0 +1,242 @@
+"""What one rank has to write: its intervals of main and of the optimizer's state, and what is not sharded.
+
+model/<parameter>               main where there is one (fp32, whether held as weights, as a master or as bf16 and
+                                remainder), else the frozen weights; by the ranks of one replica, each its shard
+model/<buffer>                  rank 0's
+optimizer/<state>/<parameter>   by whoever holds the elements, or steps the whole parameter
+scalar/<state>/<parameter>      one number for a parameter (0-d tensors: counts of steps)
+number/<state>/<parameter>      the same, as a plain Python number
+rank/<r>/state                  JSON as bytes: random numbers of that rank, and buffers and `extra` where that rank
+                                has others than rank 0
+extra/..., rank/<r>/...         tensors inside these
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.checkpoint.values import encode, no_tensors
+from zeroshard.checkpoint.writer import Item, bytes_of
+from zeroshard.flat_step import FlatStep
+from zeroshard.interval import Interval
+from zeroshard.layout import Slot
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.owner_step import OwnerStep
+from zeroshard.shard import Handle
+from zeroshard.unit import Unit
+
+Optimizers = ShardedOptimizer | Sequence[ShardedOptimizer] | None
+
+
+class Stateful(Protocol):
+    """Schedulers, loss scalers, data loaders, averages of weights, ..."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+Extra = Mapping[str, Stateful] | None
+
+
+def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
+    return [optimizer] if isinstance(optimizer, ShardedOptimizer) else list(optimizer or ())
+
+
+def names_of(handle: Handle) -> dict[int, str]:
+    """id of each sharded parameter -> its name."""
+    return {
+        id(parameter): slot.name
+        for unit in handle.units
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
+    }
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def model_items(handle: Handle) -> Iterator[Item]:
+    """Main, or frozen weights, of the own shard."""
+    mesh = handle.collectives.mesh
+    for unit in handle.units:
+        dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+        if mesh.world.rank == 0:  # names and shapes of what has no elements
+            for slot in unit.layout.slots:
+                if not slot.world:
+                    yield Item(f"model/{slot.name}", slot.shape, dtype, Interval(0, 0), _nothing)
+        if mesh.replicate.rank == 0:
+            for fragment in unit.layout.fragments_in(unit.own_shard()):
+                slot = fragment.slot
+                read = partial(_read_weights, unit, slot.world.start)
+                yield Item(f"model/{slot.name}", slot.shape, dtype, fragment.param, read)
+
+
+def _read_weights(unit: Unit, origin: int, param: Interval) -> Tensor:
+    world = Interval(origin + param.start, origin + param.stop)
+    if unit.main is None:
+        return unit.weights.own()[world.relative_to(unit.own_shard().start).slice]
+    scratch = None
+    if unit.main.needs_scratch:
+        scratch = torch.empty(world.numel, dtype=unit.main.dtype, device=unit.main.weights.device)
+    return unit.main.read(world, scratch)
+
+
+def _nothing(interval: Interval) -> Tensor:
+    raise AssertionError("there are no elements")
+
+
+def whole(name: str, value: Tensor) -> Item:
+    """A tensor that this rank writes all of."""
+    flat = value.detach().reshape(-1)
+    return Item(name, tuple(value.shape), value.dtype, Interval(0, value.numel()), lambda part: flat[part.slice])
+
+
+# Optimizer ------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
+    """The state that this rank holds, without what its replicas write.
+
+    Raises:
+        ValueError: state that is neither a dense tensor nor a number.
+    """
+    mesh = optimizer.handle.collectives.mesh
+    for stepper in optimizer.steppers if mesh.replicate.rank == 0 else ():
+        if isinstance(stepper, FlatStep):
+            yield from _flat_items(stepper)
+        elif isinstance(stepper, OwnerStep):
+            for number, (one, state) in enumerate(stepper.owned()):
+                # Where main is replicated, every rank owns everything: they take turns.
+                if not stepper.replicated or number % mesh.shard.size == mesh.shard.rank:
+                    for key, value in state.items():
+                        if value is not None:
+                            yield _state_item(key, one.slot, value)
+
+
+def _flat_items(flat: FlatStep) -> Iterator[Item]:
+    for piece in flat.pieces:
+        state = flat.optimizer.state.get(piece.tensor) or {}
+        for fragment in piece.unit.layout.fragments_in(piece.world & piece.unit.own_shard()):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    _expect_plain(key, fragment.slot, value)
+                    if value.shape != (piece.world.numel,):
+                        raise ValueError(f"state {key} of {fragment.slot.name} has the shape {tuple(value.shape)}")
+                    part = value[fragment.local.slice]
+                    start = fragment.param.start
+                    yield Item(
+                        _state_name("optimizer", key, fragment.slot),
+                        fragment.slot.shape,
+                        value.dtype,
+                        fragment.param,
+                        lambda block, part=part, start=start: part[block.relative_to(start).slice],  # type: ignore[misc]
+                    )
+                elif value is not None and fragment.param.start == 0:  # once for each parameter
+                    yield _state_item(key, fragment.slot, value)
+
+
+def _state_item(key: str, slot: Slot, value: Any) -> Item:
+    """A whole tensor of any shape, or a single number."""
+    if isinstance(value, (bool, int, float)):
+        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"state {key} of {slot.name} is {value}, which needs more than 64 bits")
+        return whole(_state_name("number", key, slot), torch.tensor(value, dtype=dtype))
+    if not isinstance(value, Tensor):
+        raise ValueError(f"state {key} of {slot.name} is of type {type(value).__name__}: neither tensor nor number")
+    _expect_plain(key, slot, value)
+    return whole(_state_name("optimizer" if value.dim() else "scalar", key, slot), value)
+
+
+def _expect_plain(key: str, slot: Slot, value: Any) -> None:
+    if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
+        raise ValueError(
+            f"state {key} of {slot.name} is a {type(value).__name__}, made of several tensors (quantised, perhaps): "
+            "checkpoints hold dense tensors. Save optimizer.state_dict() yourself"
+        )
+
+
+def _state_name(kind: str, key: str, slot: Slot) -> str:
+    if not isinstance(key, str) or "/" in key:
+        raise ValueError(f"optimizer state {key!r} of {slot.name}: its name must be a text without '/'")
+    return f"{kind}/{key}/{slot.name}"
+
+
+def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Hyper-parameters of each group (those that are plain values), by the names of the parameters; loss scale."""
+    groups = []
+    for group, of_class in zip(optimizer.param_groups, optimizer.classes, strict=True):
+        options = {}
+        for key, value in group.items():
+            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            try:
+                options[key] = encode(plain, no_tensors, key) if key != "params" else None
+            except ValueError:
+                continue  # a function, say: it is configuration
+        options.pop("params")
+        params = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({"class": of_class.__name__, "params": params, "options": options})
+    return {"groups": groups, "loss_scale": encode(optimizer.scaling.state_dict(), no_tensors, "loss scale")}
+
+
+# What is not sharded --------------------------------------------------------------------------------------------------
+
+
+class Bag:
+    """Values and the tensors inside them, under names that begin with `prefix`."""
+
+    def __init__(self, prefix: str, value: Any, where: str) -> None:
+        self._prefix = prefix
+        self.tensors: dict[str, Tensor] = {}
+        self.values = encode(value, self._store, where)
+
+    def _store(self, tensor: Tensor) -> str:
+        name = f"{self._prefix}/{len(self.tensors)}"
+        self.tensors[name] = tensor
+        return name
+
+    def items(self) -> Iterator[Item]:
+        for name, tensor in self.tensors.items():
+            yield whole(name, tensor)
+
+    def digest(self) -> str:
+        """Of the values, wherever they are stored."""
+        total = hashlib.sha256(json.dumps(self.values).replace(self._prefix, "").encode())
+        for tensor in self.tensors.values():
+            total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(bytes_of(tensor.cpu().contiguous()))
+        return total.hexdigest()
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python, numpy (if it has been imported) and torch, on the CPU and on this rank's GPU."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def blob(name: str, value: Any) -> Item:
+    """JSON as a tensor of bytes."""
+    return whole(name, torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))

@@ -1,0 +1,131 @@
+"""`load`: a committed step into any plan, on any number of ranks, in any format of main; `verify`: every byte of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zeroshard.checkpoint import folders
+from zeroshard.checkpoint.fit import Fit, fit, pairs_of
+from zeroshard.checkpoint.items import Extra, Optimizers, as_list
+from zeroshard.checkpoint.manifest import CheckpointError, Manifest
+from zeroshard.checkpoint.meeting import Meeting, Stopped
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.save import together
+from zeroshard.checkpoint.take import take_optimizer, take_rest, take_weights
+from zeroshard.shard import Handle
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load did. `missing`: not in the checkpoint, and as before; `unexpected`: in it, and not used; both empty
+    when strict. `bytes_read`: by this rank."""
+
+    step: int
+    path: Path
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    bytes_read: int
+
+
+@torch.no_grad()
+def load(
+    directory: Path | str,
+    handle: Handle,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    extra: Extra = None,
+    strict: bool = True,
+    allow_rounding: bool = False,
+) -> Loaded:
+    """Take the state of `directory/step-N`. Collective, between a step and the next backward.
+
+    Each rank reads the blocks that hold its own intervals, a block (1 MiB) at a time, and checks the digest of each
+    before anything of it is used. Random numbers are those of the same rank at the time of the save, where there was
+    such a rank.
+
+    Args:
+        optimizer: those that were given to `save`, in that order; None leaves optimizers as they are.
+        step: None for the latest.
+        extra: the objects that were given to `save`; None leaves them as they are.
+        strict: raise where names or optimizer classes differ (nothing has been changed then); else take what fits.
+        allow_rounding: values may be rounded to a narrower dtype (fp32 main to bf16 weights that are their own main).
+
+    Raises:
+        CheckpointError: on every rank: no such step; names, shapes or dtypes that do not fit (nothing has been
+            changed); a damaged file, with its name (what has been read so far stays: load another step first).
+        RuntimeError: gradients are waiting for a step.
+    """
+    handle.check_open("load")
+    handle.finish_background()
+    directory, optimizers = Path(directory).absolute(), as_list(optimizer)
+    with ExitStack() as stack:
+        # 1. One step, one manifest; whatever does not fit is found before anything is touched.
+        def find() -> tuple[None, list[str]]:
+            handle.expect_no_gradients("load")
+            first = handle.collectives.mesh.world.rank == 0
+            return None, [folders.find(directory, step).name if first else "", folders.new_id()]
+
+        _, ((name, unique), *_) = together(handle, "load", find, (RuntimeError,))
+
+        def check() -> tuple[tuple[Reader, Fit], str]:
+            reader = stack.enter_context(Reader(directory / name))
+            fits = fit(reader.manifest, handle, optimizers, extra, allow_rounding)
+            fits.expect(str(directory / name), strict=strict)
+            return (reader, fits), reader.manifest.id
+
+        (reader, fits), ids = together(handle, "load", check)
+        if len(set(ids)) > 1:
+            raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
+        pairs = pairs_of(reader.manifest, optimizers)
+
+        # 2. Every rank reads what it needs. A failure lets the others stop.
+        meeting = Meeting(handle.collectives, unique)
+        for unit in handle.units:
+            unit.edits += 1
+
+        def read() -> tuple[None, None]:
+            try:
+                take_weights(reader, handle, meeting)
+                for one, _ in pairs:
+                    take_optimizer(reader, one, meeting)
+            except Stopped:
+                pass
+            except BaseException:
+                meeting.stop()
+                raise
+            return None, None
+
+        try:
+            together(handle, "load", read)
+        finally:
+            if meeting.rank == 0:
+                meeting.forget()
+
+        # 3. Weights follow main; then what is not sharded.
+        for unit in handle.units:
+            handle.gatherer.updated(unit)
+        handle.gatherer.settle()
+
+        def rest() -> tuple[None, None]:
+            take_rest(reader, handle, pairs, extra)
+            return None, None
+
+        together(handle, "load", rest)
+        unused = tuple(fits.missing), tuple(fits.unexpected)
+        return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
+
+
+def verify(path: Path | str) -> Manifest:
+    """Check every byte of a step folder (`.../step-12`) against its digests. Not collective; needs no model.
+
+    Raises:
+        CheckpointError: what is damaged, in which files.
+    """
+    with Reader(Path(path)) as reader:
+        reader.check_everything()
+        return reader.manifest

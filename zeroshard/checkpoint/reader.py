@@ -1,0 +1,176 @@
+"""Reading a committed step: the manifest, and any interval of any tensor, every block checked against its digest."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.folders import step_of
+from zeroshard.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorEntry,
+    digest_of,
+)
+from zeroshard.checkpoint.writer import bytes_of
+from zeroshard.interval import Interval
+
+
+class Reader:
+    """An open step folder; files are opened when they are first needed. Use it in a `with` statement.
+
+    Attributes:
+        manifest: decoded and checked.
+        num_bytes: read so far, of files (not of the manifest).
+
+    Raises (in all methods):
+        CheckpointError: with the file that is missing, damaged, of another size, or not a plain file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_bytes = 0
+        self._open: dict[int, int] = {}
+        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._held: tuple[int, int] | None = None  # file and offset of what is in `_block`
+        try:
+            if folder.is_symlink():
+                raise OSError("it is a link")
+            file = files.open_plain(folder / MANIFEST_NAME)
+            try:
+                size = os.fstat(file).st_size
+                if size > MAX_MANIFEST_BYTES:
+                    raise CheckpointError(f"has {size} bytes, more than {MAX_MANIFEST_BYTES}")
+                data = bytearray(size)
+                _fill(file, memoryview(data), 0)
+            finally:
+                os.close(file)
+            self.manifest = Manifest.decode(bytes(data))
+            if step_of(folder.name) not in (None, self.manifest.step):
+                raise CheckpointError(f"is that of step {self.manifest.step}, in the folder of another")
+        except OSError as error:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be read: {error}") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} {error}") from None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def entry(self, name: str) -> TensorEntry:
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
+        return self.manifest.tensors[name]
+
+    def read(self, name: str, interval: Interval, take: Callable[[Interval, Tensor], None]) -> None:
+        """Give `take` the elements of `interval` of a flattened tensor: parts of it, each with its values [numel],
+        valid during the call. Only the blocks that hold them are read."""
+        entry = self.entry(name)
+        first = bisect_right(entry.chunks, interval.start, key=lambda chunk: chunk.interval.stop)
+        for chunk in entry.chunks[first:]:
+            if chunk.interval.start >= interval.stop:
+                return
+            self._read_chunk(chunk, entry.dtype, chunk.interval & interval, take)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in its shape."""
+        entry = self.entry(name)
+        flat = torch.empty(entry.numel, dtype=entry.dtype)
+
+        def take(part: Interval, values: Tensor) -> None:
+            flat[part.slice] = values
+
+        self.read(name, Interval(0, entry.numel), take)
+        return flat.view(entry.shape)
+
+    def check_everything(self) -> None:
+        """Every byte of every file against its digest. All damaged files are named."""
+        problems: dict[int, str] = {}
+        chunks = [(chunk, entry.dtype) for entry in self.manifest.tensors.values() for chunk in entry.chunks]
+        for number in range(len(self.manifest.files)):
+            try:
+                self._file(number)
+            except CheckpointError as error:
+                problems[number] = str(error)
+        for chunk, dtype in sorted(chunks, key=lambda pair: (pair[0].file, pair[0].offset)):
+            if chunk.file not in problems:
+                try:
+                    self._read_chunk(chunk, dtype, chunk.interval, lambda part, values: None)
+                except CheckpointError as error:
+                    problems[chunk.file] = str(error)
+        if problems:
+            raise CheckpointError("; ".join(problems.values()))
+
+    def _read_chunk(
+        self, chunk: Chunk, dtype: torch.dtype, wanted: Interval, take: Callable[[Interval, Tensor], None]
+    ) -> None:
+        step = BLOCK_BYTES // dtype.itemsize
+        first = (wanted.start - chunk.interval.start) // step
+        for index in range(first, len(chunk.digests)):
+            start = chunk.interval.start + index * step
+            block = Interval(start, min(start + step, chunk.interval.stop))
+            part = block & wanted
+            if not part:
+                return
+            num_bytes = block.numel * dtype.itemsize
+            self._hold(chunk.file, chunk.offset + index * BLOCK_BYTES, num_bytes, chunk.digests[index])
+            take(part, self._block[:num_bytes].view(dtype)[part.relative_to(block.start).slice])
+
+    def _hold(self, number: int, offset: int, num_bytes: int, digest: str) -> None:
+        """The block in memory, checked; the last one is kept: neighbours often lie in the same."""
+        if self._held == (number, offset):
+            return
+        self._held = None
+        file = self._file(number)
+        place = bytes_of(self._block[:num_bytes])
+        name = self.folder / self.manifest.files[number].name
+        try:
+            _fill(file, place, offset)
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read: {error}") from None
+        self.num_bytes += num_bytes
+        if digest_of(place) != digest:
+            raise CheckpointError(f"{name} is damaged: bytes {offset} to {offset + num_bytes} do not have their digest")
+        self._held = number, offset
+
+    def _file(self, number: int) -> int:
+        """A descriptor of the file: of the right size, and its header has the right digest."""
+        if number not in self._open:
+            entry = self.manifest.files[number]
+            path = self.folder / entry.name
+            try:
+                file = files.open_plain(path)
+                self._open[number] = file
+                size = os.fstat(file).st_size
+                if size != entry.num_bytes:
+                    raise CheckpointError(f"{path} has {size} bytes, expected {entry.num_bytes}")
+                header = bytearray(entry.header_bytes)
+                _fill(file, memoryview(header), 0)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
+            if digest_of(header) != entry.digest:
+                raise CheckpointError(f"{path} is damaged, or of another checkpoint: its header has another digest")
+        return self._open[number]
+
+
+def _fill(file: int, place: memoryview, offset: int) -> None:
+    """Read exactly that many bytes."""
+    while place:
+        count = os.preadv(file, [place], offset)
+        if count == 0:
+            raise OSError(f"it ends at byte {offset}")
+        place, offset = place[count:], offset + count

@@ -1,0 +1,241 @@
+"""`save`: a committed step on disk, or the same error on every rank; now, or while training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from zeroshard.checkpoint import folders
+from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
+from zeroshard.checkpoint.items import (
+    Bag,
+    Extra,
+    Optimizers,
+    as_list,
+    blob,
+    model_items,
+    names_of,
+    optimizer_items,
+    optimizer_values,
+    random_state,
+    whole,
+)
+from zeroshard.checkpoint.manifest import CheckpointError, Manifest
+from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.writer import FilePlan, Item
+from zeroshard.shard import Handle
+
+T = TypeVar("T")
+
+
+class Saving:
+    """A save that goes on (or is done). `step`: which."""
+
+    def __init__(self, step: int, work: Callable[[], None]) -> None:
+        self.step = step
+        self._work = work
+        self._error: BaseException | None = None
+        self._seen = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the step is committed.
+
+        Raises:
+            CheckpointError: it is not; the same on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._at_exit)
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """As `wait`; an error is raised only if no `wait` has raised it."""
+        if not self._seen:
+            self.wait()
+
+    def start(self, *, background: bool) -> None:
+        if background:
+            # Not a daemon: the interpreter does not exit before it is done.
+            self._thread = threading.Thread(target=self._run, name=f"zeroshard save {self.step}", daemon=False)
+            atexit.register(self._at_exit)
+            self._thread.start()
+        else:
+            self._work()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = _nothing  # lets go of the copies
+
+    def _at_exit(self) -> None:
+        """Nobody has asked how it went: a failure ends the process with a status that says so."""
+        if self._error is not None:
+            with suppress(Exception):
+                print(f"zeroshard: a save in the background failed: {self._error}", file=sys.stderr)
+                sys.stdout.flush(), sys.stderr.flush()
+            os._exit(1)
+
+
+@torch.no_grad()
+def save(
+    directory: Path | str,
+    handle: Handle,
+    optimizer: Optimizers = None,
+    *,
+    step: int,
+    extra: Extra = None,
+    background: bool = False,
+) -> Saving:
+    """Write `directory/step-N`. Collective, between a step and the next backward.
+
+    Each rank writes what it holds; nothing is gathered. A step of that number that is there already is replaced when
+    the new one is complete.
+
+    Args:
+        directory: the same for all ranks, on a file system that all of them see.
+        optimizer: a ShardedOptimizer, several of them, or None for the weights alone.
+        extra: name -> object with `state_dict()` and `load_state_dict()`: schedulers, loss scalers of your own, the
+            position in the data. Values are what `values.py` lists. Where ranks have different ones, each is kept.
+        background: copy the values, return, and write while training goes on. At most one such save is under way: the
+            next `save`, `load` or `handle.close()` waits for it, and raises its error.
+
+    Returns:
+        Something to `wait()` for; done already, unless in the background.
+
+    Raises:
+        CheckpointError: on every rank, with the first rank's reason: nothing has been saved, nothing is left over, the
+            steps that were there are there.
+        ValueError: on every rank: what cannot be stored.
+        RuntimeError: gradients are waiting for a step.
+    """
+    directory = Path(directory).absolute()
+    handle.check_open("save")
+    handle.finish_background()
+    world = handle.collectives.mesh.world
+
+    # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
+    own, found = together(handle, "save", partial(_collect, handle, optimizer, extra, step), (ValueError, RuntimeError))
+    if len({of_rank[0] for of_rank in found}) > 1:
+        raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
+    unique = found[0][1]
+    same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
+
+    # 2. Everybody knows to the byte what it will write; for the background, it has a copy.
+    file, sizes = together(
+        handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background), (ValueError,)
+    )
+    values = {**own.values, "extra": own.extra.values, "world_size": world.size}
+    base = Manifest(step, unique, (), {}, values, versions())
+
+    # 3. There is room.
+    def make_folder() -> tuple[int | None, None]:
+        needed = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
+        return open_folder(directory, step, unique, needed) if world.rank == 0 else None, None
+
+    lock, _ = together(handle, "save", make_folder)
+
+    # 4. Write and commit: through files and the store alone.
+    folder = directory / folders.temporary_name(step, unique)
+    saving = Saving(step, Job(folder, file, base, Meeting(handle.collectives, unique), lock).run)
+    saving.start(background=background)
+    if background:
+        handle.background = saving
+    return saving
+
+
+def together(
+    handle: Handle, what: str, work: Callable[[], tuple[T, Any]], kinds: tuple[type[Exception], ...] = ()
+) -> tuple[T, list[Any]]:
+    """`work` gives something to keep, and something JSON-able for all ranks to know. If it raises on one, all raise a
+    CheckpointError, or the same where it is one of `kinds`. Collective."""
+    problem, told, failure = None, None, None
+    try:
+        kept, told = work()
+    except Exception as error:
+        problem, failure = [type(error).__name__, describe(error)], error
+    results = handle.collectives.exchange_objects([problem, told])
+    failed = [(rank, of_rank[0]) for rank, of_rank in enumerate(results) if of_rank[0]]
+    if failed:
+        rank, (kind, text) = failed[0]
+        where = "" if len(failed) == len(results) and all(of[1] == text for _, of in failed) else f" (on rank {rank})"
+        raise {one.__name__: one for one in kinds}.get(kind, CheckpointError)(f"{what}{where}: {text}") from failure
+    return kept, [told for _, told in results]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What this rank has found to save."""
+
+    values: dict[str, Any]
+    items: list[Item]
+    extra: Bag
+    buffers: Bag
+
+
+def _collect(handle: Handle, optimizer: Optimizers, extra: Extra, step: int) -> tuple[_Own, list[Any]]:
+    """And for all to know: the step, a new id, digests of what ranks may have different values of."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
+        raise ValueError(f"step must be an integer from 0, found {step!r}")
+    handle.expect_no_gradients("save")
+    optimizers, names, rank = as_list(optimizer), names_of(handle), handle.collectives.mesh.world.rank
+    if any(one.handle is not handle for one in optimizers):
+        raise ValueError("the optimizer belongs to another handle")
+    if optimizers and len(handle.owners()) > len(optimizers):
+        raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
+    states = {name: stateful.state_dict() for name, stateful in (extra or {}).items()}
+    own = _Own(
+        values={"optimizers": [optimizer_values(one, names) for one in optimizers]},
+        items=[*model_items(handle), *(item for one in optimizers for item in optimizer_items(one))],
+        extra=Bag(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
+        buffers=Bag(f"rank/{rank}/buffers", handle.unsharded_state(), "the model's buffers"),
+    )
+    return own, [step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
+
+
+def _plan(handle: Handle, own: _Own, same: list[bool], mark: str, copy: bool) -> tuple[FilePlan, list[int]]:
+    """And for all to know: bytes of the file, and of its part of the manifest. `mark`: no two files have the same."""
+    rank = handle.collectives.mesh.world.rank
+    items = [*own.items, *_unsharded(handle, rank, own, same)]
+    metadata = {"format": "pt", "zeroshard": f"{mark}, {file_name(rank)}"}
+    plan = FilePlan.of((item.copied() for item in items) if copy else items, rank, metadata)
+    return plan, [plan.num_bytes, size_of_part(plan, rank)]
+
+
+def _unsharded(handle: Handle, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
+    """Rank 0's `extra` and buffers; of the others what differs from these; everybody's random numbers."""
+    alone: dict[str, Any] = {}
+    if rank == 0:
+        yield from own.extra.items()
+        for name, value in handle.unsharded_state().items():
+            yield whole(f"model/{name}", value)
+    else:
+        for key, bag, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
+            if not is_same:
+                yield from bag.items()
+                alone[key] = bag.values
+    bag = Bag(f"rank/{rank}/random", random_state(), "random numbers")
+    yield from bag.items()
+    yield blob(f"rank/{rank}/state", {"random": bag.values, **alone})
+
+
+def _nothing() -> None:
+    """What is left to do."""

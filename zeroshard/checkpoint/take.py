@@ -1,0 +1,149 @@
+"""From an open checkpoint into a model and its optimizers: what is sharded, interval by interval, and the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.fit import Pairs, StateName, groups_of, state_names
+from zeroshard.checkpoint.items import Extra, names_of, set_random_state
+from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.values import decode
+from zeroshard.flat_step import FlatStep
+from zeroshard.interval import Interval
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer_state import Elementwise, load_state
+from zeroshard.owner_step import OwnerStep
+from zeroshard.shard import Handle
+from zeroshard.unit import Unit
+
+# What is sharded ------------------------------------------------------------------------------------------------------
+
+
+def take_weights(reader: Reader, handle: Handle, meeting: Meeting) -> None:
+    """Main, and frozen weights, of this rank. The weights of the others follow main later."""
+    for unit in handle.units:
+        interval = unit.own_shard() if unit.main is None else unit.main.interval
+        for fragment in unit.layout.fragments_in(interval):
+            name = f"model/{fragment.slot.name}"
+            if name in reader.manifest.tensors:
+                reader.read(name, fragment.param, partial(_set_part, unit, fragment.slot.world.start, meeting))
+
+
+def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values: Tensor) -> None:
+    unit.set_part(Interval(origin + param.start, origin + param.stop), values)
+    meeting.beat()
+
+
+def take_optimizer(reader: Reader, optimizer: ShardedOptimizer, meeting: Meeting) -> None:
+    """State of the pieces that this rank steps, and of the parameters that it owns."""
+    names = state_names(reader.manifest)
+    for stepper in optimizer.steppers:
+        if isinstance(stepper, FlatStep):
+            state = {}
+            for unit, groups in stepper.groups.items():
+                for index, group in enumerate(groups):
+                    if group is not None:
+                        options = optimizer.param_groups[group]
+                        state[unit.parameters[index]] = _state(reader, names, unit, index, options, whole=False)
+                        meeting.beat()
+            load_state(stepper, state)
+        elif isinstance(stepper, OwnerStep):
+            for one, _ in list(stepper.owned()):
+                options = optimizer.param_groups[one.group]
+                stepper.set_state(one, _state(reader, names, one.unit, one.index, options, whole=True))
+                meeting.beat()
+
+
+def _state(
+    reader: Reader,
+    names: Mapping[str, list[StateName]],
+    unit: Unit,
+    index: int,
+    options: Mapping[str, Any],
+    *,
+    whole: bool,
+) -> dict[str, Any]:
+    """The state of one parameter: whole, or with something to read it by in place of what is elementwise."""
+    assert unit.main is not None
+    tensors, slot, device = reader.manifest.tensors, unit.layout.slots[index], unit.main.weights.device
+    main = tensors.get(f"model/{slot.name}")
+    on_device = bool(options.get("capturable") or options.get("fused"))  # as torch keeps its counts of steps
+    state: dict[str, Any] = {}
+    for one in names.get(slot.name, []):
+        dtype = tensors[one.tensor].dtype
+        if main is not None and dtype == main.dtype and one.kind == "optimizer":
+            dtype = unit.main.dtype  # moments are kept as main is
+        if one.kind == "optimizer" and not whole:
+            state[one.key] = Elementwise(dtype, partial(_read_into, reader, one.tensor))
+        elif one.kind == "number":
+            state[one.key] = reader.tensor(one.tensor).item()
+        else:
+            value = reader.tensor(one.tensor)
+            state[one.key] = value.to(device, dtype) if one.kind == "optimizer" or on_device else value
+    return state
+
+
+def _read_into(reader: Reader, name: str, param: Interval, out: Tensor) -> None:
+    def take(part: Interval, values: Tensor) -> None:
+        out[part.relative_to(param.start).slice] = values.to(out.device)
+
+    reader.read(name, param, take)
+
+
+# The rest -------------------------------------------------------------------------------------------------------------
+
+
+def take_rest(reader: Reader, handle: Handle, pairs: Pairs, extra: Extra) -> None:
+    """Buffers, hyper-parameters, loss scales, `extra`, random numbers. Where ranks had their own, and there are as many
+    as then, each takes its own, else rank 0's; random numbers go to every rank that there was."""
+    world, values = handle.collectives.mesh.world, reader.manifest.values
+    own = rank_state(reader, world.rank)
+    same = own if values.get("world_size") == world.size else {}
+    for name, value in handle.unsharded_state().items():
+        if f"model/{name}" in reader.manifest.tensors:
+            mine = same.get("buffers", {}).get(name)
+            value.copy_(reader.tensor(f"model/{name}") if mine is None else mine)
+    names = names_of(handle)
+    for optimizer, saved in pairs:
+        for group, saved_group in zip(optimizer.param_groups, groups_of(saved), strict=False):
+            if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
+                _set_options(group, decode(saved_group["options"], reader.tensor))
+        optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
+    if extra:
+        states = same["extra"] if "extra" in same else decode(values.get("extra", {}), reader.tensor)
+        for key, stateful in extra.items():
+            if key in states:
+                stateful.load_state_dict(states[key])
+    if "random" in own:
+        set_random_state(own["random"])
+
+
+def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
+    """What is stored for one rank alone; empty where there was no such rank."""
+    name = f"rank/{rank}/state"
+    if name not in reader.manifest.tensors:
+        return {}
+    try:
+        state = decode(json.loads(bytes(reader.tensor(name).tolist())), reader.tensor)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the state of rank {rank} is damaged: {str(error)[:200]}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the state of rank {rank} is damaged")
+    return state
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        now = group.get(key)
+        if isinstance(now, (Tensor, int, float)) and not isinstance(value, (int, float, type(None))):
+            raise CheckpointError(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
+        # A learning rate that is a tensor stays one; a new one: groups may share theirs.
+        group[key] = torch.full_like(now, value) if isinstance(now, Tensor) and value is not None else value

@@ -1,0 +1,150 @@
+"""One rank's safetensors file: planned to the byte beforehand, written block by block, with the digests of what was
+written.
+
+    | length of the header, 8 bytes | header: JSON, padded with spaces | chunk | chunk | chunk | ...
+
+The format is https://github.com/huggingface/safetensors: what is written here is read by that library, each chunk as a
+flat tensor named `<tensor>[<start>:<stop>]`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
+from zeroshard.interval import Interval, round_up
+
+SYNC_BYTES = 256 << 20
+"""Written between two fsyncs: no single call takes so long that a rank seems to have stopped."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Elements `interval` of the flattened tensor `name`, which this rank is to write.
+
+    Attributes:
+        shape: of the whole tensor.
+        read: interval inside `interval` -> its values now, [numel], on any device; valid until the next call.
+
+    Raises:
+        ValueError: a dtype that safetensors files do not have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    interval: Interval
+    read: Callable[[Interval], Tensor]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{self.name} has the dtype {self.dtype}, which safetensors files do not have")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.interval.numel * self.dtype.itemsize
+
+    def blocks(self) -> Iterable[Interval]:
+        """The interval in steps of BLOCK_BYTES."""
+        step = BLOCK_BYTES // self.dtype.itemsize
+        for start in range(self.interval.start, self.interval.stop, step):
+            yield Interval(start, min(start + step, self.interval.stop))
+
+    def copied(self) -> Item:
+        """The same with the values of this moment."""
+        values = torch.empty(self.interval.numel, dtype=self.dtype)
+        origin = self.interval.start
+        for block in self.blocks():
+            values[block.relative_to(origin).slice].copy_(self.read(block))
+        return replace(self, read=lambda block: values[block.relative_to(origin).slice])
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What a file will be. `header`: with the eight bytes of its length. `chunks`: one for each item, digests empty."""
+
+    items: tuple[Item, ...]
+    header: bytes
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(item.num_bytes for item in self.items)
+
+    @property
+    def num_digests(self) -> int:
+        return sum(num_blocks(item.num_bytes) for item in self.items)
+
+    @classmethod
+    def of(cls, items: Iterable[Item], file: int, metadata: dict[str, str]) -> FilePlan:
+        """Wide dtypes first, so that everything is aligned; empty items take part with their names alone."""
+        ordered = tuple(sorted(items, key=lambda item: -item.dtype.itemsize))
+        header: dict[str, object] = {"__metadata__": metadata}
+        end = 0
+        for item in ordered:
+            if item.interval:
+                header[f"{item.name}[{item.interval.start}:{item.interval.stop}]"] = {
+                    "dtype": DTYPE_NAMES[item.dtype],
+                    "shape": [item.interval.numel],
+                    "data_offsets": [end, end + item.num_bytes],
+                }
+                end += item.num_bytes
+        text = json.dumps(header).encode()
+        text = text.ljust(round_up(len(text), 8))
+        data = struct.pack("<Q", len(text)) + text
+        chunks, offset = [], len(data)
+        for item in ordered:
+            chunks.append(Chunk(file, offset, item.interval, ()))
+            offset += item.num_bytes
+        return cls(ordered, data, tuple(chunks))
+
+    def entries(self, digests: Iterable[str]) -> dict[str, TensorEntry]:
+        """This file's part of each tensor, with the digests of its blocks in order."""
+        rest = iter(digests)
+        entries: dict[str, TensorEntry] = {}
+        for item, chunk in zip(self.items, self.chunks, strict=True):
+            known = entries.setdefault(item.name, TensorEntry(item.shape, item.dtype, ()))
+            if item.interval:
+                full = replace(chunk, digests=tuple(next(rest) for _ in range(num_blocks(item.num_bytes))))
+                entries[item.name] = replace(known, chunks=(*known.chunks, full))
+        return entries
+
+
+def write_file(path: Path, plan: FilePlan, tick: Callable[[], None]) -> tuple[FileEntry, list[str]]:
+    """Write and sync; returns the entry and the digest of each block. `tick`: called between blocks, and may raise."""
+    digests = []
+    file = files.create(path)
+    try:
+        files.write_all(file, plan.header)
+        unsynced = 0
+        for item in plan.items:
+            for block in item.blocks():
+                values = item.read(block).cpu().contiguous()
+                data = bytes_of(values)
+                digests.append(digest_of(data))
+                files.write_all(file, data)
+                unsynced += len(data)
+                if unsynced >= SYNC_BYTES:
+                    files.sync(file)
+                    unsynced = 0
+                tick()
+        files.sync(file)
+    finally:
+        files.close(file)
+    return FileEntry(path.name, plan.num_bytes, len(plan.header), digest_of(plan.header)), digests
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor where they lie; valid as long as it."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
