@@ -7,6 +7,7 @@ from zeroshard.checkpoint import load as load
 from zeroshard.checkpoint import prune as prune
 from zeroshard.checkpoint import save as save
 from zeroshard.checkpoint import verify as verify
+from zeroshard.handle import Handle as Handle
 from zeroshard.loss_scale import ConstantScale as ConstantScale
 from zeroshard.loss_scale import DynamicScale as DynamicScale
 from zeroshard.loss_scale import LossScaler as LossScaler
@@ -20,7 +21,6 @@ from zeroshard.placement import ZERO2 as ZERO2
 from zeroshard.placement import ZERO3 as ZERO3
 from zeroshard.placement import Plan as Plan
 from zeroshard.precision import MixedPrecision as MixedPrecision
-from zeroshard.shard import Handle as Handle
 from zeroshard.shard import shard as shard
 
 __version__ = "0.1.0"

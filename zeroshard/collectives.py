@@ -308,6 +308,18 @@ class Collectives:
         rows = self.exchange(padded.to(device)).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
+    def raise_together(self, problem: str, what: str) -> None:
+        """If any rank has a problem, all raise.
+
+        Raises:
+            ValueError: the first rank's, and where it was, if not everywhere.
+        """
+        problems = self.exchange_objects(problem)
+        if any(problems):
+            rank = next(rank for rank, text in enumerate(problems) if text)
+            where = "" if all(text == problems[0] for text in problems) else f" (on rank {rank})"
+            raise ValueError(f"{what}{where}: {problems[rank]}")
+
     # The three ways -----------------------------------------------------------------------------------------------
 
     def _all_gather(self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True) -> Pending:

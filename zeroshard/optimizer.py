@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from zeroshard.control import Control, Status, exchange_control
 from zeroshard.flat_step import FlatStep, Update
 from zeroshard.gradients import GradState
+from zeroshard.handle import Handle, handle_of
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
 from zeroshard.optimizer_state import full_state, load_full_state
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
-from zeroshard.shard import Handle, handle_of, shard_parameters
+from zeroshard.shard import shard_parameters
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
 

@@ -33,7 +33,7 @@ class UnitSpec:
     """One unit, before anything is allocated. All its parameters have one dtype and are all trainable or all frozen.
 
     Attributes:
-        names: parameter names in registration order.
+        names: parameter names in registration order, as the model has them now (slots have plain ones).
         modules: dotted paths of the modules whose forward needs the weights.
         kept: whether it stays in fp32 beside units of less precision (see `MixedPrecision.keep`).
         outer: whether other units run while this one is in use (the root unit, or a unit around units): it keeps a
@@ -66,7 +66,7 @@ class UnitSpec:
 
     def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
         """Parameters in reverse registration order: backward fills the buffer from the front."""
-        shapes = list(zip(self.names, self.shapes, strict=True))[::-1]
+        shapes = [(plain_name(name), shape) for name, shape in zip(self.names, self.shapes, strict=True)][::-1]
         return BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
 
 
@@ -87,6 +87,7 @@ class Unit:
         self.parameters = tuple(parameters)
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
+        self._indices = {slot.name: index for index, slot in enumerate(self.layout.slots)}
         allocate = partial(collectives.allocate, device=self.parameters[0].device)
         rank = mesh.shard.rank
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
@@ -210,7 +211,7 @@ class Unit:
         return index in self.grads.present
 
     def slot_index(self, name: str) -> int:
-        return len(self.spec.names) - 1 - self.spec.names.index(name)
+        return self._indices[name]
 
     def own_shard(self) -> Interval:
         return self.layout.shard(self.weights.buffer.rank)

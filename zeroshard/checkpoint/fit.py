@@ -11,8 +11,8 @@ import torch
 from zeroshard.checkpoint.items import Extra, names_of
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.flat_step import FlatStep
+from zeroshard.handle import Handle
 from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.shard import Handle
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
 """Optimizers, each with its values in the manifest."""

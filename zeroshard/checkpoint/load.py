@@ -16,7 +16,7 @@ from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.save import together
 from zeroshard.checkpoint.take import take_optimizer, take_rest, take_weights
-from zeroshard.shard import Handle
+from zeroshard.handle import Handle
 
 
 @dataclass(frozen=True)

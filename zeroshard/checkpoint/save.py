@@ -33,7 +33,7 @@ from zeroshard.checkpoint.items import (
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.writer import FilePlan, Item
-from zeroshard.shard import Handle
+from zeroshard.handle import Handle
 
 T = TypeVar("T")
 

@@ -17,11 +17,11 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.values import decode
 from zeroshard.flat_step import FlatStep
+from zeroshard.handle import Handle
 from zeroshard.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.optimizer_state import Elementwise, load_state
 from zeroshard.owner_step import OwnerStep
-from zeroshard.shard import Handle
 from zeroshard.unit import Unit
 
 # What is sharded ------------------------------------------------------------------------------------------------------
