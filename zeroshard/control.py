@@ -36,6 +36,7 @@ class Status(IntEnum):
     NO_GRADIENTS = 1
     NOT_REDUCED = 2
     UNFROZEN = 3
+    HALF_DONE = 4
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._control: tuple[int, Control] | None = None  # and the number of backwards it was made after
         self._clip = 1.0
         self._clip_value: float | None = None
+        self.half_done = False  # an update has raised: some of main is new, some is not
         self.handle.claim(self._parameters(), self)  # last: what is refused claims nothing
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -223,7 +224,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip = self._decide_to_skip(control, control.norm * mean)
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
+            self.half_done = True
             self._update(control, Update(mean * self._clip, self._clip_value))
+            self.half_done = False
         self._scaling.settle(self.handle.reducer, not control.finite, self._overflows(control))
         self._discard_gradients()
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
@@ -334,6 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != found:
             raise ValueError(f"the optimizer has param groups of {sizes} parameters, the state_dict of {found}")
         self._load_state(state_dict)
+        self.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
@@ -475,6 +479,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return control
 
     def _status(self, units: dict[Unit, set[int]]) -> Status:
+        if self.half_done:
+            return Status.HALF_DONE
         updated = {id(p) for unit in self.handle.units if unit.main is not None for p in unit.parameters}
         if any(p.grad is not None and id(p) not in updated for p in self._parameters()):
             return Status.UNFROZEN
@@ -580,6 +586,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 _NOT_READY = {
+    Status.HALF_DONE: "an earlier update has raised half way, so that some weights are a step ahead of others. Load "
+    "weights and optimizer state again (a checkpoint, or load_full_state_dict and load_state_dict)",
     Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
     "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "

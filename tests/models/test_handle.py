@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zeroshard
 from tests.core.models import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
 from tests.core.test_graphs import data
+from zeroshard import pieces
 from zeroshard.testing import run_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder")
@@ -277,6 +278,47 @@ def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right(wher
             assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, where)
             mine, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
             assert all(same_bits(mine[i], theirs[i]) for i in theirs)
+
+    run_ranks(check, 2)
+
+
+class Fragile(torch.optim.SGD):
+    """Raises in its second batch of pieces, once."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Fragile.calls += 1
+        if Fragile.calls == 2:
+            raise MemoryError("in the middle of a step")
+        return super().step(closure)
+
+
+def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pieces.BATCH_NUMEL, "cpu", 256)
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            Fragile.calls = 0
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, Fragile, lr=0.1, elementwise=True)
+            state, weights = optimizer.state_dict(), handle.full_state_dict()
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            with pytest.raises(MemoryError, match="in the middle"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            with pytest.raises(RuntimeError, match="an earlier update has raised half way"):
+                optimizer.step()
+            handle.load_full_state_dict(weights)
+            optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            steps(model, optimizer, rank, range(1))
+            twin = make(Net)
+            of_twin = zeroshard.shard(twin, plan, units=Block)
+            steps(twin, zeroshard.ShardedOptimizer(of_twin, torch.optim.SGD, lr=0.1), rank, range(1))
+            assert same_bits(handle.full_state_dict(), of_twin.full_state_dict()), plan
 
     run_ranks(check, 2)
 
