@@ -266,11 +266,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._classes.append(group_class)
         if self._steppers:
             self.handle.thaw()
+            before = self._steppers, self._units
             try:
                 self.rebuild()
                 self.handle.claim(self._parameters(), self)
             except ValueError:
                 self.param_groups.pop(), self._classes.pop()
+                self._steppers, self._units = before
                 raise
 
     @torch.no_grad()
