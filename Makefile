@@ -41,7 +41,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-everything: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/precision/test_parity.py tests/models/test_random.py
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/precision/test_parity.py tests/models/test_random.py tests/models/test_modules.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -356,8 +357,12 @@ COMPILED: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("before_shard", [True, False])
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize(
+    ("how", "before_shard"),
+    [("blocks in place", True), ("model in place", False), ("a function of the model", True)]
+    + [(how, before) for how in COMPILED for before in (True, False)]
+    * bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING")),
+)
 def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: bool) -> None:
     def run(rank: int, plan: Any, compiled: bool) -> Outcome:
         torch._dynamo.reset()
@@ -381,7 +386,7 @@ def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: boo
 
     def check(rank: int) -> None:
         plain = run(rank, zeroshard.DDP, False)
-        for plan in PLANS if before_shard and "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3):
+        for plan in PLANS if "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3):
             found = run(rank, plan, True)
             assert found.losses == plain.losses, (plan, found.losses, plain.losses)
             assert same_bits(found.weights, plain.weights), plan
