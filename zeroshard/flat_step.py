@@ -135,9 +135,15 @@ class FlatStep:
         self._plan_batches()
 
     def as_held(self, piece: Piece, key: str, value: Any) -> Any:
-        """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method."""
+        """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method; fused
+        and capturable kernels want step counts on the device."""
+        if not isinstance(value, Tensor):
+            return value
+        options = self._inner[piece.group]
+        if not value.dim():
+            return value.to(piece.tensor.device) if options.get("fused") or options.get("capturable") else value
         quantised = getattr(self.optimizer, "_new_buffer", None)
-        if quantised is None or not (isinstance(value, Tensor) and value.dim()):
+        if quantised is None:
             return value
         return quantised(piece.tensor, key == "exp_avg").copy_(value)
 
