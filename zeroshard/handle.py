@@ -257,7 +257,7 @@ class Handle(NotCopied):
             for name, value in state_dict.items()
             if name in current and current[name].shape != value.shape
         ]
-        self.raise_together("; ".join(problems[:10]), "load_full_state_dict")
+        self.collectives.raise_together("; ".join(problems[:10]), "load_full_state_dict")
         by_parameter = {id(value): state_dict[name] for name, value in current.items()}
         for unit in self.units:
             unit.set([by_parameter[id(parameter)] for parameter in unit.parameters])
@@ -478,8 +478,7 @@ class Handle(NotCopied):
         for guard in self._guards:
             guard.remove()
         for unit in self.units:
-            for parameter in unit.parameters:
-                _HANDLES.pop(parameter, None)
+            give_up_parameters(unit.parameters)
         self.units = ()
         self.gatherer = Gatherer((), self.collectives)
         self.reducer = Reducer((), self.collectives)
@@ -521,10 +520,6 @@ class Handle(NotCopied):
                 if mine is parameter:
                     return slot.name
         return "(unknown)"
-
-    def raise_together(self, problem: str, what: str) -> None:
-        """If any rank has a problem, all raise: ValueError with the first one."""
-        self.collectives.raise_together(problem, what)
 
 
 def handle_of(parameter: nn.Parameter) -> Handle | None:
