@@ -273,6 +273,13 @@ class Handle(NotCopied):
         sharded = {id(parameter) for unit in self.units for parameter in unit.parameters}
         return {name: value for name, value in self._names().items() if id(value) not in sharded}
 
+    def tied(self) -> dict[str, str]:
+        """Of parameters with several names in the plain model's `state_dict()`: further name -> the one in `units`."""
+        if self.plan.external_gradients:
+            return {}
+        first = {id(p): s.name for u in self.units for p, s in zip(u.parameters, u.layout.slots, strict=True)}
+        return {name: first[id(v)] for name, v in self._names().items() if first.get(id(v), name) != name}
+
     def _names(self) -> dict[str, Tensor]:
         """What the plain model's `state_dict()` lists: parameters and buffers themselves, under its names."""
         self._reading = True

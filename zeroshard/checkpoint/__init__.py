@@ -1,5 +1,7 @@
 """Checkpoints without world size, plan or format of main: see docs/checkpoints.md."""
 
+from zeroshard.checkpoint.bring import import_model as import_model
+from zeroshard.checkpoint.export import export as export
 from zeroshard.checkpoint.folders import prune as prune
 from zeroshard.checkpoint.folders import steps as steps
 from zeroshard.checkpoint.load import Loaded as Loaded

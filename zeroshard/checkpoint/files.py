@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from zeroshard.interval import round_up
+from zeroshard.tensor_file import fill as fill
+from zeroshard.tensor_file import open_plain as open_plain
 
 
 def make_folder(path: Path) -> None:
@@ -91,19 +92,6 @@ def remove_folder(path: Path) -> None:
         else:
             remove_file(Path(entry.path))
     remove_empty_folder(path)
-
-
-def open_plain(path: Path) -> int:
-    """A descriptor to read from.
-
-    Raises:
-        OSError: no such file; a link, a pipe or anything else that is not a plain file.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"{path} is not a plain file")
-    return file
 
 
 def lock_folder(path: Path) -> int | None:

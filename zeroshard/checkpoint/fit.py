@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from zeroshard.checkpoint.items import Extra, names_of
-from zeroshard.checkpoint.manifest import CheckpointError, Manifest
+from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
 from zeroshard.flat_step import FlatStep
 from zeroshard.handle import Handle
 from zeroshard.optimizer import ShardedOptimizer
@@ -76,6 +76,38 @@ def fit(
         saved_extra = manifest.values.get("extra")
         result.compare(extra, saved_extra if isinstance(saved_extra, dict) else {}, "extra '{}'")
     return result
+
+
+def under_names_here(manifest: Manifest, handle: Handle) -> Manifest:
+    """A parameter with several names may be stored under any of them, or under all: here under the one that the handle
+    has it by.
+
+    Raises:
+        CheckpointError: different values under names that are one parameter here.
+    """
+    here, tensors, values = handle.tied(), dict(manifest.tensors), manifest.values
+    if not here:
+        return manifest
+    state = state_names(manifest)
+    for alias, name in here.items():
+        prefixes = ["model", *(f"{one.kind}/{one.key}" for one in state.get(alias, []))]
+        for prefix in prefixes:
+            moved = tensors.pop(f"{prefix}/{alias}", None)
+            if moved is not None and not _same(tensors.setdefault(f"{prefix}/{name}", moved), moved):
+                raise CheckpointError(f"{alias} and {name} are one parameter here, and two different ones in it")
+    if isinstance(optimizers := values.get("optimizers"), list):
+        renamed = [
+            {**saved, "groups": [{**g, "params": [here.get(n, n) for n in g["params"]]} for g in groups_of(saved)]}
+            for saved in optimizers
+        ]
+        values = {**values, "optimizers": renamed}
+    return replace(manifest, tensors=tensors, values=values)
+
+
+def _same(a: TensorEntry, b: TensorEntry) -> bool:
+    """By their digests."""
+    digests = [[(chunk.interval, chunk.digests) for chunk in entry.chunks] for entry in (a, b)]
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and digests[0] == digests[1]
 
 
 def model_entries(handle: Handle) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

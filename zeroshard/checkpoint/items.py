@@ -26,13 +26,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.checkpoint.values import encode, no_tensors
-from zeroshard.checkpoint.writer import Item, bytes_of
+from zeroshard.checkpoint.writer import Item
 from zeroshard.flat_step import FlatStep
 from zeroshard.handle import Handle
 from zeroshard.interval import Interval
 from zeroshard.layout import Slot
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.owner_step import OwnerStep
+from zeroshard.tensor_file import bytes_of
 from zeroshard.unit import Unit
 
 Optimizers = ShardedOptimizer | Sequence[ShardedOptimizer] | None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.fit import Fit, fit, pairs_of
+from zeroshard.checkpoint.fit import Fit, fit, pairs_of, under_names_here
 from zeroshard.checkpoint.items import Extra, Optimizers, as_list
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
@@ -74,6 +74,7 @@ def load(
 
         def check() -> tuple[tuple[Reader, Fit], str]:
             reader = stack.enter_context(Reader(directory / name))
+            reader.manifest = under_names_here(reader.manifest, handle)
             fits = fit(reader.manifest, handle, optimizers, extra, allow_rounding)
             fits.expect(str(directory / name), strict=strict)
             return (reader, fits), reader.manifest.id

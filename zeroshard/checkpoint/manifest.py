@@ -23,48 +23,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from zeroshard.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
+from zeroshard.checked import CheckpointError as CheckpointError
 from zeroshard.interval import Interval
+from zeroshard.tensor_file import DTYPES, MAX_HEADER_BYTES, PLAIN_NAME
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 256 << 20
-MAX_HEADER_BYTES = 64 << 20
-MAX_DIMS = 64
-MAX_NUMEL = 1 << 48
 MANIFEST_NAME = "manifest.json"
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names that safetensors files use."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"digest": "', b'", "manifest": ', b"}\n"
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be saved, or is not what it should be: what was expected and found, in which file."""
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
@@ -107,7 +83,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's note. `values`: what is not a tensor (see `values.py`)."""
+    """See the module's note. `values`: what is not a tensor (see `values.py`). Of these "tied" is checked here: further
+    name of a parameter -> the one under which it is stored."""
 
     step: int
     id: str
@@ -115,6 +92,11 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     values: dict[str, Any]
     versions: dict[str, str]
+
+    @property
+    def tied(self) -> dict[str, str]:
+        tied: dict[str, str] = self.values.get("tied", {})  # before it was written, there was none
+        return tied
 
     def encode(self) -> bytes:
         body = {
@@ -141,34 +123,34 @@ class Manifest:
         digest = data[len(_PREFIX) : len(_PREFIX) + 32]
         framed = data.startswith(_PREFIX) and data[len(_PREFIX) + 32 : start] == _MIDDLE and data.endswith(_SUFFIX)
         if not framed:
-            _refuse("is not a manifest that zeroshard wrote")
+            refuse("is not a manifest that zeroshard wrote")
         if digest_of(text).encode() != digest:
-            _refuse(f"has the digest {digest_of(text)}, and says {digest!r}: it is damaged")
-        try:
-            body = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"is not valid JSON: {str(error)[:200]}") from None
-        return cls._checked(body)
+            refuse(f"has the digest {digest_of(text)}, and says {digest!r}: it is damaged")
+        return cls._checked(parse_json(text))
 
     @classmethod
     def _checked(cls, body: Any) -> Manifest:
-        body = _typed(body, dict, "the manifest")
+        body = typed(body, dict, "the manifest")
         if body.get("format") != FORMAT or isinstance(body.get("format"), bool):
-            _refuse(f"has format {_short(body.get('format'))}; this version of zeroshard reads format {FORMAT}")
-        files = tuple(_file(entry) for entry in _typed(body.get("files"), list, "files"))
+            refuse(f"has format {short(body.get('format'))}; this version of zeroshard reads format {FORMAT}")
+        files = tuple(_file(entry) for entry in typed(body.get("files"), list, "files"))
         if len({file.name for file in files}) != len(files):
-            _refuse("names a file twice")
+            refuse("names a file twice")
         tensors = {
-            name: decode_tensor(name, entry) for name, entry in _typed(body.get("tensors"), dict, "tensors").items()
+            name: decode_tensor(name, entry) for name, entry in typed(body.get("tensors"), dict, "tensors").items()
         }
         _expect_covered(files, tensors)
+        values = typed(body.get("values"), dict, "values")
+        for alias, name in typed(values.get("tied", {}), dict, "tied").items():
+            if f"model/{typed(name, str, 'a tied name')}" not in tensors or f"model/{alias}" in tensors:
+                refuse(f"ties {short(alias)} to {short(name)}: the first must not be stored, the second must")
         return cls(
-            step=_integer(body.get("step"), "step", MAX_NUMEL),
-            id=_typed(body.get("id"), str, "id"),
+            step=integer(body.get("step"), "step", MAX_NUMEL),
+            id=typed(body.get("id"), str, "id"),
             files=files,
             tensors=tensors,
-            values=_typed(body.get("values"), dict, "values"),
-            versions=_typed(body.get("versions"), dict, "versions"),
+            values=values,
+            versions=typed(body.get("versions"), dict, "versions"),
         )
 
 
@@ -180,23 +162,19 @@ def encode_tensor(entry: TensorEntry) -> dict[str, Any]:
 def decode_tensor(name: str, entry: Any) -> TensorEntry:
     """Raises:
     CheckpointError: a shape, a dtype or a chunk that cannot be."""
-    entry = _typed(entry, dict, f"tensor {_short(name)}")
-    shape = tuple(
-        _integer(n, f"a size of {_short(name)}", MAX_NUMEL) for n in _typed(entry.get("shape"), list, "shape")
-    )
-    if len(shape) > MAX_DIMS or math.prod(n for n in shape if n) > MAX_NUMEL:
-        _refuse(f"tensor {_short(name)} has the shape {_short(shape)}, which is too large")
-    dtype = DTYPES.get(_typed(entry.get("dtype"), str, "dtype"))
+    entry = typed(entry, dict, f"tensor {short(name)}")
+    shape = sizes(entry.get("shape"), f"tensor {short(name)}")
+    dtype = DTYPES.get(typed(entry.get("dtype"), str, "dtype"))
     if dtype is None:
-        _refuse(f"tensor {_short(name)} has the unknown dtype {_short(entry['dtype'])}")
-    chunks = [_chunk(name, dtype, item) for item in _typed(entry.get("chunks"), list, "chunks")]
+        refuse(f"tensor {short(name)} has the unknown dtype {short(entry['dtype'])}")
+    chunks = [_chunk(name, dtype, item) for item in typed(entry.get("chunks"), list, "chunks")]
     end = 0
     for chunk in chunks:
         if chunk.interval.start != end or not chunk.interval:
-            _refuse(f"tensor {_short(name)}: a chunk must start at {end}, found {chunk.interval}")
+            refuse(f"tensor {short(name)}: a chunk must start at {end}, found {chunk.interval}")
         end = chunk.interval.stop
     if end != math.prod(shape):
-        _refuse(f"tensor {_short(name)} has {math.prod(shape)} elements, its chunks end at {end}")
+        refuse(f"tensor {short(name)} has {math.prod(shape)} elements, its chunks end at {end}")
     return TensorEntry(shape, dtype, tuple(chunks))
 
 
@@ -205,31 +183,31 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def _chunk(name: str, dtype: torch.dtype, item: Any) -> Chunk:
-    item = _typed(item, list, f"a chunk of {_short(name)}")
+    item = typed(item, list, f"a chunk of {short(name)}")
     if len(item) != 5:
-        _refuse(f"tensor {_short(name)}: a chunk has five parts, found {len(item)}")
-    file, offset, start, stop = (_integer(n, f"a chunk of {_short(name)}", 1 << 62) for n in item[:4])
+        refuse(f"tensor {short(name)}: a chunk has five parts, found {len(item)}")
+    file, offset, start, stop = (integer(n, f"a chunk of {short(name)}", 1 << 62) for n in item[:4])
     if not start <= stop <= MAX_NUMEL:
-        _refuse(f"tensor {_short(name)}: a chunk from {start} to {stop}")
-    digests = _typed(item[4], list, "digests")
+        refuse(f"tensor {short(name)}: a chunk from {start} to {stop}")
+    digests = typed(item[4], list, "digests")
     expected = num_blocks((stop - start) * dtype.itemsize)
     if len(digests) != expected or not all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in digests):
-        _refuse(f"tensor {_short(name)}: a chunk of {stop - start} elements needs {expected} digests")
+        refuse(f"tensor {short(name)}: a chunk of {stop - start} elements needs {expected} digests")
     return Chunk(file, offset, Interval(start, stop), tuple(digests))
 
 
 def _file(entry: Any) -> FileEntry:
-    entry = _typed(entry, dict, "a file")
-    name = _typed(entry.get("name"), str, "the name of a file")
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
-        _refuse(f"names the file {_short(name)}: only plain names of files in the same folder are read")
-    num_bytes = _integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
-    header_bytes = _integer(entry.get("header_bytes"), f"the header of {name}", MAX_HEADER_BYTES)
+    entry = typed(entry, dict, "a file")
+    name = typed(entry.get("name"), str, "the name of a file")
+    if not PLAIN_NAME.fullmatch(name) or name == MANIFEST_NAME:
+        refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
+    num_bytes = integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
+    header_bytes = integer(entry.get("header_bytes"), f"the header of {name}", MAX_HEADER_BYTES)
     if not 8 <= header_bytes <= num_bytes:
-        _refuse(f"file {name} of {num_bytes} bytes cannot have a header of {header_bytes}")
-    digest = _typed(entry.get("digest"), str, "digest")
+        refuse(f"file {name} of {num_bytes} bytes cannot have a header of {header_bytes}")
+    digest = typed(entry.get("digest"), str, "digest")
     if not _DIGEST.fullmatch(digest):
-        _refuse(f"file {name} has the digest {_short(digest)}")
+        refuse(f"file {name} has the digest {short(digest)}")
     return FileEntry(name, num_bytes, header_bytes, digest)
 
 
@@ -239,41 +217,10 @@ def _expect_covered(files: Sequence[FileEntry], tensors: dict[str, TensorEntry])
     for name, entry in tensors.items():
         for chunk in entry.chunks:
             if chunk.file >= len(files):
-                _refuse(f"tensor {_short(name)} lies in file number {chunk.file} of {len(files)}")
+                refuse(f"tensor {short(name)} lies in file number {chunk.file} of {len(files)}")
             num_bytes = chunk.interval.numel * entry.dtype.itemsize
             parts[chunk.file].append((chunk.offset, chunk.offset + num_bytes))
     for file, of_file in zip(files, parts, strict=True):
         of_file.sort()
         if of_file[-1][1] != file.num_bytes or any(a[1] != b[0] for a, b in pairwise(of_file)):
-            _refuse(f"the chunks in {file.name} overlap, or leave a gap, or do not end with the file")
-
-
-def _typed(value: Any, kind: type, what: str) -> Any:
-    if not isinstance(value, kind):
-        _refuse(f"{what} must be of type {kind.__name__}, found {_short(value)}")
-    return value
-
-
-def _integer(value: Any, what: str, limit: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-        _refuse(f"{what} must be an integer from 0 to {limit}, found {_short(value)}")
-    return int(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, (str, int, float, bool, tuple)) or value is None else type(value).__name__
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a name twice in one object")
-    return dict(pairs)
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise CheckpointError(problem)
+            refuse(f"the chunks in {file.name} overlap, or leave a gap, or do not end with the file")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.checkpoint.manifest import CheckpointError
@@ -34,13 +34,17 @@ class Stopped(Exception):
 
 
 class Meeting:
-    """One for each save or load; `unique` is its name, the same on every rank."""
+    """One for each save or load; `unique` is its name, the same on every rank. Without `collectives`, one process is
+    alone, and needs no process group."""
 
-    def __init__(self, collectives: Collectives, unique: str) -> None:
-        world = collectives.mesh.world
-        self.rank, self.size = world.rank, world.size
-        self._store: Store = PrefixStore(f"zeroshard/{unique}", _get_default_store())
-        self._timeout = timeout_of(world.group, collectives.device).total_seconds()
+    def __init__(self, collectives: Collectives | None, unique: str) -> None:
+        self.rank, self.size, self._timeout = 0, 1, 0.0
+        store: Store = HashStore()
+        if collectives is not None:
+            world = collectives.mesh.world
+            self.rank, self.size, store = world.rank, world.size, _get_default_store()
+            self._timeout = timeout_of(world.group, collectives.device).total_seconds()
+        self._store = PrefixStore(f"zeroshard/{unique}", store)
         self._last_beat = 0.0
 
     def beat(self) -> None:

@@ -23,8 +23,8 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     digest_of,
 )
-from zeroshard.checkpoint.writer import bytes_of
 from zeroshard.interval import Interval
+from zeroshard.tensor_file import bytes_of
 
 
 class Reader:
@@ -53,7 +53,7 @@ class Reader:
                 if size > MAX_MANIFEST_BYTES:
                     raise CheckpointError(f"has {size} bytes, more than {MAX_MANIFEST_BYTES}")
                 data = bytearray(size)
-                _fill(file, memoryview(data), 0)
+                files.fill(file, memoryview(data), 0)
             finally:
                 os.close(file)
             self.manifest = Manifest.decode(bytes(data))
@@ -90,12 +90,16 @@ class Reader:
         """A whole tensor, in its shape."""
         entry = self.entry(name)
         flat = torch.empty(entry.numel, dtype=entry.dtype)
+        self.read_into(name, Interval(0, entry.numel), flat)
+        return flat.view(entry.shape)
+
+    def read_into(self, name: str, interval: Interval, out: Tensor) -> None:
+        """The elements `interval` of a flattened tensor; `out`: [interval.numel], on any device."""
 
         def take(part: Interval, values: Tensor) -> None:
-            flat[part.slice] = values
+            out[part.relative_to(interval.start).slice] = values.to(out.device)
 
-        self.read(name, Interval(0, entry.numel), take)
-        return flat.view(entry.shape)
+        self.read(name, interval, take)
 
     def check_everything(self) -> None:
         """Every byte of every file against its digest. All damaged files are named."""
@@ -139,7 +143,7 @@ class Reader:
         place = bytes_of(self._block[:num_bytes])
         name = self.folder / self.manifest.files[number].name
         try:
-            _fill(file, place, offset)
+            files.fill(file, place, offset)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from None
         self.num_bytes += num_bytes
@@ -159,18 +163,9 @@ class Reader:
                 if size != entry.num_bytes:
                     raise CheckpointError(f"{path} has {size} bytes, expected {entry.num_bytes}")
                 header = bytearray(entry.header_bytes)
-                _fill(file, memoryview(header), 0)
+                files.fill(file, memoryview(header), 0)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
             if digest_of(header) != entry.digest:
                 raise CheckpointError(f"{path} is damaged, or of another checkpoint: its header has another digest")
         return self._open[number]
-
-
-def _fill(file: int, place: memoryview, offset: int) -> None:
-    """Read exactly that many bytes."""
-    while place:
-        count = os.preadv(file, [place], offset)
-        if count == 0:
-            raise OSError(f"it ends at byte {offset}")
-        place, offset = place[count:], offset + count

@@ -143,7 +143,7 @@ def save(
     file, sizes = together(
         handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background), (ValueError,)
     )
-    values = {**own.values, "extra": own.extra.values, "world_size": world.size}
+    values = {**own.values, "extra": own.extra.values, "world_size": world.size, "tied": handle.tied()}
     base = Manifest(step, unique, (), {}, values, versions())
 
     # 3. There is room.

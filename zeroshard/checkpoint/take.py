@@ -82,20 +82,13 @@ def _state(
         if main is not None and dtype == main.dtype and one.kind == "optimizer":
             dtype = unit.main.dtype  # moments are kept as main is
         if one.kind == "optimizer" and not whole:
-            state[one.key] = Elementwise(dtype, partial(_read_into, reader, one.tensor))
+            state[one.key] = Elementwise(dtype, partial(reader.read_into, one.tensor))
         elif one.kind == "number":
             state[one.key] = reader.tensor(one.tensor).item()
         else:
             value = reader.tensor(one.tensor)
             state[one.key] = value.to(device, dtype) if one.kind == "optimizer" or on_device else value
     return state
-
-
-def _read_into(reader: Reader, name: str, param: Interval, out: Tensor) -> None:
-    def take(part: Interval, values: Tensor) -> None:
-        out[part.relative_to(param.start).slice] = values.to(out.device)
-
-    reader.read(name, param, take)
 
 
 # The rest -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ flat tensor named `<tensor>[<start>:<stop>]`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from torch import Tensor
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
 from zeroshard.interval import Interval, round_up
+from zeroshard.tensor_file import bytes_of
 
 SYNC_BYTES = 256 << 20
 """Written between two fsyncs: no single call takes so long that a rank seems to have stopped."""
@@ -85,16 +85,17 @@ class FilePlan:
         return sum(num_blocks(item.num_bytes) for item in self.items)
 
     @classmethod
-    def of(cls, items: Iterable[Item], file: int, metadata: dict[str, str]) -> FilePlan:
-        """Wide dtypes first, so that everything is aligned; empty items take part with their names alone."""
+    def of(cls, items: Iterable[Item], file: int, metadata: dict[str, str], *, whole: bool = False) -> FilePlan:
+        """Wide dtypes first, so that everything is aligned; empty items take part with their names alone. `whole`: the
+        items are whole tensors, and the file lists them by their own names and shapes, the empty ones too."""
         ordered = tuple(sorted(items, key=lambda item: -item.dtype.itemsize))
         header: dict[str, object] = {"__metadata__": metadata}
         end = 0
         for item in ordered:
-            if item.interval:
-                header[f"{item.name}[{item.interval.start}:{item.interval.stop}]"] = {
+            if item.interval or whole:
+                header[item.name if whole else f"{item.name}[{item.interval.start}:{item.interval.stop}]"] = {
                     "dtype": DTYPE_NAMES[item.dtype],
-                    "shape": [item.interval.numel],
+                    "shape": item.shape if whole else [item.interval.numel],
                     "data_offsets": [end, end + item.num_bytes],
                 }
                 end += item.num_bytes
@@ -141,10 +142,3 @@ def write_file(path: Path, plan: FilePlan, tick: Callable[[], None]) -> tuple[Fi
     finally:
         files.close(file)
     return FileEntry(path.name, plan.num_bytes, len(plan.header), digest_of(plan.header)), digests
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor where they lie; valid as long as it."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,235 @@
+"""A checkpoint becomes the files that other tools read, and their files become a checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+import zeroshard
+from tests.checkpoint.common import Awkward, Kind, Run, make, muon_and_adamw, read_all, same_bits, seed_all
+from tests.models.real import ROWS, Row
+from zeroshard.checkpoint import Reader, export, folders, import_model
+from zeroshard.testing import run_ranks
+
+NAMES = ("Llama", "GPT-2", "T5")
+
+
+def logits(row: Row, model: Any) -> torch.Tensor:
+    model.eval()
+    with torch.inference_mode():
+        result: torch.Tensor = model(**row.batch(0, 0, 9)).logits
+    return result
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each model: two steps, and in `full` what a plain model takes of the second one."""
+    directory = tmp_path_factory.mktemp("trained")
+
+    def check(rank: int) -> None:
+        for name in NAMES:
+            row = ROWS[name]
+            model: Any = make(row.build)
+            handle = zeroshard.shard(model, zeroshard.ZERO3, units=row.block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            for step in (1, 2):
+                optimizer.backward(row.loss(model, rank, 0, step))
+                optimizer.step()
+                zeroshard.save(directory / name, handle, optimizer, step=step)
+            state = handle.full_state_dict(main=True)
+            if rank == 0:
+                torch.save(state, directory / f"{name}.full")
+                model.config.save_pretrained(directory / f"{name}.config")
+
+    run_ranks(check, 2)
+    return directory
+
+
+def plain(trained: Path, name: str) -> Any:
+    """The model after two steps, without zeroshard."""
+    model = ROWS[name].build()
+    model.load_state_dict(torch.load(trained / f"{name}.full"))
+    return model
+
+
+def outside(trained: Path, name: str, step: int, out: Path, **options: Any) -> Path:
+    """An export, beside the model's configuration."""
+    out.mkdir()
+    (out / "config.json").write_bytes((trained / f"{name}.config" / "config.json").read_bytes())
+    export(trained / name / f"step-{step}", out, **options)
+    return out
+
+
+# Out ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_reads_an_export(name: str, trained: Path, tmp_path: Path) -> None:
+    model, row = plain(trained, name), ROWS[name]
+    expected = logits(row, model)
+    single = outside(trained, name, 2, tmp_path / "single")
+    split = outside(trained, name, 2, tmp_path / "split", max_file_bytes=6000)
+    copies = outside(trained, name, 2, tmp_path / "copies", copies=True)
+    other = outside(trained, name, 1, tmp_path / "other")
+    assert sorted(os.listdir(single)) == ["config.json", "model.safetensors"]
+    index = json.loads((split / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in split.glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 3
+    assert sorted(set(index["weight_map"].values())) == files
+    sizes = {file: sum(t.nbytes for t in load_file(split / file).values()) for file in files}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert all(size <= 6000 or len(load_file(split / file)) == 1 for file, size in sizes.items())
+    for folder in (single, split, copies):
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
+        assert torch.equal(logits(row, loaded), expected) and same_bits(loaded.state_dict(), model.state_dict())
+    assert not torch.equal(logits(row, type(model).from_pretrained(other)), expected)  # negative control
+    loaded = row.build()
+    load_model(loaded, single / "model.safetensors")
+    assert torch.equal(logits(row, loaded), expected)
+    loaded = row.build()
+    loaded.load_state_dict(load_file(copies / "model.safetensors"), strict=True)
+    assert torch.equal(logits(row, loaded), expected)
+    tied = set(model.state_dict()) - set(load_file(single / "model.safetensors"))
+    with safe_open(single / "model.safetensors", framework="pt") as file:
+        assert {*file.metadata()} == {"format", *tied} and bool(tied) == (name != "Llama")
+    if tied:
+        with pytest.raises(RuntimeError, match="Missing key"):  # why there are copies
+            loaded.load_state_dict(load_file(single / "model.safetensors"), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_is_that_of_torch(dtype: torch.dtype, trained: Path, tmp_path: Path) -> None:
+    (path,) = export(trained / "Llama" / "step-2", tmp_path, dtype=dtype)
+    expected = {name: value.to(dtype) for name, value in torch.load(trained / "Llama.full").items()}
+    assert same_bits(load_file(path), expected)
+
+
+def test_values_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
+    save_file({"big": torch.tensor([1.0, 1e6])}, tmp_path / "model.safetensors")
+    step = import_model(tmp_path, tmp_path / "run", step=0)
+    with pytest.raises(zeroshard.CheckpointError, match=r"big has values that are too large for torch.float16"):
+        export(step, tmp_path / "out", dtype=torch.float16)
+    assert os.listdir(tmp_path / "out") == []
+    export(step, tmp_path / "out", dtype=torch.bfloat16)
+
+
+def test_every_shape_and_dtype_and_buffers(tmp_path: Path) -> None:
+    """Parameters without elements, of one number, frozen; buffers; master weights; another number of ranks."""
+
+    def check(rank: int) -> Any:
+        seed_all(rank)
+        run = Run(rank, "zero2", "bf16-remainder", Kind(Awkward, groups=muon_and_adamw)).train(range(2))
+        run.save(tmp_path, 2)
+        return run.handle.full_state_dict(main=True)
+
+    expected = run_ranks(check, 3)[0]
+    (path,) = export(tmp_path / "step-2", tmp_path / "out", copies=True)
+    with Reader(tmp_path / "step-2") as reader:
+        stored = {n: reader.tensor(f"model/{reader.manifest.tied.get(n, n)}") for n in expected}
+    found = load_file(path)
+    assert same_bits(found, stored) and found["average"].shape == (5,) and found["empty"].shape == (0, 3)
+    assert all(torch.equal(found[n].float(), expected[n].float()) for n in expected)
+
+
+def test_an_export_that_fails_leaves_nothing_and_one_that_is_there_stays(trained: Path, tmp_path: Path) -> None:
+    step, out = trained / "GPT-2" / "step-2", tmp_path / "out"
+    export(step, out)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match=r"holds model.safetensors already"):
+        export(step, out, max_file_bytes=6000)
+    damaged = tmp_path / "step-2"
+    damaged.mkdir()
+    for path in step.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    with Reader(step) as reader:
+        chunk = reader.entry("model/transformer.h.2.mlp.c_proj.weight").chunks[-1]
+        path = damaged / reader.manifest.files[chunk.file].name
+    data = bytearray(path.read_bytes())
+    data[chunk.offset] ^= 1
+    path.write_bytes(data)
+    for options in ({}, {"max_file_bytes": 6000}):
+        with pytest.raises(zeroshard.CheckpointError, match=f"{path.name} is damaged"):
+            export(damaged, out, force=True, **options)  # type: ignore[arg-type]
+        assert os.listdir(out) == ["model.safetensors"] and (out / "model.safetensors").read_bytes() == before
+    export(step, out, max_file_bytes=6000, force=True)
+    assert "model.safetensors" not in os.listdir(out) and "model.safetensors.index.json" in os.listdir(out)
+    export(step, out, force=True)
+    assert os.listdir(out) == ["model.safetensors"] and (out / "model.safetensors").read_bytes() == before
+
+
+# In -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_transformers_become_a_step_that_any_plan_loads(name: str, trained: Path, tmp_path: Path) -> None:
+    model, row = plain(trained, name), ROWS[name]
+    expected = dict(model.state_dict())
+    model.save_pretrained(tmp_path / "single")
+    model.save_pretrained(tmp_path / "split", max_shard_size=10_000)
+    save_model(model, str(tmp_path / "model"))  # keeps the first of tied names in the alphabet: not ours
+    (tmp_path / "copies").mkdir()
+    save_file({n: v.clone() for n, v in expected.items()}, tmp_path / "copies" / "model.safetensors")
+    sources = ("single", "split", "model", "copies")
+    for step, source in enumerate(sources):
+        assert import_model(tmp_path / source, tmp_path / "run", step=step) == tmp_path / "run" / f"step-{step}"
+        zeroshard.verify(tmp_path / "run" / f"step-{step}")
+    assert folders.latest(tmp_path / "run") == len(sources) - 1
+    (again,) = export(tmp_path / "run" / "step-2", tmp_path / "again", copies=True)
+    assert same_bits(load_file(again), expected)
+
+    def check(rank: int) -> None:
+        for step, (plan, precision) in enumerate([("zero3", "fp32"), ("ddp", "bf16"), ("zero1", "bf16-remainder")] * 2):
+            policy: Any = precision
+            other: Any = make(row.build, 1)
+            handle = zeroshard.shard(other, getattr(zeroshard, plan.upper()), units=row.block, precision=policy)
+            zeroshard.load(tmp_path / "run", handle, step=step % len(sources), allow_rounding=precision == "bf16")
+            found = handle.full_state_dict(main=True)
+            assert same_bits({n: v.float() for n, v in found.items()}, expected)
+
+    run_ranks(check, 2)
+
+
+def test_names_that_are_one_parameter_here_must_agree(trained: Path, tmp_path: Path) -> None:
+    state = {n: v.clone() for n, v in plain(trained, "GPT-2").state_dict().items()}
+    state["lm_head.weight"][3] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    import_model(tmp_path, tmp_path / "run", step=0)
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(make(ROWS["GPT-2"].build), zeroshard.ZERO2)
+        before = handle.full_state_dict()
+        with pytest.raises(zeroshard.CheckpointError, match="are one parameter here, and two different ones"):
+            zeroshard.load(tmp_path / "run", handle)
+        assert same_bits(handle.full_state_dict(), before)
+
+    run_ranks(check, 2)
+
+
+def test_an_import_replaces_a_step_only_when_asked(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        save_file({"w": torch.full((3,), value)}, tmp_path / f"{value}.safetensors")
+    import_model(tmp_path / "1.0.safetensors", tmp_path / "run", step=5)
+    with pytest.raises(FileExistsError, match="holds step 5 already"):
+        import_model(tmp_path / "2.0.safetensors", tmp_path / "run", step=5)
+    assert read_all(tmp_path / "run" / "step-5")["model/w"].tolist() == [1.0] * 3
+    import_model(tmp_path / "2.0.safetensors", tmp_path / "run", step=5, force=True)
+    assert read_all(tmp_path / "run" / "step-5")["model/w"].tolist() == [2.0] * 3
+    assert sorted(os.listdir(tmp_path / "run")) == ["latest", "step-5"]
+
+
+def test_links_are_followed_only_when_asked(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "blob")
+    (tmp_path / "cache").mkdir()
+    os.symlink("../blob", tmp_path / "cache" / "model.safetensors")
+    with pytest.raises(zeroshard.CheckpointError, match="cannot be read"):
+        import_model(tmp_path / "cache", tmp_path / "run", step=0)
+    assert not (tmp_path / "run").exists()
+    import_model(tmp_path / "cache", tmp_path / "run", step=0, follow_links=True)
+    assert read_all(tmp_path / "run" / "step-0")["model/w"].tolist() == [1.0] * 3

@@ -1,0 +1,137 @@
+"""From a committed step to the files that other tools read: `model.safetensors`, or several with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.folders import new_id
+from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.writer import FilePlan, Item, write_file
+from zeroshard.interval import Interval
+from zeroshard.tensor_file import INDEX, SINGLE
+
+_OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors")
+
+
+def export(
+    step: Path,
+    out: Path,
+    *,
+    max_file_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    copies: bool = False,
+    force: bool = False,
+) -> list[Path]:
+    """Write the weights and buffers of a step folder as the plain model names them. Not collective; a block (1 MiB) in
+    memory at a time, each checked against its digest.
+
+    Files are written under temporary names, and get their own when all of them are complete, the index last.
+
+    Args:
+        out: a folder; it may hold other files (a configuration, say).
+        max_file_bytes: of the tensors in one file; more files and an index where that is not enough.
+        dtype: what floating-point tensors (but 8-bit ones) are cast to; None: as they are stored, mostly fp32 main.
+        copies: write tied parameters once for each of their names. Else once, with the other names in the header, as
+            `safetensors.torch.save_model` does.
+        force: replace files of these names.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        FileExistsError: `out` holds such files, and not `force`.
+        CheckpointError: a damaged step; a value that would become infinite.
+    """
+    with Reader(step) as reader:
+        tied = {} if copies else reader.manifest.tied
+        names = {name[6:]: name for name in reader.manifest.tensors if name.startswith("model/")}
+        if copies:
+            names |= {alias: f"model/{name}" for alias, name in reader.manifest.tied.items()}
+        items = [_item(reader, name, stored, dtype) for name, stored in sorted(names.items())]
+        parts = list(_parts(items, max_file_bytes))
+        single = len(parts) == 1
+        file_names = [
+            SINGLE if single else f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))
+        ]
+        work: dict[str, Callable[[Path], object]] = {}
+        for file_name, part in zip(file_names, parts, strict=True):
+            mine = {item.name for item in part}
+            metadata = {**{alias: name for alias, name in tied.items() if name in mine}, "format": "pt"}
+            plan = FilePlan.of(part, 0, metadata, whole=True)
+            work[file_name] = partial(write_file, plan=plan, tick=lambda: None)
+        if not single:
+            file_of = {item.name: name for name, part in zip(file_names, parts, strict=True) for item in part}
+            index = {"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": file_of}
+            work[INDEX] = partial(files.write_new, data=json.dumps(index, indent=2, sort_keys=True).encode())
+        return place(out, work, _OURS, force=force)
+
+
+def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Pattern[str], *, force: bool) -> list[Path]:
+    """Files by name: all written under temporary names, then all renamed, in this order. What is there already under
+    these names, or others that match `stale`, is replaced if `force`: the last of the names first, so that nobody finds
+    an old index of new files.
+
+    Raises:
+        FileExistsError: there are such files, and not `force`.
+    """
+    files.make_folders(out)
+    old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
+    if old and not force:
+        raise FileExistsError(f"{out} holds {old[0]} already (--force replaces it)")
+    unique, last = new_id(), list(work)[-1]
+    temporary = {name: out / f".{name}.tmp-{unique}" for name in work}
+    try:
+        for name, write in work.items():
+            write(temporary[name])
+        for name in sorted(old, key=lambda name: name not in (INDEX, last)):
+            if name not in work or (name == last and len(work) > 1):
+                files.remove_file(out / name)
+        for name in work:
+            files.replace(temporary[name], out / name)
+        files.sync_folder(out)
+    finally:
+        for path in temporary.values():
+            with suppress(FileNotFoundError):
+                files.remove_file(path)
+    return [out / name for name in work]
+
+
+def _item(reader: Reader, name: str, stored: str, dtype: torch.dtype | None) -> Item:
+    """A whole tensor that is read, and cast, block by block."""
+    entry = reader.entry(stored)
+    castable = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+    target = dtype if dtype is not None and castable else entry.dtype
+
+    def read(block: Interval) -> Tensor:
+        values = torch.empty(block.numel, dtype=entry.dtype)
+        reader.read_into(stored, block, values)
+        cast = values.to(target)
+        if target != entry.dtype and not torch.equal(cast.isinf(), values.isinf()):
+            raise CheckpointError(f"{name} has values that are too large for {target}")
+        return cast
+
+    return Item(name, entry.shape, target, Interval(0, entry.numel), read)
+
+
+def _parts(items: Sequence[Item], max_file_bytes: int | None) -> Iterator[list[Item]]:
+    """In order, as many as fit; one that does not fit alone has a file of its own."""
+    part: list[Item] = []
+    num_bytes = 0
+    for item in items:
+        if part and max_file_bytes is not None and num_bytes + item.num_bytes > max_file_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += item.num_bytes
+    yield part
