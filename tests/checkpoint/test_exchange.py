@@ -113,7 +113,7 @@ def test_a_cast_is_that_of_torch(dtype: torch.dtype, trained: Path, tmp_path: Pa
 
 def test_values_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
     save_file({"big": torch.tensor([1.0, 1e6])}, tmp_path / "model.safetensors")
-    step = import_model(tmp_path, tmp_path / "run", step=0)
+    step = import_model(tmp_path, tmp_path / "run", step=0).path
     with pytest.raises(zeroshard.CheckpointError, match=r"big has values that are too large for torch.float16"):
         export(step, tmp_path / "out", dtype=torch.float16)
     assert os.listdir(tmp_path / "out") == []
@@ -178,7 +178,8 @@ def test_files_of_transformers_become_a_step_that_any_plan_loads(name: str, trai
     save_file({n: v.clone() for n, v in expected.items()}, tmp_path / "copies" / "model.safetensors")
     sources = ("single", "split", "model", "copies")
     for step, source in enumerate(sources):
-        assert import_model(tmp_path / source, tmp_path / "run", step=step) == tmp_path / "run" / f"step-{step}"
+        done = import_model(tmp_path / source, tmp_path / "run", step=step)
+        assert done.path == tmp_path / "run" / f"step-{step}" and done.left_out == ()
         zeroshard.verify(tmp_path / "run" / f"step-{step}")
     assert folders.latest(tmp_path / "run") == len(sources) - 1
     (again,) = export(tmp_path / "run" / "step-2", tmp_path / "again", copies=True)

@@ -148,14 +148,19 @@ def _flat_items(flat: FlatStep) -> Iterator[Item]:
 def _state_item(key: str, slot: Slot, value: Any) -> Item:
     """A whole tensor of any shape, or a single number."""
     if isinstance(value, (bool, int, float)):
-        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise ValueError(f"state {key} of {slot.name} is {value}, which needs more than 64 bits")
-        return whole(_state_name("number", key, slot), torch.tensor(value, dtype=dtype))
+        return number(_state_name("number", key, slot), value)
     if not isinstance(value, Tensor):
         raise ValueError(f"state {key} of {slot.name} is of type {type(value).__name__}: neither tensor nor number")
     _expect_plain(key, slot, value)
     return whole(_state_name("optimizer" if value.dim() else "scalar", key, slot), value)
+
+
+def number(name: str, value: bool | int | float) -> Item:
+    """A Python number as a tensor."""
+    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name} is {value}, which needs more than 64 bits")
+    return whole(name, torch.tensor(value, dtype=dtype))
 
 
 def _expect_plain(key: str, slot: Slot, value: Any) -> None:

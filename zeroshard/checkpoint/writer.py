@@ -53,11 +53,11 @@ class Item:
     def num_bytes(self) -> int:
         return self.interval.numel * self.dtype.itemsize
 
-    def blocks(self) -> Iterable[Interval]:
-        """The interval in steps of BLOCK_BYTES."""
-        step = BLOCK_BYTES // self.dtype.itemsize
-        for start in range(self.interval.start, self.interval.stop, step):
-            yield Interval(start, min(start + step, self.interval.stop))
+    def blocks(self, part: Interval | None = None) -> Iterable[Interval]:
+        """The interval, or a part of it, in steps of BLOCK_BYTES."""
+        step, part = BLOCK_BYTES // self.dtype.itemsize, self.interval if part is None else part
+        for start in range(part.start, part.stop, step):
+            yield Interval(start, min(start + step, part.stop))
 
     def copied(self) -> Item:
         """The same with the values of this moment."""

@@ -58,7 +58,7 @@ def export(
         names = {name[6:]: name for name in reader.manifest.tensors if name.startswith("model/")}
         if copies:
             names |= {alias: f"model/{name}" for alias, name in reader.manifest.tied.items()}
-        items = [_item(reader, name, stored, dtype) for name, stored in sorted(names.items())]
+        items = [stored_item(reader, name, stored, dtype) for name, stored in sorted(names.items())]
         parts = list(_parts(items, max_file_bytes))
         single = len(parts) == 1
         file_names = [
@@ -107,7 +107,7 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
     return [out / name for name in work]
 
 
-def _item(reader: Reader, name: str, stored: str, dtype: torch.dtype | None) -> Item:
+def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | None) -> Item:
     """A whole tensor that is read, and cast, block by block."""
     entry = reader.entry(stored)
     castable = entry.dtype.is_floating_point and entry.dtype.itemsize > 1

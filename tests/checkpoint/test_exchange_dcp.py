@@ -1,0 +1,408 @@
+"""Checkpoints to and from torch.distributed.checkpoint, against FSDP2: weights and optimizer state, bit for bit; and
+what is hostile in such folders is refused, with nothing of it run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import zeroshard
+from tests.checkpoint.common import FULL, read_all, same_bits
+from tests.checkpoint.test_damage import opened_by
+from tests.checkpoint.test_faults import SEED
+from zeroshard.checkpoint import export, export_dcp, import_dcp
+from zeroshard.checkpoint.dcp_folder import Foreign
+from zeroshard.interval import Interval
+from zeroshard.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Small(nn.Module):
+    """Rows that ranks do not share evenly, a tied weight, a buffer, a parameter of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += 1
+        logits: Tensor = self.head(self.mix(self.norm(self.embed(tokens))))
+        return logits
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+
+
+def new_model(seed: int) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    tokens = torch.randint(7, (5,), generator=torch.Generator().manual_seed(rank + 10 * step))
+    return nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+
+
+def with_fsdp(seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
+    model = new_model(seed)
+    fully_shard(model.mix)
+    fully_shard(model)
+    return model, torch.optim.AdamW(groups(model), lr=1e-2)
+
+
+def with_zeroshard(plan: str, seed: int = 0) -> tuple[nn.Module, Any, Any]:
+    model = new_model(seed)
+    handle = zeroshard.shard(model, getattr(zeroshard, plan.upper()), units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(groups(model), torch.optim.AdamW, lr=1e-2, foreach=False)
+    return model, handle, optimizer
+
+
+def full_of_fsdp(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    found = {name: value.clone() for name, value in weights.items()}
+    for name, of_parameter in state["state"].items():
+        found |= {f"{key} of {name}": value.clone() for key, value in of_parameter.items()}
+    return found
+
+
+def full_of_zeroshard(handle: Any, optimizer: Any) -> dict[str, Tensor]:
+    found = dict(handle.full_state_dict(main=True))
+    state = optimizer.state_dict()["state"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, of_parameter in state.items():
+        name = handle.name_of(parameters[number])
+        found |= {f"{key} of {name}": torch.as_tensor(value).clone() for key, value in of_parameter.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What FSDP2 has saved after two steps: nested, flattened, the weights alone; `full`: the same, whole."""
+    directory = tmp_path_factory.mktemp("fsdp")
+
+    def check(rank: int) -> None:
+        model, optimizer = with_fsdp()
+        for step in range(2):
+            loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, flat in (("nested", False), ("flat", True)):
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            weights, state = get_state_dict(model, optimizer, options=options)
+            dcp.save({"model": weights, "optim": state, "epoch": 3}, checkpoint_id=directory / name)
+        dcp.save(weights, checkpoint_id=directory / "bare")
+        full = full_of_fsdp(model, optimizer)
+        if rank == 0:
+            torch.save(full, directory / "full")
+
+    run_ranks(check, 2)
+    return directory
+
+
+def test_zeroshard_goes_on_from_what_fsdp_has_saved(fsdp: Path, tmp_path: Path) -> None:
+    done = [import_dcp(fsdp / name, tmp_path, step=step) for step, name in enumerate(("nested", "flat"))]
+    done.append(import_dcp(fsdp / "bare", tmp_path, step=2, model_key=""))
+    assert [one.left_out for one in done] == [("epoch",), ("epoch",), ()]
+    for one in done:
+        zeroshard.verify(one.path)
+    first, second = (read_all(one.path) for one in done[:2])
+    assert same_bits(first, second) and {name.split("/")[0] for name in first} == {"model", "optimizer", "scalar"}
+    expected = torch.load(fsdp / "full")
+
+    def check(rank: int) -> None:
+        for step in (0, 1):
+            for plan in ("zero3", "ddp"):
+                _, handle, optimizer = with_zeroshard(plan, seed=1)
+                zeroshard.load(tmp_path, handle, optimizer, step=step)
+                found = full_of_zeroshard(handle, optimizer)
+                own = {name: value for name, value in expected.items() if "norm.running" not in name}
+                assert same_bits({name: found[name] for name in own}, own) and len(found) == len(expected)
+                assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+        _, handle, _ = with_zeroshard("zero1", seed=1)
+        zeroshard.load(tmp_path, handle, step=2)
+        assert torch.equal(handle.full_state_dict()["mix.weight"], expected["mix.weight"])
+        _, handle, other = with_zeroshard("zero2", seed=1)
+        other.param_groups[0]["lr"] = 0.5
+        zeroshard.load(tmp_path, handle, other, step=0)
+        assert other.param_groups[0]["lr"] == 1e-2
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("box_bytes", [1 << 20, 30])
+def test_fsdp_goes_on_from_what_zeroshard_has_saved(
+    box_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.checkpoint.exported_dcp.BOX_BYTES", box_bytes)
+
+    def train(rank: int) -> dict[str, Tensor]:
+        model, handle, optimizer = with_zeroshard("zero3")
+        for step in range(3):
+            optimizer.backward(loss(model, rank, step))
+            optimizer.step()
+            if step == 0:
+                zeroshard.save(tmp_path, handle, optimizer, step=1)
+        zeroshard.save(tmp_path, handle, optimizer, step=3)
+        return full_of_zeroshard(handle, optimizer)
+
+    expected = run_ranks(train, 2)[0]
+    for step in (1, 3):
+        export_dcp(tmp_path / f"step-{step}", tmp_path / f"dcp-{step}")
+    assert sorted(os.listdir(tmp_path / "dcp-3")) == [".metadata", "__0_0.distcp"]
+
+    def check(rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for step, flat in ((3, False), (3, True), (1, False)):
+            model, optimizer = with_fsdp(seed=1)
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            weights, state = get_state_dict(model, optimizer, options=options)
+            state_dict = {"model": weights, "optim": state}
+            dcp.load(state_dict, checkpoint_id=tmp_path / f"dcp-{step}")
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optim"],
+                options=options,
+            )
+            assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+            found.append(full_of_fsdp(model, optimizer))
+        return found
+
+    nested, flat, other = run_ranks(check, 2)[0]
+    assert same_bits(nested, expected) and same_bits(flat, expected)
+    assert not same_bits(other, expected)  # negative control
+    # And back here: the same bits again.
+    again = import_dcp(tmp_path / "dcp-3", tmp_path / "again", step=3).path
+    assert same_bits(read_all(again), read_all(tmp_path / "step-3"))
+    with pytest.raises(FileExistsError, match=r"holds .metadata already"):
+        export_dcp(tmp_path / "step-3", tmp_path / "dcp-3")
+
+
+def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
+    """Columns, blocks of a matrix, transposed storages, every dtype: as dcp.load reads them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def save(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        values = torch.arange(5 * 7 * 3, dtype=torch.float64).view(5, 7, 3)
+        places = {"rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)), "both": (Shard(0), Shard(1))}
+        state: dict[str, Any] = {k: distribute_tensor(values, mesh, place) for k, place in places.items()}
+        state["twice"] = distribute_tensor(values, mesh, (Shard(0), Shard(0)))
+        dcp.save({"model": state}, checkpoint_id=tmp_path / "sharded")
+
+    run_ranks(save, 4)
+    plain: dict[str, Tensor] = {
+        str(dtype): torch.randn(3, 5).mul(9).to(dtype)
+        for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.int16)
+    }
+    plain |= {"f8": torch.randn(3, 5).to(torch.float8_e4m3fn), "u16": torch.arange(5).to(torch.uint16)}
+    plain |= {"turned": torch.randn(4, 6).t(), "last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    plain |= {"empty": torch.empty(0, 4), "number": torch.tensor(2.5), "view": torch.randn(9)[2:5]}
+    dcp.save({"model": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    for folder in ("sharded", "plain"):
+        with Foreign(tmp_path / folder) as foreign:
+            for name, tensor in foreign.tensors.items():
+                expected = {name: torch.zeros(tensor.shape, dtype=tensor.dtype)}
+                dcp.load(expected, checkpoint_id=tmp_path / folder, no_dist=True)
+                whole = Interval(0, tensor.numel)
+                if whole:
+                    assert same_bits({name: foreign.read(name, whole).view(tensor.shape)}, expected), name
+                    part = Interval(tensor.numel // 3, tensor.numel // 3 + 1)
+                    assert same_bits({name: foreign.read(name, part)}, {name: expected[name].reshape(-1)[part.slice]})
+        step = import_dcp(tmp_path / folder, tmp_path / "run", step=len(folder)).path
+        zeroshard.verify(step)
+    found = read_all(tmp_path / "run" / "step-5")
+    assert same_bits({n: found[f"model/{n}"] for n in plain}, {n: v.contiguous() for n, v in plain.items()})
+
+
+# Enemies --------------------------------------------------------------------------------------------------------------
+
+
+class Attack:
+    """Calls `function(*args)` when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def attacks(trace: Path) -> Iterator[tuple[str, Any]]:
+    """Each leaves a file behind."""
+    code = f"open({str(trace)!r}, 'w').close()"
+    yield "os.system", Attack(os.system, f"touch {trace}")
+    yield "eval", Attack(eval, code)
+    yield "exec", Attack(exec, code)
+    yield "getattr", Attack(getattr(pickle, "loads"), pickle.dumps(Attack(exec, code)))  # noqa: B009
+    yield "touch", Attack(Path.touch, trace)
+
+
+def refused(folder: Path, tmp_path: Path) -> str:
+    """What `import_dcp` says; anything but a CheckpointError passes through."""
+    with pytest.raises(zeroshard.CheckpointError) as raised:
+        import_dcp(folder, tmp_path / "run", step=0)
+    assert not (tmp_path / "run" / "step-0").exists()
+    return str(raised.value)
+
+
+def test_code_in_pickles_is_not_run(fsdp: Path, tmp_path: Path) -> None:
+    folder, trace = tmp_path / "dcp", tmp_path / "trace"
+    shutil.copytree(fsdp / "nested", folder)
+    metadata = (folder / ".metadata").read_bytes()
+    for what, attack in attacks(trace):
+        hidden = pickle.loads(metadata)
+        hidden.planner_data = {"a": [attack]}
+        for data in (pickle.dumps(attack), pickle.dumps(attack, 0), pickle.dumps(hidden, 2), pickle.dumps(hidden, 4)):
+            (folder / ".metadata").write_bytes(data)
+            message = refused(folder, tmp_path)
+            assert not trace.exists() and ".metadata" in message, what
+            pickle.loads(data)  # negative control
+            assert trace.exists(), what
+            trace.unlink()
+    # The same in what stands for a hyper-parameter, and for a tensor.
+    for name in ("optim.param_groups.0.lr", "optim.state.mix.weight.step"):
+        for what, attack in attacks(trace):
+            changed = pickle.loads(metadata)
+            memory = io.BytesIO()
+            torch.save(attack, memory)
+            (folder / "evil").write_bytes(memory.getvalue())
+            for index, info in changed.storage_data.items():
+                if index.fqn == name:
+                    info.relative_path, info.offset, info.length = "evil", 0, len(memory.getvalue())
+            (folder / ".metadata").write_bytes(pickle.dumps(changed))
+            assert "nothing of it was run" in refused(folder, tmp_path) and not trace.exists(), what
+            torch.load(folder / "evil", weights_only=False)  # negative control
+            assert trace.exists()
+            trace.unlink()
+
+
+def changes(tmp_path: Path) -> Iterator[tuple[str, Callable[[Metadata], Any]]]:
+    """By hand: what an enemy may write without code."""
+
+    def info(metadata: Any) -> Any:
+        return next(v for k, v in metadata.storage_data.items() if k.fqn == "model.mix.weight")
+
+    def entry(metadata: Any) -> Any:
+        return metadata.state_dict_metadata["model.mix.weight"]
+
+    for name in ("../secret", str(tmp_path / "secret"), "a/b", "..", "", ".hidden", "link", "pipe", "gone", "folder",
+                 "a\0b", 7, None):  # fmt: skip
+        yield f"file {name!r:.20}", lambda m, name=name: setattr(info(m), "relative_path", name)
+    for key in ("offset", "length"):
+        for number in (-1, 0, 1, 1 << 40, 1 << 62, 1 << 70, 0.5, None, "0", True):
+            yield f"{key} {number!r}", lambda m, key=key, number=number: setattr(info(m), key, number)
+    yield "compressed", lambda m: setattr(info(m), "transform_descriptors", ["zstd"])
+    for size in ([7, 6], [6], [1 << 40, 6], [1 << 40] * 9, [2] * 100, []):
+        yield f"size {size!r:.20}", lambda m, size=size: setattr(entry(m), "size", torch.Size(size))
+    for size in ((6, 6), [6, 6], "66", None, torch.float32):
+        yield f"size {size!r:.20}", lambda m, size=size: setattr(entry(m), "size", size)
+    yield "no boxes", lambda m: entry(m).chunks.clear()
+    yield "a box twice", lambda m: entry(m).chunks.append(entry(m).chunks[0])
+    yield "a box elsewhere", lambda m: setattr(entry(m).chunks[0], "offsets", torch.Size([1, 0]))
+    yield "a box that is larger", lambda m: setattr(entry(m).chunks[0], "sizes", torch.Size([6, 6]))
+    yield "dtype", lambda m: setattr(entry(m).properties, "dtype", torch.float64)
+    yield "dtype none", lambda m: setattr(entry(m).properties, "dtype", torch.quint8)
+    yield "no storage", lambda m: m.storage_data.clear()
+    yield "no tensors", lambda m: m.state_dict_metadata.clear()
+    yield (
+        "slices twice",
+        lambda m: m.storage_data.update({k: info(m) for k in m.storage_data if k.fqn == "model.embed.weight"}),
+    )
+    yield "another name", lambda m: m.storage_data.pop(next(k for k in m.storage_data if k.fqn == "model.mix.weight"))
+    yield "no dict", lambda m: setattr(m, "state_dict_metadata", [1])
+    yield "a name that is none", lambda m: m.state_dict_metadata.update({7: entry(m)})
+    yield "an index that is none", lambda m: m.storage_data.update({"a": info(m)})
+    yield "an entry that is none", lambda m: m.state_dict_metadata.update(a=MetadataIndex("a"))
+
+
+def test_hostile_metadata_made_by_hand(fsdp: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    shutil.copytree(fsdp / "nested", folder)
+    shutil.copy(fsdp / "nested" / "__0_0.distcp", tmp_path / "secret")
+    os.symlink("../secret", folder / "link")
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    metadata = (folder / ".metadata").read_bytes()
+    bad, count = [], 0
+    fine = (str(folder), str(tmp_path / "run"), sys.prefix, sys.base_prefix)
+    for what, change in changes(tmp_path):
+        changed = pickle.loads(metadata)
+        change(changed)
+        (folder / ".metadata").write_bytes(pickle.dumps(changed))
+        try:
+            paths = opened_by(lambda: refused(folder, tmp_path))
+            outside = [path for path in paths if not path.startswith(fine) and path != str(tmp_path)]
+            bad += [f"{what}: opened {outside}"] if outside else []
+        except BaseException as error:
+            bad.append(f"{what}: {error!r:.200}")
+        count += 1
+    print(f"{count} hostile folders: {len(bad)} bad")
+    assert bad == []
+    deep = b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
+    loop = b"\x80\x04]\x94h\x00a."
+    short = (b"", b".", b"\x80\x04", b"\x80\x04K\x01.", b"(((", b"\x80\x04r\xff\xff\xff\x7f.", b"\x00" * 99,
+             b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", b"cos\nsystem\n.", b"\x80\x04)}\x94(h\x00h\x00u.",
+             b"t.", b"\x80\x040.", b"\x80\x02(K\x01q\x000.")  # fmt: skip
+    for data in (*short, deep, loop):
+        (folder / ".metadata").write_bytes(data)
+        refused(folder, tmp_path)
+
+
+def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
+    """Bytes changed anywhere: a CheckpointError, or a step (of other numbers: DCP has no digests)."""
+    rng = random.Random(SEED)
+    folder = tmp_path / "dcp"
+    shutil.copytree(fsdp / "nested", folder)
+    outcomes = {"refused": 0, "step": 0}
+    originals = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    for trial in range(3000 if FULL else 150):
+        path = rng.choice(list(originals))
+        data = bytearray(originals[path])
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data[: rng.randrange(len(data))] if trial % 10 == 0 else data)
+        try:
+            import_dcp(folder, tmp_path / "run", step=0, force=True)
+            outcomes["step"] += 1
+        except zeroshard.CheckpointError:
+            outcomes["refused"] += 1
+        path.write_bytes(originals[path])
+    print(outcomes)
+    assert outcomes["refused"] > 20
+
+
+def test_weights_of_a_step_without_an_optimizer(fsdp: Path, tmp_path: Path) -> None:
+    step = import_dcp(fsdp / "bare", tmp_path / "run", step=0, model_key="").path
+    export_dcp(step, tmp_path / "out", model_key="", dtype=torch.bfloat16)
+    expected = {n: v.to(torch.bfloat16) if v.is_floating_point() else v for n, v in torch.load(fsdp / "full").items()}
+    found = {n: torch.zeros_like(v) for n, v in expected.items() if " of " not in n and "running" not in n}
+    dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same_bits(found, {n: expected[n] for n in found})
+    export(step, tmp_path / "out")  # both may stand in one folder

@@ -1,0 +1,169 @@
+"""From a committed step to a folder that `torch.distributed.checkpoint.load` reads: for FSDP2, and others."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.dcp_folder import METADATA
+from zeroshard.checkpoint.exported import place, stored_item
+from zeroshard.checkpoint.fit import groups_of, state_names
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.values import decode
+from zeroshard.checkpoint.writer import SYNC_BYTES
+from zeroshard.interval import Interval
+
+DATA = "__0_0.distcp"
+BOX_BYTES = 32 << 20
+"""Large tensors are cut into boxes of so many bytes (but at least a row): one is in memory at a time."""
+_OURS = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
+
+
+def export_dcp(
+    step: Path,
+    out: Path,
+    *,
+    optimizer: bool = True,
+    dtype: torch.dtype | None = None,
+    model_key: str = "model",
+    optimizer_key: str = "optim",
+    force: bool = False,
+) -> list[Path]:
+    """Write what `dcp.save({model_key: ..., optimizer_key: ...})` of the state dicts would, in which
+    `torch.distributed.checkpoint.state_dict.get_state_dict` names things: tied weights by all their names, optimizer
+    state by parameter; param groups by number, and for each parameter, as `flatten_optimizer_state_dict` has them.
+    Not collective; every block is checked against its digest.
+
+    Args:
+        optimizer: also the state of the optimizers, if the step has any.
+        dtype: what floating-point weights are cast to; None: as they are stored.
+        model_key: "" for the names alone.
+
+    Returns:
+        The data, and `.metadata`, which is a pickle.
+
+    Raises:
+        FileExistsError: `out` holds such files, and not `force`.
+        CheckpointError: a damaged step; a value that would become infinite.
+    """
+    with Reader(step) as reader:
+        folder = _Folder()
+        manifest = reader.manifest
+        prefix = (model_key,) if model_key else ()
+
+        def write(path: Path) -> None:
+            file = files.create(path)
+            try:
+                for name in manifest.tensors:
+                    kind, _, rest = name.partition("/")
+                    if kind == "model":
+                        folder.add_tensor(file, (*prefix, rest), reader, name, dtype)
+                for alias, name in manifest.tied.items():
+                    folder.add_again((*prefix, alias), (*prefix, name))
+                if optimizer:
+                    _add_optimizers(folder, file, reader, optimizer_key)
+                files.sync(file)
+            finally:
+                files.close(file)
+
+        def write_metadata(path: Path) -> None:
+            files.write_new(path, folder.metadata())
+
+        return place(out, {DATA: write, METADATA: write_metadata}, _OURS, force=force)
+
+
+def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> None:
+    manifest = reader.manifest
+    for parameter, states in state_names(manifest).items():
+        for one in states:
+            path = (key, "state", parameter, one.key)
+            if one.kind == "number":
+                folder.add_value(file, path, reader.tensor(one.tensor).item())
+            else:
+                folder.add_tensor(file, path, reader, one.tensor, None)
+    saved = manifest.values.get("optimizers")
+    groups = [group for one in (saved if isinstance(saved, list) else []) for group in groups_of(one)]
+    for number, group in enumerate(groups):
+        for option, value in {**group["options"], "params": group["params"]}.items():
+            value = decode(value, reader.tensor)
+            folder.add_value(file, (key, "param_groups", number, option), value)
+            for parameter in group["params"] if option != "params" else ():
+                again = (key, f"param_groups.{parameter}.{option}")
+                folder.add_again(again, (key, "param_groups", number, option))
+
+
+class _Folder:
+    """What has been written, for the metadata; a path of keys is what the state dict was nested by."""
+
+    def __init__(self) -> None:
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        self._make, self._info = metadata, filesystem._StorageInfo
+        self._entries: dict[str, Any] = {}
+        self._storage: dict[Any, Any] = {}
+        self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._unsynced = 0
+
+    def add_tensor(
+        self, file: int, path: tuple[str | int, ...], reader: Reader, stored: str, dtype: torch.dtype | None
+    ) -> None:
+        name, item = self._name(path), stored_item(reader, stored, stored, dtype)
+        shape, row = item.shape, torch.Size(item.shape[1:]).numel()
+        rows, length = max(1, BOX_BYTES // max(1, row * item.dtype.itemsize)), shape[0] if shape else 1
+        boxes = []
+        for start in range(0, max(1, length), rows):
+            stop = min(start + rows, length)
+            values = torch.empty((stop - start) * row, dtype=item.dtype)
+            for block in item.blocks(Interval(start * row, stop * row)):
+                values[block.relative_to(start * row).slice] = item.read(block)
+            values = values.view([stop - start, *shape[1:]] if shape else [])
+            offsets = torch.Size([start, *[0] * (len(shape) - 1)] if shape else [])
+            boxes.append(self._make.ChunkStorageMetadata(offsets, values.shape))
+            self._storage[self._make.MetadataIndex(name, offsets, len(boxes) - 1)] = self._write(file, values)
+        properties = self._make.TensorProperties(item.dtype)
+        self._entries[name] = self._make.TensorStorageMetadata(properties, torch.Size(shape), boxes)
+
+    def add_value(self, file: int, path: tuple[str | int, ...], value: Any) -> None:
+        name = self._name(path)
+        self._entries[name] = self._make.BytesStorageMetadata()
+        self._storage[self._make.MetadataIndex(name)] = self._write(file, value)
+
+    def add_again(self, path: tuple[str | int, ...], known: tuple[str | int, ...]) -> None:
+        """Another name of what has been added. A name that there is already stays as it is."""
+        name, of = ".".join(map(str, path)), ".".join(map(str, known))
+        if name not in self._entries:
+            self._paths[name] = path
+            self._entries[name] = self._entries[of]
+            for index, info in self._indices(of):
+                self._storage[self._make.MetadataIndex(name, index.offset, index.index)] = info
+
+    def _indices(self, name: str) -> list[tuple[Any, Any]]:
+        offsets = [chunk.offsets for chunk in getattr(self._entries[name], "chunks", ())] or [None]
+        wanted = [self._make.MetadataIndex(name, offset, i) for i, offset in enumerate(offsets)]
+        return [(index, self._storage[index]) for index in wanted]
+
+    def metadata(self) -> bytes:
+        return pickle.dumps(self._make.Metadata(self._entries, self._paths, self._storage, version="1.0.0"))
+
+    def _name(self, path: tuple[str | int, ...]) -> str:
+        name = ".".join(map(str, path))
+        self._paths[name] = path
+        return name
+
+    def _write(self, file: int, value: Any) -> Any:
+        memory = io.BytesIO()
+        torch.save(value, memory)
+        start = os.lseek(file, 0, os.SEEK_CUR)
+        files.write_all(file, memory.getbuffer())
+        self._unsynced += memory.tell()
+        if self._unsynced > SYNC_BYTES:
+            files.sync(file)
+            self._unsynced = 0
+        return self._info(DATA, start, len(memory.getbuffer()))
