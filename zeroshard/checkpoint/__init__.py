@@ -4,6 +4,7 @@ from zeroshard.checkpoint.folders import prune as prune
 from zeroshard.checkpoint.folders import steps as steps
 from zeroshard.checkpoint.load import Loaded as Loaded
 from zeroshard.checkpoint.load import load as load
+from zeroshard.checkpoint.load import newest_good as newest_good
 from zeroshard.checkpoint.load import verify as verify
 from zeroshard.checkpoint.manifest import CheckpointError as CheckpointError
 from zeroshard.checkpoint.reader import Reader as Reader
