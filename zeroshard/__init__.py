@@ -22,5 +22,7 @@ from zeroshard.placement import ZERO3 as ZERO3
 from zeroshard.placement import Plan as Plan
 from zeroshard.precision import MixedPrecision as MixedPrecision
 from zeroshard.shard import shard as shard
+from zeroshard.watch import abort as abort
+from zeroshard.watch import abort_on_error as abort_on_error
 
 __version__ = "0.1.0"

@@ -15,6 +15,8 @@ def main() -> None:
             sys.exit(f"zeroshard: the command line needs {error.name}: pip install 'zeroshard[train]'")
         raise
     code = run(sys.argv[1:])
+    if "zeroshard.watch" in sys.modules:
+        sys.modules["zeroshard.watch"].stop()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     # Not sys.exit: a communication thread that lets go of a Python object while the interpreter is being taken down

@@ -10,12 +10,14 @@ import click
 from pydantic.fields import FieldInfo
 
 import zeroshard
+from zeroshard.checkpoint import steps
 
 from .train.config import Config, UserError, check_divides, fields, resolve, with_values
 from .train.data import prepare
-from .train.launch import INTERRUPTED, refuse, start_ranks, under_launcher
+from .train.launch import BAD_INPUT, INTERRUPTED, already_refused, refuse, start_ranks, times_restarted, under_launcher
 from .train.loop import train as train_this_rank
 from .train.ranks import sensible_nproc
+from .train.run import default_folder
 
 SHORT = {
     "parallel.plan": "--plan",
@@ -24,6 +26,7 @@ SHORT = {
     "data.path": "--data",
     "schedule.steps": "--steps",
     "run.out": "--out",
+    "parallel.max_restarts": "--max-restarts",
 }
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -75,24 +78,48 @@ def configuration_options(command: Command) -> Command:
 
 @main.command(context_settings={"show_default": False})
 @click.option("--config", "files", multiple=True, type=click.Path(path_type=Path), help="TOML file; several may follow")
-@click.option("--resume", type=click.Path(path_type=Path), help="folder of a saved run to go on with")
+@click.option(
+    "--resume",
+    metavar="auto|never|FOLDER",
+    default="never",
+    help="the run to go on with, from its newest good step; auto: the one in --out, if it has saved a step",
+)
 @configuration_options
 @click.pass_context
-def train(context: click.Context, /, files: tuple[Path, ...], resume: Path | None, **values: Any) -> int:
+def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **values: Any) -> int:
     """Train a small GPT on text: the Python standard library's source, or --data."""
+    if already_refused():
+        return BAD_INPUT
     overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
-    saved = [] if resume is None else [_saved_configuration(resume)]
-    config = resolve([*saved, *files], overrides)
-    if resume is not None and "run.out" not in overrides:
-        config = with_values(config, run={"out": str(resume)})
+    out = resolve(list(files), overrides).run.out
+    saved, occupied = _saved_run(resume, out)
+    if saved is not None:
+        config = resolve([_saved_configuration(saved), *files], overrides)
+        config = with_values(config, run={"out": out or str(saved)})
+    else:
+        config = resolve(list(files), overrides)
     nproc = _number_of_ranks(config, overrides.get("parallel.nproc"))
     config = with_values(config, parallel={"nproc": nproc})
     check_divides(config)
-    if under_launcher() or nproc == 1:
-        train_this_rank(config, resume=resume)
+    if under_launcher() or (nproc == 1 and not config.parallel.max_restarts):
+        train_this_rank(config, resume=saved, occupied=occupied)
         return 0
     prepare(config.data)  # here a mistake in --data is reported once, not by every rank
-    return start_ranks(nproc, context.obj)
+    arguments = list(context.obj)
+    if not config.run.out:  # what is started again must find it
+        arguments += ["--out", default_folder()]
+    return start_ranks(nproc, arguments, config.parallel.max_restarts)
+
+
+def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
+    """The run to go on with, and whether the folder may hold one that has saved nothing yet. Ranks that a launcher has
+    started again go on with their own."""
+    again = times_restarted() > 0
+    if (again or resume == "auto") and not out:
+        raise UserError("--resume auto, and ranks that are started again: expected --out, the folder of the run")
+    if (again or resume == "auto") and steps(out):
+        return Path(out), True
+    return None if resume in ("auto", "never") else Path(resume), again or resume == "auto"
 
 
 def _saved_configuration(resume: Path) -> Path:

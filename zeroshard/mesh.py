@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard import watch
+
 DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
@@ -29,7 +31,8 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         backend: "gloo" or "nccl"; by default nccl where CUDA is available, else gloo.
         timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the ranks that wait.
 
-    Does nothing where `torch.distributed` is initialised already (that group keeps the timeout it was made with).
+    Where `torch.distributed` is initialised already, that group is kept with its timeout. Either way a watch over the
+    ranks begins (`watch.py`): a rank that fails takes the others along within seconds, instead of the timeout.
 
     Raises:
         ValueError: a timeout that is not positive.
@@ -37,8 +40,12 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
         raise ValueError(f"timeout must be positive, found {timeout.total_seconds()} s")
-    if dist.is_initialized():
-        return
+    if not dist.is_initialized():
+        _join(backend, timeout)
+    watch.start()
+
+
+def _join(backend: str | None, timeout: timedelta) -> None:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from zeroshard import watch
 from zeroshard.collectives import CommLog
 
 
@@ -76,6 +77,7 @@ def _rank_main(
     except BaseException:
         _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode())
     finally:
+        watch.stop()
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
 

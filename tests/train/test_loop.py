@@ -5,20 +5,22 @@ import json
 import math
 import os
 import signal
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+import zeroshard
+from tests.checkpoint.faults import disk_with
+from zeroshard.checkpoint import Reader, steps
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
+from zeroshard.train.resume import Found
 from zeroshard.train.run import learning_rate_factor
-from zeroshard.train.save import Saved, load
 
 TINY = {
     "model.layers": 2,
@@ -53,9 +55,26 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows(out, "step")]
 
 
+def newest(out: Path) -> Reader:
+    return Reader(list(steps(out).values())[-1])
+
+
 def equal_states(a: Path, b: Path) -> bool:
-    first, second = (load_file(folder / "state.safetensors") for folder in (a, b))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    """Every tensor of the newest steps but what belongs to single ranks."""
+    with newest(a) as first, newest(b) as second:
+        names = [name for name in first.manifest.tensors if not name.startswith("rank/")]
+        same_names = names == [name for name in second.manifest.tensors if not name.startswith("rank/")]
+        return same_names and all(torch.equal(first.tensor(name), second.tensor(name)) for name in names)
+
+
+def updates_of(out: Path) -> int:
+    with newest(out) as reader:
+        return int(reader.manifest.values["extra"]["run"]["updates"])
+
+
+def scaler_of(out: Path) -> Any:
+    with newest(out) as reader:
+        return reader.manifest.values["optimizers"][0]["loss_scale"]
 
 
 def test_all_plans_learn_and_agree_bit_for_bit(text_folder: Path, tmp_path: Path) -> None:
@@ -126,7 +145,7 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule(text_folder: Path, tm
     lrs = [row["lr"] for row in steps]
     assert lrs == [1e-2 * learning_rate_factor(done, config.schedule) for done in updates[:-1]]
     assert lrs != [1e-2 * learning_rate_factor(step, config.schedule) for step in range(14)]
-    assert load(tmp_path / "run").updates == updates[-1]
+    assert updates_of(tmp_path / "run") == updates[-1]
     for row, following in itertools.pairwise(steps):
         assert row["applied"] or following["loss_scale"] == row["loss_scale"] / 2
         assert row["applied"] == (row["grad_norm"] is not None)
@@ -161,34 +180,35 @@ def equal_runs(a: Path, b: Path) -> bool:
     names = ("step", "loss", "lr", "grad_norm", "applied", "loss_scale")
     first, second = ([{name: row[name] for name in names} for row in rows(out, "step")] for out in (a, b))
     validations = rows(a, "validation") == rows(b, "validation")
-    scalers = load(a).loss_scale == load(b).loss_scale
+    scalers = scaler_of(a) == scaler_of(b)
     return first == second and validations and scalers and equal_states(a, b)
 
 
 def resumed_with(rank: int, config: Config, resume: Path, lost: str | None) -> Outcome:
-    """Resume, as it would be if the state file did not hold `lost`."""
-    saves = loop.start_run.__globals__["saves"]
+    """Resume, as it would be if the checkpoint did not hold `lost`."""
+    inside = loop.start_run.__globals__
+    load_run = inside["load_run"]
 
-    def partly(folder: Path) -> Saved:
-        saved = load(folder)
+    def partly(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> int:
+        fresh = optimizer.scaling.state_dict()
+        updates: int = load_run(handle, optimizer, found)
+        saved = optimizer.scaling.state_dict()
         match lost:
             case "the scaler's state":
-                return replace(saved, loss_scale={})
+                optimizer.scaling.load_state_dict(fresh)
             case "its growth tracker":
-                assert saved.loss_scale["growth_tracker"] > 0
-                return replace(saved, loss_scale={**saved.loss_scale, "growth_tracker": 0})
+                assert saved["growth_tracker"] > 0
+                optimizer.scaling.load_state_dict({**saved, "growth_tracker": 0})
             case "the number of updates":
-                return replace(saved, updates=saved.step)
-        return saved
+                return found.step
+        return updates
 
-    saves.load = partly  # this process is a fork: nobody else sees it
+    inside["load_run"] = partly  # this process is a fork: nobody else sees it
     return train(config, resume=resume)
 
 
 def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(text_folder: Path, tmp_path: Path) -> None:
-    """It was not: the state file had no loss scale, and the learning rate was taken from the step.
-
-    Stopped right after the first skipped step, and after some that were applied, in the middle of a growth interval;
+    """Stopped right after the first skipped step, and after some that were applied, in the middle of a growth interval;
     going on under the same plan, and under another. The last three runs show that each part of what is saved is needed.
     """
     whole = tmp_path / "whole"
@@ -234,7 +254,7 @@ def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = tiny(text_folder, out)
     run_ranks(train_rank, 2, config)
-    assert {path.name for path in out.iterdir()} >= {"config.toml", "metrics.jsonl", "state.safetensors", "sample.txt"}
+    assert {path.name for path in out.iterdir()} >= {"config.toml", "metrics.jsonl", "step-6", "latest", "sample.txt"}
     assert not [path for path in out.iterdir() if "tmp" in path.name]
     assert resolve([out / "config.toml"], {}) == config
     first = rows(out, "step")[0]
@@ -242,8 +262,16 @@ def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
     assert first["engine_bytes"] > 0
     assert 0 <= first["communication_share"] <= 1
     assert [row["step"] for row in rows(out, "validation")] == [3, 6]
-    names = load_file(out / "state.safetensors").keys()
-    assert {"model.blocks.0.mlp.down.weight", "optimizer.blocks.0.mlp.down.weight.exp_avg"} <= names
+    with newest(out) as reader:
+        assert {"model/blocks.0.mlp.down.weight", "optimizer/exp_avg/blocks.0.mlp.down.weight"} <= {
+            *reader.manifest.tensors
+        }
+
+
+def test_which_steps_stay(text_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_ranks(train_rank, 2, tiny(text_folder, out, run__save_every=1, run__keep_last=2, run__keep_every=3))
+    assert list(steps(out)) == [3, 5, 6]
 
 
 def crashing_rank(rank: int, config: Config) -> int:
@@ -257,7 +285,7 @@ def crashing_rank(rank: int, config: Config) -> int:
     loop.train_step = crashing  # this process is a fork: nobody else sees it
     with pytest.raises(ZeroDivisionError):
         train(config)
-    return load(Path(config.run.out)).step
+    return newest(Path(config.run.out)).manifest.step
 
 
 def test_a_crashed_run_goes_on_from_its_last_regular_save(text_folder: Path, tmp_path: Path) -> None:
@@ -279,9 +307,10 @@ def interrupted_rank(rank: int, config: Config) -> Outcome:
             os.kill(os.getpid(), signal.SIGINT)
         if rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert not (run.folder / "state.safetensors").exists()
+            assert not steps(run.folder)
         if step == 2:
-            assert (run.folder / "state.safetensors").exists()
+            run.handle.finish_background()
+            assert list(steps(run.folder)) == [2]
         return take_step(run, step)
 
     loop.train_step = signalled  # this process is a fork: nobody else sees it
@@ -312,7 +341,11 @@ def test_refusals_are_the_same_on_every_rank(text_folder: Path, tmp_path: Path) 
         (tiny(text_folder, tmp_path / "run"), None, "already holds a run: continue it with --resume"),
         (tiny(text_folder, tmp_path / "x"), tmp_path / "absent", "nothing to resume in"),
         (tiny(tmp_path / "other.txt", tmp_path / "x"), tmp_path / "run", "the text is not the one"),
-        (tiny(text_folder, tmp_path / "x", model__layers=3), tmp_path / "run", "the saved model differs at blocks.2"),
+        (
+            tiny(text_folder, tmp_path / "x", model__layers=3),
+            tmp_path / "run",
+            "does not fit: missing: blocks.2.",
+        ),
         (tiny(text_folder, tmp_path / "x", schedule__steps=2), tmp_path / "run", "has done 2 steps: expected --steps"),
         (tiny(text_folder, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
         (tiny(text_folder, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
@@ -325,24 +358,47 @@ def test_refusals_are_the_same_on_every_rank(text_folder: Path, tmp_path: Path) 
     assert not (tmp_path / "x").exists()
 
 
-def test_damaged_state_is_refused(text_folder: Path, tmp_path: Path) -> None:
+def damage(step: Path) -> None:
+    file = step / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_step_is_passed_over_aloud(
+    text_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
-    run_ranks(train_rank, 2, tiny(text_folder, out), None, 2)
-    (out / "state.safetensors").write_bytes(b"not a state")
-    assert "is not a state that zeroshard saved" in run_ranks(refused, 2, tiny(text_folder, out), out)[0]
+    config = tiny(text_folder, out, run__save_every=2)
+    run_ranks(train_rank, 2, config, None, 4)
+    whole = losses(out)
+    damage(out / "step-4")
+    capfd.readouterr()
+    run_ranks(train_rank, 2, config, out, 4)
+    said = capfd.readouterr().out
+    assert f"SKIPPED a damaged checkpoint: {out}/step-4/rank-00001.safetensors is damaged" in said
+    assert f"resumed after step 2 of {out}" in said
+    assert losses(out) == whole
+    for step in steps(out).values():
+        damage(step)
+    refusal = run_ranks(refused, 2, config, out)[0]
+    assert "no good step" in refusal and "step-2" in refusal and "step-4" in refusal
 
 
-def reports_a_full_disk(rank: int, config: Config) -> str:
-    def full(*arguments: object) -> None:
-        raise UserError("cannot save: disk full")
+def meets_a_full_disk(rank: int, config: Config) -> str:
+    with disk_with(free=10_000) if rank == 1 else nullcontext():
+        try:
+            train(config)
+        except zeroshard.CheckpointError as error:
+            return str(error)
+    return "no error"
 
-    loop.save_run.__globals__["saves"].save = full
-    return refused(rank, config)
 
-
-def test_a_save_that_fails_on_rank_0_is_known_to_all(text_folder: Path, tmp_path: Path) -> None:
-    found = run_ranks(reports_a_full_disk, 2, tiny(text_folder, tmp_path / "run"))
-    assert found == ["cannot save: disk full"] * 2
+def test_a_save_that_fails_on_one_rank_is_known_to_all(text_folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(meets_a_full_disk, 2, tiny(text_folder, tmp_path / "run"))
+    assert found[0] == found[1]
+    assert "No space left on device" in found[0]
+    assert not steps(tmp_path / "run")
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine() -> None:

@@ -8,6 +8,7 @@ from zeroshard.checkpoint.imported import import_dcp as import_dcp
 from zeroshard.checkpoint.imported import import_model as import_model
 from zeroshard.checkpoint.load import Loaded as Loaded
 from zeroshard.checkpoint.load import load as load
+from zeroshard.checkpoint.load import newest_good as newest_good
 from zeroshard.checkpoint.load import verify as verify
 from zeroshard.checkpoint.manifest import CheckpointError as CheckpointError
 from zeroshard.checkpoint.reader import Reader as Reader

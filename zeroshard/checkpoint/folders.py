@@ -188,5 +188,5 @@ def _remove(folder: Path) -> None:
 def _names(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []

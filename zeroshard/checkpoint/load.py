@@ -121,6 +121,24 @@ def load(
         return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
 
 
+def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:
+    """The newest step that is whole, every byte of it verified: the latest, else those below it, else those above (of
+    an earlier try). With what is wrong with each that was passed over. Not collective; needs no model."""
+    directory, problems = Path(directory), []
+    known = folders.steps(directory)
+    latest = max(known, default=0)
+    try:
+        latest = folders.latest(directory) or latest
+    except CheckpointError as error:
+        problems.append(str(error))
+    for step in sorted(known, key=lambda step: (step > latest, -step)):
+        try:
+            return verify(known[step]), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
+
+
 def verify(path: Path | str) -> Manifest:
     """Check every byte of a step folder (`.../step-12`) against its digests. Not collective; needs no model.
 

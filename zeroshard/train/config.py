@@ -29,6 +29,7 @@ class ModelConfig(_Section):
     width: int = Field(256, ge=2, description="features per token")
     heads: int = Field(4, ge=1, description="attention heads; divides width into even parts")
     context: int = Field(256, ge=1, description="tokens per sequence")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped after each half of a block")
     tied: bool = Field(False, description="use the embedding matrix as output head too")
 
     @model_validator(mode="after")
@@ -75,7 +76,8 @@ class ParallelConfig(_Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16-remainder"] = Field("fp32", description="of the weights")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     max_transient_bytes: int | None = Field(None, ge=1, description="cap on gather and reduce buffers per rank")
-    timeout: float = Field(300.0, gt=0, description="seconds until a silent peer is given up")
+    timeout: float = Field(120.0, gt=0, description="seconds until a silent peer is given up")
+    max_restarts: int = Field(0, ge=0, description="times to start all ranks again after one has failed (with --nproc)")
 
 
 class EvaluationConfig(_Section):
@@ -92,6 +94,8 @@ class RunConfig(_Section):
     out: str = Field("", description="run folder; default: runs/<date>-<time>")
     log_every: int = Field(10, ge=1, description="steps between lines when the output is not a terminal")
     save_every: int = Field(0, ge=0, description="steps between saves; 0: at the end and on request (SIGUSR1)")
+    keep_last: int = Field(2, ge=1, description="how many of the newest saved steps stay")
+    keep_every: int | None = Field(None, ge=1, description="saved steps that are multiples of it stay, too")
 
 
 class Config(_Section):

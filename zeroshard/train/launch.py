@@ -34,6 +34,11 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def times_restarted() -> int:
+    """How often the launcher has started this rank again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if under_launcher() else 0
+
+
 def refuse(problem: str) -> int:
     """Report bad input as one line and return the exit code. Ranks of `start_ranks` leave the word to their starter."""
     line = " ".join(problem.split())
@@ -45,10 +50,17 @@ def refuse(problem: str) -> int:
     return BAD_INPUT
 
 
-def start_ranks(nproc: int, arguments: list[str]) -> int:
+def already_refused() -> bool:
+    """Whether bad input has been reported: then there is no use in starting again."""
+    folder = os.environ.get(_PROBLEM_FOLDER)
+    return bool(folder) and times_restarted() > 0 and any(Path(str(folder)).iterdir())
+
+
+def start_ranks(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     """Run `python -m zeroshard <arguments>` in `nproc` ranks on this machine and wait; the exit code of the whole.
 
-    The first SIGINT or SIGTERM is passed on as a request to stop after the current step; a second one kills.
+    When a rank fails, all are started again, at most `max_restarts` times. The first SIGINT or SIGTERM is passed on as
+    a request to stop after the current step; a second one kills.
     """
     _quiet_elastic_logs()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
@@ -68,7 +80,7 @@ def start_ranks(nproc: int, arguments: list[str]) -> int:
             rdzv_endpoint="localhost:0",
             rdzv_configs={"timeout": 60},
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on

@@ -1,6 +1,6 @@
 """The training loop of one rank. Every rank runs this same program; only rank 0 prints and writes.
 
-join the ranks -> text, model, optimizer, what was saved      (run.start_run)
+join the ranks -> text, model, optimizer, a saved step        (run.start_run)
 for each step:   micro-batches, reduce, clip, step, schedule   (train_step)
                  exchange loss and requests                    (Ranks.sum)
                  evaluate, save, stop                          (fit)
@@ -24,12 +24,14 @@ import torch
 from rich.console import Console
 
 import zeroshard
+from zeroshard import watch
 
 from .config import Config
 from .data import read_windows, validation_windows
 from .metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
 from .progress import Progress, bytes_table, sample_panel, si, tell
 from .ranks import Ranks, joined
+from .resume import Found
 from .run import Run, save_run, start_run
 
 
@@ -41,7 +43,8 @@ class Outcome:
 
 
 class Requests:
-    """Signals as requests, honoured after the current step: SIGINT and SIGTERM stop, SIGUSR1 saves."""
+    """Signals as requests, honoured after the current step: SIGINT and SIGTERM stop, SIGUSR1 saves. Whoever is told to
+    stop a second time leaves at once, and lets the other ranks know."""
 
     def __init__(self) -> None:
         self.stop = False
@@ -51,6 +54,9 @@ class Requests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save = True
+        elif self.stop:
+            watch.abort(KeyboardInterrupt(f"told to stop twice ({signal.Signals(number).name})"), quiet=True)
+            os._exit(128 + number)
         else:
             self.stop = True
 
@@ -66,16 +72,18 @@ class Requests:
             signal.signal(number, handler)
 
 
-def train(config: Config, *, resume: Path | None = None, stop_at: int | None = None) -> Outcome:
+def train(config: Config, *, resume: Path | None = None, occupied: bool = False, stop_at: int | None = None) -> Outcome:
     """Train as `config` says, on this rank; collective. `resume` is the folder of a saved run.
 
-    `stop_at` ends the run after that many steps as Control-C would, without changing the schedule. Raises `UserError`
-    on every rank for what the person who started it can put right.
+    `occupied`: a run that has saved nothing yet may live in the folder, and is replaced. `stop_at` ends the run after
+    that many steps as Control-C would, without changing the schedule. Raises `UserError` on every rank for what the
+    person who started it can put right.
     """
     with Requests() as requests, joined(config.parallel) as ranks:
         console = Console(quiet=ranks.rank != 0)
-        run, first_step = start_run(config, ranks, resume)
-        introduce(run, first_step, console)
+        run, found = start_run(config, ranks, resume, occupied=occupied)
+        first_step = 0 if found is None else found.step
+        introduce(run, found, console)
         with Observers(observers(run, first_step, console)) as watchers:
             step = fit(run, first_step, requests, watchers, stop_at or config.schedule.steps)
             save_run(run, step)
@@ -124,7 +132,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         if done % config.evaluation.every == 0:
             watchers.on_validation(ValidationRecord(done, evaluate(run)))
         if save_now or (config.run.save_every and done % config.run.save_every == 0):
-            save_run(run, done)
+            save_run(run, done, background=True)
     return last_step
 
 
@@ -208,7 +216,7 @@ def observers(run: Run, first_step: int, console: Console) -> list[Observer]:
     return [*watching, Progress(console, run.config.schedule.steps, run.config.run.log_every)]
 
 
-def introduce(run: Run, first_step: int, console: Console) -> None:
+def introduce(run: Run, found: Found | None, console: Console) -> None:
     """Say what is about to run and how to reach it."""
     parallel, ranks = run.config.parallel, run.ranks
     tell(
@@ -217,8 +225,10 @@ def introduce(run: Run, first_step: int, console: Console) -> None:
     )
     tell(console, f"text: {si(len(run.corpus.train), 'B')} to train, {si(len(run.corpus.validation), 'B')} to validate")
     tell(console, f"run folder {run.folder}; Control-C stops and saves, kill -USR1 {os.getpid()} saves")
-    if first_step:
-        tell(console, f"resumed after step {first_step}")
+    for problem in () if found is None else found.skipped:
+        tell(console, f"SKIPPED a damaged checkpoint: {problem}")
+    if found is not None:
+        tell(console, f"resumed after step {found.step} of {found.folder}")
 
 
 def conclude(run: Run, step: int, console: Console) -> None:

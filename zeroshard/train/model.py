@@ -44,16 +44,17 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """The sharding unit."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.attention_norm = nn.RMSNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp = SwiGLU(width)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        x = x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
 
 
@@ -66,7 +67,7 @@ class GPT(nn.Module):
         super().__init__()
         self.context = config.context
         self.embedding = nn.Embedding(vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config.width, config.heads, config.dropout) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocabulary, bias=False)
         self.register_buffer("rotation", rotations(config.context, config.width // config.heads), persistent=False)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
+from zeroshard import watch
 
 from .config import ParallelConfig, UserError
 
@@ -88,19 +89,22 @@ def sensible_nproc(config: ParallelConfig) -> int:
 
 @contextmanager
 def joined(config: ParallelConfig) -> Iterator[Ranks]:
-    """Join the other ranks (a world of one without a launcher) and leave at the end, unless a caller has joined."""
+    """Join the other ranks (a world of one without a launcher) and leave at the end, unless a caller has joined. What
+    leaves the block as an error takes the other ranks along."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device_type(config)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     ours = not dist.is_initialized()
-    if ours:
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
+    if ours and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
         yield Ranks(dist.get_rank(), local_rank, dist.get_world_size(), device)
-    finally:
-        if ours:
-            dist.destroy_process_group()
+    except BaseException as error:
+        watch.abort(error, quiet=isinstance(error, UserError))
+        raise
+    watch.stop()
+    if ours:
+        dist.destroy_process_group()

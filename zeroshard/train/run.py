@@ -2,8 +2,8 @@
 
 Beyond the sharded state, everything that a step needs follows from the configuration and two numbers. Steps done give
 the batch (`data.Batches`) and the random numbers (`loop.seed_of`); updates, the steps that were not skipped, give the
-learning rate (`learning_rate_factor`). So a run is saved as weights, optimizer state, loss scale and these numbers, and
-a resumed run goes on exactly as the uninterrupted one would have.
+learning rate (`learning_rate_factor`). So a checkpoint holds the sharded state and these numbers, and a resumed run
+goes on exactly as the uninterrupted one would have.
 """
 
 import math
@@ -19,11 +19,11 @@ import zeroshard
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import plan_memory
 
-from . import save as saves
 from .config import Config, ScheduleConfig, UserError, check_divides, write
 from .data import VOCABULARY, Batches, Corpus, open_corpus, prepare, validation_windows
 from .model import GPT, Block
 from .ranks import Ranks
+from .resume import KEY, Found, Position, find
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,21 @@ class Run:
     numel: int
 
 
-def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, int]:
-    """Open the text, build and shard the model, load what was saved. Returns the run and the first step to take."""
+def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bool) -> tuple[Run, Found | None]:
+    """Open the text, build and shard the model, load what was saved. Returns the run and where it goes on from."""
     check_divides(config)
     corpus = open_corpus(ranks.first_does(lambda: prepare(config.data), per_node=True))
     context = config.model.context
     batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
     validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)  # refuse now, not later
-    saved = None if resume is None else ranks.together(lambda: saves.load(resume))
+    found = None
+    if resume is not None:
+        folder = resume
+        found = ranks.first_does(lambda: find(folder, corpus.digest, config.schedule))
 
     torch.manual_seed(config.run.seed)
     model = GPT(config.model, VOCABULARY).to(ranks.device)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    if saved is not None:
-        check_fits(saved, corpus, shapes, config.schedule)
-
     parallel = config.parallel
     try:
         planned = plan_memory(
@@ -82,29 +81,39 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None) -> tuple[Run, i
         optimizer = make_optimizer(config, model)
     except ValueError as error:
         raise UserError(str(error)) from error
-    folder = ranks.first_does(lambda: make_folder(config, resume))
-    if saved is not None:
-        handle.load_full_state_dict(saved.model)
-        state = saves.by_number(saved.optimizer, optimizer.state_dict(), model, optimizer)
-        optimizer.load_state_dict({**state, "loss_scale": saved.loss_scale})
-    scheduler = make_scheduler(optimizer, config.schedule, 0 if saved is None else saved.updates)
-    run = Run(config, ranks, folder, corpus, batches, model, handle, optimizer, scheduler, planned, numel)
-    return run, 0 if saved is None else saved.step
+    updates = 0 if found is None else load_run(handle, optimizer, found)
+    scheduler = make_scheduler(optimizer, config.schedule, updates)
+    folder = ranks.first_does(lambda: make_folder(config, resume, occupied))
+    return Run(config, ranks, folder, corpus, batches, model, handle, optimizer, scheduler, planned, numel), found
 
 
-def save_run(run: Run, step: int) -> None:
-    """Write the state after `step` steps into the run's folder. Collective."""
-    model_state = run.handle.full_state_dict(main=True)  # the fp32 values that the optimizer works on
-    state = run.optimizer.state_dict()
-    saved = saves.Saved(
-        step,
-        run.scheduler.last_epoch,
-        run.corpus.digest,
-        model_state,
-        saves.by_name(state, run.model, run.optimizer),
-        state.get("loss_scale", {}),
-    )
-    run.ranks.first_does(lambda: saves.save(run.folder, saved))
+def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> int:
+    """Take the state of a saved step, and the hyper-parameters of this run's configuration. Returns the updates."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    position = Position(0, "")
+    try:
+        zeroshard.load(found.folder, handle, optimizer, step=found.step, extra={KEY: position})
+    except zeroshard.CheckpointError as error:
+        raise UserError(str(error)) from error
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+    return position.updates
+
+
+def save_run(run: Run, step: int, *, background: bool = False) -> None:
+    """Write the state after `step` steps into the run's folder, and remove the steps that are not kept. Collective."""
+    keep = run.config.run
+    position = Position(run.scheduler.last_epoch, run.corpus.digest)
+
+    def prune() -> None:
+        zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+
+    run.handle.finish_background()
+    if background:  # what is written now is not there yet
+        run.ranks.first_does(prune)
+    zeroshard.save(run.folder, run.handle, run.optimizer, step=step, extra={KEY: position}, background=background)
+    if not background:
+        run.ranks.first_does(prune)
 
 
 def make_optimizer(config: Config, model: GPT) -> zeroshard.ShardedOptimizer:
@@ -142,11 +151,12 @@ def learning_rate_factor(updates: int, schedule: ScheduleConfig) -> float:
     return schedule.final_share + (1 - schedule.final_share) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def make_folder(config: Config, resume: Path | None) -> Path:
-    """Create the run's folder with its resolved configuration. `UserError` if another run lives there."""
-    folder = Path(config.run.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-    occupied = (folder / "metrics.jsonl").exists() or (folder / saves.FILE_NAME).exists()
-    if occupied and (resume is None or folder.resolve() != resume.resolve()):
+def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
+    """Create the run's folder with its resolved configuration. `UserError` if another run lives there, unless it may be
+    `occupied`."""
+    folder = Path(config.run.out or default_folder())
+    lived_in = (folder / "metrics.jsonl").exists() or bool(zeroshard.checkpoint.steps(folder))
+    if lived_in and not occupied and (resume is None or folder.resolve() != resume.resolve()):
         raise UserError(f"{folder} already holds a run: continue it with --resume {folder}, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,19 +166,5 @@ def make_folder(config: Config, resume: Path | None) -> Path:
     return folder
 
 
-def check_fits(saved: saves.Saved, corpus: Corpus, shapes: Mapping[str, torch.Size], schedule: ScheduleConfig) -> None:
-    """Refuse to resume with other text, another model or nothing left to do."""
-    if saved.data_digest != corpus.digest:
-        raise UserError(
-            f"the text is not the one that the saved run read: expected digest {saved.data_digest}, found "
-            f"{corpus.digest}; pass the same --data"
-        )
-    found = {name: value.shape for name, value in saved.model.items()}
-    for name in sorted(shapes.keys() | found.keys()):
-        if shapes.get(name) != found.get(name):
-            expected, got = (list(x[name]) if name in x else "nothing" for x in (shapes, found))
-            raise UserError(f"the saved model differs at {name}: expected {expected}, found {got}; pass the same model")
-    if saved.step >= schedule.steps:
-        raise UserError(
-            f"the saved run has done {saved.step} steps: expected --steps larger than that, found {schedule.steps}"
-        )
+def default_folder() -> str:
+    return f"runs/{datetime.now():%Y%m%d-%H%M%S}"

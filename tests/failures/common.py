@@ -1,0 +1,112 @@
+"""Forked ranks that fail, are killed, stopped or told to stop: how they end, when, and what they say."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from zeroshard import watch
+
+FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
+SEED = int(os.environ.get("ZEROSHARD_SEED", "20261121"))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`statuses` and `seconds` (since `mark`, the moment of the fault) by rank; a rank that had to be killed at the end
+    has the status None. `said`: what all of them wrote to stderr, in order."""
+
+    statuses: list[int | None]
+    seconds: list[float]
+    said: str
+
+
+class Ranks:
+    """Forked gloo ranks that end as an interpreter ends: an error that nobody catches goes to `sys.excepthook`."""
+
+    def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> None:
+        """`fn(rank, mark, *args)`; `mark()` notes the moment of the fault. `timeout`: of collectives."""
+        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-failures-")
+        self._reader, self._writer = os.pipe()
+        self._marked: float | None = None
+        self.pids: list[int] = []
+        for rank in range(num_ranks):
+            sys.stdout.flush(), sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                self._run(fn, rank, num_ranks, timeout, args)
+            self.pids.append(pid)
+
+    def _run(self, fn: Callable[..., Any], rank: int, num_ranks: int, timeout: float, args: Sequence[Any]) -> None:
+        status = 1
+        try:
+            log = os.open(f"{self._folder.name}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 2)
+            sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+            torch.set_num_threads(1)
+            random.seed(rank)
+            store = FileStore(f"{self._folder.name}/store", num_ranks)
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            fn(rank, lambda: os.write(self._writer, b"."), *args)
+            status = 0
+        except SystemExit as error:
+            status = int(error.code or 0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            watch.stop()  # as at exit
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+
+    def wait_mark(self) -> None:
+        os.read(self._reader, 1)
+        self._marked = time.monotonic()
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        self._marked = self._marked or time.monotonic()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def finish(self, limit: float = 30.0, *, without: Sequence[int] = ()) -> Ended:
+        """Until all have ended but those `without`, or `limit` seconds have passed; whoever is left is killed."""
+        statuses: dict[int, int | None] = {}
+        ends: dict[int, float] = {}
+        deadline = time.monotonic() + limit
+        os.set_blocking(self._reader, False)
+        while len(set(statuses) | set(without)) < len(self.pids) and time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                if os.read(self._reader, 1):
+                    self._marked = self._marked or time.monotonic()
+            for rank, pid in enumerate(self.pids):
+                if rank not in statuses:
+                    found, status = os.waitpid(pid, os.WNOHANG)
+                    if found:
+                        statuses[rank], ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+            time.sleep(0.002)
+        for rank, pid in enumerate(self.pids):
+            if rank not in statuses:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                statuses[rank], ends[rank] = None, time.monotonic()
+        os.close(self._reader), os.close(self._writer)
+        said = Path(self._folder.name, "said").read_text()
+        self._folder.cleanup()
+        began = self._marked if self._marked is not None else time.monotonic()
+        order = range(len(self.pids))
+        return Ended([statuses[rank] for rank in order], [ends[rank] - began for rank in order], said)

@@ -1,0 +1,223 @@
+"""A rank fails, in every part of the work and in every way: all ranks leave in seconds, and say whose fault it was."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import zeroshard
+from tests.checkpoint.common import Run, seed_all
+from tests.failures.common import FULL, SEED, Ended, Ranks
+from zeroshard import watch
+
+Place = Literal["data", "forward", "backward", "step", "save", "load"]
+Way = Literal["raises", "lingers", "dies"]
+PLACES: tuple[Place, ...] = ("data", "forward", "backward", "step", "save", "load")
+WAYS: tuple[Way, ...] = ("raises", "lingers", "dies")
+AT_STEP = 2
+
+
+class Injected(Exception):
+    pass
+
+
+class Trouble:
+    """What goes wrong, once: called at the place."""
+
+    def __init__(self, place: Place, way: Way, mark: Callable[[], Any]) -> None:
+        self.place, self.way, self.mark, self.armed = place, way, mark, False
+
+    def __call__(self, place: Place) -> None:
+        if self.armed and place == self.place:
+            self.mark()
+            if self.way == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Injected(f"injected into {place}")
+
+    def state_dict(self) -> dict[str, Any]:
+        self("save")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self("load")
+
+
+def work(run: Run, trouble: Trouble, directory: Path) -> None:
+    """Some steps, a save and a load."""
+    run.model.register_forward_pre_hook(lambda module, inputs: trouble("forward"))
+    next(run.model.parameters()).register_hook(lambda grad: trouble("backward"))
+    step = torch.optim.AdamW.step
+
+    def troubled(self: Any, *args: Any) -> Any:
+        trouble("step")
+        return step(self, *args)
+
+    torch.optim.AdamW.step = troubled  # type: ignore[method-assign,assignment]
+    for number in range(AT_STEP + 1):
+        trouble.armed = number == AT_STEP
+        trouble("data")
+        run.train([number])
+    zeroshard.save(directory, run.handle, run.optimizer, step=1, extra={"trouble": trouble})
+    zeroshard.load(directory, run.handle, run.optimizer, extra={"trouble": trouble})
+    run.train([AT_STEP + 1])
+
+
+def failing_rank(
+    rank: int, mark: Callable[[], Any], plan: str, culprit: int, place: Place, way: Way, directory: Path, watched: bool
+) -> None:
+    if watched:
+        zeroshard.init()
+    seed_all(rank)
+    run = Run(rank, plan, "fp32")
+    trouble = Trouble(place, way, mark if rank == culprit else lambda: None)
+    if rank != culprit:
+        trouble.place = None  # type: ignore[assignment]
+    if way != "lingers" or rank != culprit:
+        work(run, trouble, directory)
+        return
+    try:
+        with zeroshard.abort_on_error():
+            work(run, trouble, directory)
+    except Exception:
+        time.sleep(60)
+
+
+def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> None:
+    assert None not in ended.statuses, ended
+    assert 0 not in ended.statuses, ended
+    assert max(ended.seconds) < 5.0, ended
+    said = ended.said
+    if way == "dies":
+        assert f"because rank {culprit} has ended without a word" in said, said
+        return
+    first = next(line for line in said.splitlines() if line)
+    if place in ("save", "load"):  # these raise together, with the first rank's reason
+        assert re.fullmatch(r"zeroshard: rank \d of \d failed first:", first), said
+        assert re.search(rf"CheckpointError: .*\(on rank {culprit}\): Injected: injected into {place}", said), said
+    else:
+        assert re.fullmatch(rf"zeroshard: rank {culprit} of \d failed first:", first), said
+        assert said.count("Traceback") == 1, said
+        assert f"Injected: injected into {place}" in said.split("leaves, because")[0], said
+        others = len(ended.statuses) - 1
+        assert len(re.findall(rf"leaves, because rank {culprit} failed: .*injected into {place}", said)) == others, said
+
+
+def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
+    """200 failures in full: every place, every way, 2 and 3 ranks, every plan."""
+    chosen = random.Random(SEED)
+    kinds = list(itertools.product(PLACES, WAYS))
+    for trial in range(200 if FULL else len(PLACES)):
+        place, way = kinds[trial % len(kinds)] if FULL else (PLACES[trial], WAYS[trial % 3])
+        num_ranks = chosen.choice([2, 3])
+        culprit, plan = chosen.randrange(num_ranks), chosen.choice(["ddp", "zero1", "zero2", "zero3"])
+        arguments = plan, culprit, place, way, tmp_path / str(trial), True
+        ended = Ranks(failing_rank, num_ranks, *arguments).finish()
+        expect_culprit_named(ended, culprit, place, way)
+    if FULL:
+        print(f"\n{200} failures: all ranks out in under 5 s, the culprit named")
+
+
+def test_without_the_watch_the_others_wait_for_the_whole_timeout(tmp_path: Path) -> None:
+    """Negative control."""
+    ended = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5).finish(6.5)
+    assert ended.seconds[0] > 5.0 and ended.statuses[1] is None
+
+
+def waiting_rank(rank: int, mark: Callable[[], Any], how: str) -> None:
+    zeroshard.init()
+    run = Run(rank, "zero3", "fp32").train([0])
+    time.sleep(0.6)  # the watch has noted where it is
+    if rank == 1:
+        mark()
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elsewhere()
+    run.train([1, 2])
+
+
+def elsewhere() -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_the_others_wait_for_in_vain_is_named() -> None:
+    timeout = 2.0
+    stopped, elsewhere = (Ranks(waiting_rank, 3, how, timeout=timeout) for how in ("stopped", "elsewhere"))
+    for ranks, names in (
+        (stopped, r"rank 1 \(process \d+ on .*\) has stopped: it stands still, last seen at "),
+        (elsewhere, r"rank 1 \(process \d+ on .*\) is at test_watch.py:\d+ in elsewhere"),
+    ):
+        ended = ranks.finish(without=[1] if ranks is stopped else [])
+        assert (ended.statuses[0], ended.statuses[2]) == (1, 1)
+        assert max(ended.seconds[0], ended.seconds[2]) < timeout + 5.0, ended
+        assert re.search(f"zeroshard: {names}", ended.said), ended
+        assert len(re.findall(f"leaves, because rank . waited in vain: {names}", ended.said)) >= 1, ended
+    assert ended.statuses[1] == watch.FAILED  # elsewhere: it could not end by itself
+
+
+def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
+    zeroshard.init()
+    Run(rank, "zero1", "fp32").train([0]).handle.close()
+    if rank == 1:
+        time.sleep(1.5)
+
+
+def test_who_has_done_its_work_may_leave_before_the_others() -> None:
+    ended = Ranks(leaving_rank, 3).finish()
+    assert (ended.statuses, ended.said) == ([0, 0, 0], "")
+
+
+def test_started_twice_it_is_one() -> None:
+    def rank_main(rank: int, mark: Callable[[], Any]) -> None:
+        zeroshard.init()
+        first = watch._current
+        zeroshard.init()
+        assert watch._current is first is not None
+        torch.distributed.barrier()
+        watch.stop()
+        watch.stop()
+        zeroshard.abort(ValueError("nobody listens"))
+
+    assert Ranks(rank_main, 2).finish().statuses == [0, 0]
+
+
+SCRIPT = """
+import sys, time, torch, zeroshard
+zeroshard.init()
+rank = torch.distributed.get_rank()
+model = torch.nn.Linear(4, 4)
+handle = zeroshard.shard(model, "zero3")
+optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+for step in range(1000):
+    if step == 3 and rank == 1:
+        print(f"at {time.time()}", flush=True)
+        raise ValueError("no such file: data/7")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_an_ordinary_script_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=100)
+    ended = time.time()
+    assert done.returncode == 1
+    assert ended - float(done.stdout.split("at ")[1]) < 5.0
+    first = done.stderr.index("zeroshard: rank 1 of 2 failed first:")
+    assert "ValueError: no such file: data/7" in done.stderr[first:]
+    assert (
+        done.stderr.count("Traceback (most recent call last)") - done.stderr[first:].count("torch.distributed.elastic")
+        <= 2
+    )
