@@ -10,11 +10,12 @@ _FROM_THE_EXTRA = {"click", "numpy", "psutil", "pydantic", "rich", "safetensors"
 def main() -> None:
     try:
         from .cli import run
+
+        code = run(sys.argv[1:])
     except ModuleNotFoundError as error:
         if error.name in _FROM_THE_EXTRA:
             sys.exit(f"zeroshard: the command line needs {error.name}: pip install 'zeroshard[train]'")
         raise
-    code = run(sys.argv[1:])
     if "zeroshard.watch" in sys.modules:
         sys.modules["zeroshard.watch"].stop()
     with contextlib.suppress(BrokenPipeError):

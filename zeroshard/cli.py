@@ -1,23 +1,29 @@
-"""The command line: arguments only. One option per configuration field, generated from `train.config`."""
+"""The command line: arguments only. `train` has one option per configuration field, generated from `train.config`.
+
+The trainer is imported for `train` alone; the commands for checkpoints are in `commands.py`.
+"""
+
+from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
-from pydantic.fields import FieldInfo
 
 import zeroshard
 from zeroshard.checkpoint import steps
 
-from .train.config import Config, UserError, check_divides, fields, resolve, with_values
-from .train.data import prepare
-from .train.launch import BAD_INPUT, INTERRUPTED, already_refused, refuse, start_ranks, times_restarted, under_launcher
-from .train.loop import train as train_this_rank
-from .train.ranks import sensible_nproc
-from .train.run import default_folder
+from .commands import COMMANDS, Damaged
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from .train.config import Config
+
+BAD_INPUT, INTERRUPTED = 2, 130
 
 SHORT = {
     "parallel.plan": "--plan",
@@ -29,8 +35,6 @@ SHORT = {
     "parallel.max_restarts": "--max-restarts",
 }
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 
 def run(arguments: list[str]) -> int:
     """Carry out one command and return the exit code. Bad input: one line on stderr and 2, never a traceback."""
@@ -39,19 +43,36 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.NoSuchOption as error:
         nearest = difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
-        return refuse(f"unknown option {error.option_name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+        return _refuse(
+            f"unknown option {error.option_name}{f'; did you mean {nearest[0]}?' if nearest else ''}", arguments
+        )
+    except Damaged as error:
+        _refuse(error.format_message(), arguments)
+        return 1
     except click.ClickException as error:
-        return refuse(error.format_message())
-    except UserError as error:
-        return refuse(str(error))
+        return _refuse(error.format_message(), arguments)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
+
+
+def _refuse(problem: str, arguments: list[str]) -> int:
+    """One line on stderr; of ranks of the trainer, in its way."""
+    if arguments[:1] == ["train"]:
+        from .train.launch import refuse
+
+        return refuse(problem)
+    print(f"zeroshard: error: {' '.join(problem.split())}", file=sys.stderr)
+    return BAD_INPUT
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(zeroshard.__version__)
 def main() -> None:
     """Sharded data-parallel training for PyTorch."""
+
+
+for _command in COMMANDS:
+    main.add_command(_command)
 
 
 def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
@@ -64,19 +85,37 @@ def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
     return kind
 
 
-def configuration_options(command: Command) -> Command:
-    """Add `--section.name` for every field, besides the short names in `SHORT`."""
-    for key, info in reversed(list(fields())):
-        names = [f"--{key}", *([SHORT[key]] if key in SHORT else [])]
-        default = "" if info.default in ("", None) else f"  [default: {str(info.default).lower()}]"
-        option = click.option(
-            *names, key.replace(".", "__"), type=_click_type(info), help=f"{info.description}{default}", default=None
-        )
-        command = option(command)
-    return command
+class _Train(click.Command):
+    """Besides its own options `--section.name` for every field, and the short names in `SHORT`."""
+
+    complete = False
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        if not self.complete:
+            from .train.config import fields
+
+            self.complete = True
+            self.params += [_option(key, info) for key, info in fields()]
+        return super().make_context(*arguments, **options)
+
+    def invoke(self, context: click.Context) -> Any:
+        from .train.config import UserError
+
+        try:
+            return super().invoke(context)
+        except UserError as error:
+            raise click.ClickException(str(error)) from error
 
 
-@main.command(context_settings={"show_default": False})
+def _option(key: str, info: FieldInfo) -> click.Option:
+    names = [f"--{key}", *([SHORT[key]] if key in SHORT else [])]
+    default = "" if info.default in ("", None) else f"  [default: {str(info.default).lower()}]"
+    return click.Option(
+        [*names, key.replace(".", "__")], type=_click_type(info), help=f"{info.description}{default}", default=None
+    )
+
+
+@main.command(cls=_Train, context_settings={"show_default": False})
 @click.option("--config", "files", multiple=True, type=click.Path(path_type=Path), help="TOML file; several may follow")
 @click.option(
     "--resume",
@@ -84,10 +123,15 @@ def configuration_options(command: Command) -> Command:
     default="never",
     help="the run to go on with, from its newest good step; auto: the one in --out, if it has saved a step",
 )
-@configuration_options
 @click.pass_context
 def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **values: Any) -> int:
     """Train a small GPT on text: the Python standard library's source, or --data."""
+    from .train.config import check_divides, resolve, with_values
+    from .train.data import prepare
+    from .train.launch import already_refused, start_ranks, under_launcher
+    from .train.loop import train as train_this_rank
+    from .train.run import default_folder
+
     if already_refused():
         return BAD_INPUT
     overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
@@ -114,6 +158,9 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
 def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
     """The run to go on with, and whether the folder may hold one that has saved nothing yet. Ranks that a launcher has
     started again go on with their own."""
+    from .train.config import UserError
+    from .train.launch import times_restarted
+
     again = times_restarted() > 0
     if (again or resume == "auto") and not out:
         raise UserError("--resume auto, and ranks that are started again: expected --out, the folder of the run")
@@ -123,6 +170,8 @@ def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
 
 
 def _saved_configuration(resume: Path) -> Path:
+    from .train.config import UserError
+
     path = resume / "config.toml"
     if not path.is_file():
         raise UserError(f"--resume {resume}: expected the folder of a run, with {path.name} in it")
@@ -131,6 +180,10 @@ def _saved_configuration(resume: Path) -> Path:
 
 def _number_of_ranks(config: Config, asked: int | None) -> int:
     """The launcher's number, else --nproc, else one per GPU or one."""
+    from .train.config import UserError
+    from .train.launch import under_launcher
+    from .train.ranks import sensible_nproc
+
     if not under_launcher():
         return sensible_nproc(config.parallel)
     world_size = int(os.environ["WORLD_SIZE"])

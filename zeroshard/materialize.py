@@ -5,7 +5,6 @@ No rank ever holds more than its own part and the parameters of one module (or t
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checked import CheckpointError
 from zeroshard.collectives import Collectives
 from zeroshard.interval import Interval
+from zeroshard.tensor_file import TensorFile, open_model
 from zeroshard.unit import Unit, plain_name
 
 META = torch.device("meta")
@@ -93,69 +94,37 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _read(model: nn.Module, units: Sequence[Unit], path: Path) -> None:
-    """Of each parameter, the rows of a safetensors file that hold what this rank keeps."""
-    files = _Files(path)
+    """Of each parameter, the part of a safetensors file, or of several with an index, that this rank keeps."""
+    try:
+        found = open_model(path, follow_links=True)
+        try:
+            _read_from(found, model, units, path)
+        finally:
+            for file in set(found.values()):
+                file.close()
+    except CheckpointError as error:
+        raise ValueError(f"materialize: {error}") from None
+
+
+def _read_from(found: dict[str, TensorFile], model: nn.Module, units: Sequence[Unit], path: Path) -> None:
     wanted: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         wanted.setdefault(plain_name(name), tensor)
     persistent = {plain_name(name) for name in model.state_dict(keep_vars=True)}
-    present = set(files.names)
-    found_as = {id(tensor): name for name, tensor in wanted.items() if name in present}
+    found_as = {id(tensor): name for name, tensor in wanted.items() if name in found}
     missing = sorted(n for n, tensor in wanted.items() if id(tensor) not in found_as and n in persistent)
-    unexpected = sorted(present - set(wanted))
+    unexpected = sorted(found.keys() - set(wanted))
     if missing or unexpected:
         raise ValueError(f"{path}: missing {missing[:5] or 'nothing'}, unexpected {unexpected[:5] or 'nothing'}")
+    for name, tensor in wanted.items():
+        if name in found and found[name].tensors[name].shape != tuple(tensor.shape):
+            expected, shape = tuple(tensor.shape), found[name].tensors[name].shape
+            raise ValueError(f"{path}, {name}: expected shape {expected}, found {shape}")
     for unit in units:
         for index, parameter in enumerate(unit.parameters):
-            unit.take(index, files.reader(found_as[id(parameter)], tuple(parameter.shape)))
+            name = found_as[id(parameter)]
+            unit.take(index, partial(found[name].read, name))
     for buffer in model.buffers():
         if id(buffer) in found_as:
-            buffer.copy_(files.tensor(found_as[id(buffer)]))
-
-
-class _Files:
-    """One safetensors file, or a folder with an index of several."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                "reading a safetensors file needs the package safetensors: pip install safetensors"
-            ) from error
-        open_file: Callable[..., Any] = safe_open
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {file: open_file(path / file, framework="pt") for file in set(names.values())}
-            self._file_of: dict[str, Any] = {name: files[file] for name, file in names.items()}
-        else:
-            file = path / "model.safetensors" if path.is_dir() else path
-            if not file.is_file():
-                raise ValueError(f"materialize: there is no file {file}")
-            opened = open_file(file, framework="pt")
-            self._file_of = dict.fromkeys(opened.keys(), opened)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._file_of)
-
-    def tensor(self, name: str) -> Tensor:
-        found: Tensor = self._file_of[name].get_tensor(name)
-        return found
-
-    def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
-        """Interval of the flattened parameter -> its values; whole rows are read."""
-        rows = self._file_of[name].get_slice(name)
-        if tuple(rows.get_shape()) != shape:
-            raise ValueError(f"{name}: expected shape {shape}, found {tuple(rows.get_shape())}")
-        if len(shape) < 2 or not all(shape):
-            return lambda param: self.tensor(name).reshape(-1)[param.slice]
-        row = torch.Size(shape[1:]).numel()
-
-        def read(param: Any) -> Tensor:
-            first, last = param.start // row, -(-param.stop // row)
-            values: Tensor = rows[first:last].reshape(-1)
-            return values[param.start - first * row : param.stop - first * row]
-
-        return read
+            name = found_as[id(buffer)]
+            buffer.copy_(found[name].read(name, Interval(0, buffer.numel())).view(buffer.shape))

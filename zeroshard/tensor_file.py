@@ -77,6 +77,8 @@ class TensorFile:
         self.path = path
         try:
             self._file = open_plain(path, follow_links=follow_links)
+        except FileNotFoundError:
+            raise CheckpointError(f"there is no file {path}") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         try:

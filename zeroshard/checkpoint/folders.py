@@ -163,16 +163,21 @@ def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None =
         ValueError: a number below 1.
     """
     directory = Path(directory)
-    if keep_last < 1 or (keep_every is not None and keep_every < 1):
-        raise ValueError(f"keep_last and keep_every must be at least 1, found {keep_last} and {keep_every}")
+    to_prune(directory, keep_last=keep_last, keep_every=keep_every)
     sweep(directory)
-    known = steps(directory)
-    kept = {*list(known)[-keep_last:], latest(directory)}
-    kept |= {step for step in known if keep_every is not None and step % keep_every == 0}
-    gone = [step for step in known if step not in kept]
+    gone, known = to_prune(directory, keep_last=keep_last, keep_every=keep_every), steps(directory)
     for step in gone:
         _remove(known[step])
     return gone
+
+
+def to_prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
+    """The steps that `prune` would remove."""
+    if keep_last < 1 or (keep_every is not None and keep_every < 1):
+        raise ValueError(f"keep_last and keep_every must be at least 1, found {keep_last} and {keep_every}")
+    known = steps(directory)
+    kept = {*list(known)[-keep_last:], latest(Path(directory))}
+    return [step for step in known if step not in kept and (keep_every is None or step % keep_every)]
 
 
 def _remove(folder: Path) -> None:

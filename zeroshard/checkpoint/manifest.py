@@ -48,6 +48,11 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
+def digest_in(data: bytes | bytearray) -> str:
+    """What an encoded manifest says of itself."""
+    return data[len(_PREFIX) : len(_PREFIX) + 32].decode()
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """A safetensors file: `header_bytes` with the eight of its length, `digest` over these."""

@@ -21,6 +21,7 @@ from zeroshard.checkpoint.manifest import (
     Chunk,
     Manifest,
     TensorEntry,
+    digest_in,
     digest_of,
 )
 from zeroshard.interval import Interval
@@ -31,7 +32,7 @@ class Reader:
     """An open step folder; files are opened when they are first needed. Use it in a `with` statement.
 
     Attributes:
-        manifest: decoded and checked.
+        manifest: decoded and checked; `digest`: its own.
         num_bytes: read so far, of files (not of the manifest).
 
     Raises (in all methods):
@@ -57,6 +58,7 @@ class Reader:
             finally:
                 os.close(file)
             self.manifest = Manifest.decode(bytes(data))
+            self.digest = digest_in(data)
             if step_of(folder.name) not in (None, self.manifest.step):
                 raise CheckpointError(f"is that of step {self.manifest.step}, in the folder of another")
         except OSError as error:

@@ -1,0 +1,196 @@
+"""The commands for checkpoints, as they are typed; and that they start neither trainer nor process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import zeroshard
+from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
+from zeroshard.cli import run
+from zeroshard.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1, 2 and 3 of two ranks."""
+    directory = tmp_path_factory.mktemp("saved")
+
+    def check(rank: int) -> None:
+        seed_all(rank)
+        one = Run(rank, "zero3", "fp32", Kind(Awkward, groups=muon_and_adamw))
+        for step in range(3):
+            one.train(range(step, step + 1)).save(directory, step + 1)
+
+    run_ranks(check, 2)
+    return directory
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    """What the command prints; if it fails, the one line of its error."""
+    found = run([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert found == code, f"{found}: {out}{err}"
+    if not code:
+        assert err == ""
+        return out
+    assert err.startswith("zeroshard: error: ") and err.count("\n") == 1
+    return err
+
+
+def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "inspect", saved)
+    assert f"{saved}/step-3: step 3, id " in text and "of 2 ranks" in text
+    for words in ("rank-00001.safetensors", "Muon", "AdamW", "tied: head.weight is embed.weight", "extra: scheduler"):
+        assert words in text
+    assert "model/embed.weight" not in text and "model/embed.weight" in said(capsys, "inspect", saved, "--tensors")
+    found = json.loads(said(capsys, "inspect", saved / "step-2", "--json", "--tensors"))
+    manifest = json.loads((saved / "step-2" / "manifest.json").read_text())
+    assert (found["step"], found["digest"]) == (2, manifest["digest"]) and found["world_size"] == 2
+    assert [group["class"] for group in found["optimizers"][0]] == ["Muon", "AdamW", "AdamW"]
+    assert found["optimizers"][0][0]["options"]["lr"] == pytest.approx(0.007)  # the scheduler's
+    assert (
+        sum(kind["tensors"] for kind in found["kinds"]) == len(found["tensors"]) == len(manifest["manifest"]["tensors"])
+    )
+    values = read_all(saved / "step-2")
+    of_model = sum(kind["bytes"] for kind in found["kinds"] if kind["kind"] == "model")
+    assert of_model == sum(value.nbytes for name, value in values.items() if name.startswith("model/"))
+    assert found["tensors"]["model/embed.weight"]["shape"] == list(values["model/embed.weight"].shape)
+    assert json.loads(said(capsys, "inspect", saved, "--step", 1, "--json"))["step"] == 1
+
+
+def test_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = shutil.copytree(saved, tmp_path / "run")
+    assert "step-3: whole" in said(capsys, "verify", directory)
+    assert said(capsys, "verify", directory, "--all").count(": whole; ") == 3
+    path = directory / "step-2" / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said(capsys, "verify", directory)
+    assert "rank-00001.safetensors is damaged" in said(capsys, "verify", directory, "--step", 2, code=1)
+    assert run(["verify", str(directory), "--all"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count(": whole; ") == 2 and "step-2: damaged; " in out and "1 damaged: step-2" in err
+    (directory / "step-1" / "manifest.json").write_text("{}")
+    for command in (["inspect", directory, "--step", 1], ["verify", directory / "step-1"],
+                    ["export", directory / "step-1", tmp_path / "out"]):  # fmt: skip
+        assert "step-1/manifest.json is not a manifest that zeroshard wrote" in said(capsys, *command, code=1)
+    (directory / "latest").write_text("step-3 x\n")
+    assert "latest is damaged" in said(capsys, "inspect", directory, code=1)
+
+
+def test_export_and_import_again(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    text = said(capsys, "export", saved, out, "--step", 2)
+    assert text == f"{out}/model.safetensors: {(out / 'model.safetensors').stat().st_size:,} bytes\n"
+    state = {name[6:]: value for name, value in read_all(saved / "step-2").items() if name.startswith("model/")}
+    assert same_bits(load_file(out / "model.safetensors"), state)
+    assert "holds model.safetensors already (--force" in said(capsys, "export", saved, out, code=2)
+    split = said(capsys, "export", saved, out, "--force", "--max-file-size", "1kb", "--dtype", "bf16", "--copies")
+    assert "model-00002-of-0" in split and split.endswith(
+        f"{(out / 'model.safetensors.index.json').stat().st_size:,} bytes\n"
+    )
+    text = said(capsys, "import", out, tmp_path / "run", "--step", 7)
+    assert f"{tmp_path}/run/step-7: " in text and " model" in text
+    assert "holds step 7 already" in said(capsys, "import", out, tmp_path / "run", "--step", 7, code=2)
+    said(capsys, "export", saved, out, "--force")
+    said(capsys, "import", out / "model.safetensors", tmp_path / "run", "--step", 7, "--force")
+    assert "step-7: whole" in said(capsys, "verify", tmp_path / "run")
+    (out / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
+    assert "no safetensors file" in said(capsys, "import", out, tmp_path / "run", "--step", 8, code=1)
+
+
+def test_dcp_needs_a_word(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "export", saved, tmp_path / "dcp", "--format", "dcp")
+    found = {"model": {"embed.weight": torch.zeros_like(read_all(saved / "step-3")["model/embed.weight"])}}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(found["model"]["embed.weight"], read_all(saved / "step-3")["model/embed.weight"])
+    command = ["import", tmp_path / "dcp", tmp_path / "run", "--step", 0]
+    assert "with --allow-pickle" in said(capsys, *command, code=2)
+    assert not (tmp_path / "run").exists()
+    text = said(capsys, *command, "--allow-pickle", "--optimizer-class", "Muon")
+    assert "optimizer" in text and "left out" not in text
+    said(capsys, "export", saved, tmp_path / "bare", "--format", "dcp", "--no-optimizer", "--model-key", "")
+    again = ["import", tmp_path / "bare", tmp_path / "run", "--step", 1, "--allow-pickle"]
+    assert "has no tensor under 'model'" in said(capsys, *again, code=1)
+    said(capsys, *again, "--model-key", "")
+    first, second = (read_all(tmp_path / "run" / f"step-{step}") for step in (0, 1))
+    assert same_bits({k: v for k, v in first.items() if k.startswith("model/")}, second)
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x04cposix\nsystem\n.")
+    assert "names 'posix.system'" in said(capsys, *command, "--allow-pickle", "--force", code=1)
+
+
+def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = shutil.copytree(saved, tmp_path / "run")
+    (directory / "step-9.tmp-0123abcd").mkdir()
+    before = sorted(os.listdir(directory))
+    options = ["--keep-last", 1, "--keep-every", 2]
+    assert said(capsys, "prune", directory, *options, "--dry-run") == "would remove step-1\n"
+    assert sorted(os.listdir(directory)) == before
+    assert said(capsys, "prune", directory, *options) == "removed step-1\n"
+    assert sorted(os.listdir(directory)) == ["latest", "step-2", "step-3"]
+    assert said(capsys, "prune", directory, *options) == "removed nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("inspect /nowhere", "/nowhere is no checkpoint, and holds none"),
+        ("inspect /nowhere/step-3", "there is no folder /nowhere/step-3"),
+        ("verify {} --step 9", "holds no step 9; it has the steps [1, 2, 3]"),
+        ("verify {}/step-2 --step 1", "--step 1: {}/step-2 is one step already"),
+        ("verify /nowhere --all", "/nowhere holds no checkpoint"),
+        ("inspect {} --tensor", "unknown option --tensor; did you mean --tensors?"),
+        ("export {} /proc/none", "No such file or directory"),
+        ("export {} /tmp/x --max-file-size many", "'many' is no size"),
+        ("export {} /tmp/x --max-file-size 0", "'0' is no size"),
+        ("export {} /tmp/x --no-optimizer", "go with --format dcp"),
+        ("export {} /tmp/x --format dcp --copies", "go with --format safetensors"),
+        ("export {} /tmp/x --dtype int8", "'int8' is not one of 'stored', 'fp32', 'bf16', 'fp16'"),
+        ("import /nowhere {}", "Missing option '--step'"),
+        ("import /nowhere {} --step 1", "there is no /nowhere"),
+        ("import {} {} --step -1", "-1 is not in the range x>=0"),
+        ("prune {}", "Missing option '--keep-last'"),
+        ("prune {} --keep-last 0", "0 is not in the range x>=1"),
+        ("prune /nowhere --keep-last 1", "/nowhere holds no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    saved: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert message.replace("{}", str(saved)) in said(capsys, *arguments.replace("{}", str(saved)).split(), code=2)
+
+
+def test_neither_trainer_nor_process_group(saved: Path, tmp_path: Path) -> None:
+    """In a fresh interpreter, and without what only the trainer needs."""
+    code = f"""
+import sys
+absent = ["pydantic", "psutil", "tomli_w", "safetensors", "transformers"]
+sys.modules.update(dict.fromkeys(absent))
+from zeroshard.cli import run
+saved, out = {str(saved)!r}, {str(tmp_path)!r}
+for command in (["inspect", saved], ["verify", saved], ["export", saved, out + "/a"],
+                ["export", saved, out + "/b", "--format", "dcp"], ["import", out + "/a", out + "/run", "--step", "0"],
+                ["import", out + "/b", out + "/run", "--step", "1", "--allow-pickle"],
+                ["prune", out + "/run", "--keep-last", "1"], ["--help"]):
+    assert run(command) == 0, command
+import torch
+assert not torch.distributed.is_initialized()
+assert not [name for name in sys.modules if name.startswith("zeroshard.train")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "removed step-0" in done.stdout
+    assert zeroshard.verify(tmp_path / "run" / "step-1").step == 1

@@ -1,0 +1,294 @@
+"""The commands for checkpoints: look, verify, exchange, prune. One process; no process group, no model, no trainer."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint import CheckpointError, Reader, folders
+from zeroshard.checkpoint.dcp_folder import METADATA
+from zeroshard.checkpoint.fit import groups_of
+from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
+
+DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+class Damaged(click.ClickException):
+    """A checkpoint, or what was to become one, is not what it should be."""
+
+
+class _Command(click.Command):
+    """Reports in one line what is damaged, and what was asked for that cannot be."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except CheckpointError as error:
+            raise Damaged(str(error)) from error
+        except (OSError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]|[kmg]i)b?", str(value).lower())
+        if not match or int(float(match[1]) * _UNITS[match[2]]) < 1:
+            self.fail(f"{value!r} is no size: expected bytes, or a number with MB, GB, GiB, ...", param, context)
+        return int(float(match[1]) * _UNITS[match[2]])
+
+
+PATH = click.Path(path_type=Path)
+_step = click.option("--step", type=click.IntRange(0), help="which; without it the latest")
+_force = click.option("--force", is_flag=True, help="replace what is there")
+_keys = [
+    click.option(
+        "--model-key", default="model", show_default=True, help="dcp: where the model's state dict lies in it"
+    ),
+    click.option("--optimizer-key", default="optim", show_default=True, help="dcp: the same of the optimizer's"),
+]
+
+
+def _with_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_keys):
+        function = option(function)
+    return function
+
+
+def find(path: Path, step: int | None) -> Path:
+    """The step folder that `path` is, or holds."""
+    if (path / MANIFEST_NAME).exists() or (folders.step_of(path.name) is not None and not folders.steps(path)):
+        if not path.is_dir():
+            raise click.ClickException(f"there is no folder {path}")
+        if step not in (None, folders.step_of(path.name)):
+            raise click.ClickException(f"--step {step}: {path} is one step already")
+        return path
+    known = folders.steps(path)
+    if not known:
+        raise click.ClickException(f"{path} is no checkpoint, and holds none")
+    if step is not None and step not in known:
+        raise click.ClickException(f"{path} holds no step {step}; it has the steps {sorted(known)}")
+    return folders.find(path, step)
+
+
+# inspect --------------------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=_Command)
+@click.argument("path", type=PATH)
+@_step
+@click.option("--tensors", is_flag=True, help="list every tensor")
+@click.option("--json", "as_json", is_flag=True, help="for programs")
+def inspect(path: Path, step: int | None, tensors: bool, as_json: bool) -> None:
+    """What a step holds, by its manifest: PATH is a step folder, or the directory of steps."""
+    with Reader(find(path, step)) as reader:
+        found = summary(reader, tensors=tensors)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _print(found)
+
+
+def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
+    """As JSON. What is damaged, but for the bytes of tensors, is a CheckpointError."""
+    manifest, values = reader.manifest, reader.manifest.values
+    kinds: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for name, entry in manifest.tensors.items():
+        kind = name.split("/")[0], DTYPE_NAMES[entry.dtype]
+        kinds[kind] += 1
+        sizes[kind] += entry.numel * entry.dtype.itemsize
+    optimizers = values.get("optimizers")
+    result: dict[str, Any] = {
+        "path": str(reader.folder),
+        "step": manifest.step,
+        "id": manifest.id,
+        "digest": reader.digest,
+        "versions": manifest.versions,
+        "world_size": values.get("world_size"),
+        "files": [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files],
+        "kinds": [
+            {"kind": kind, "dtype": dtype, "tensors": count, "bytes": sizes[kind, dtype]}
+            for (kind, dtype), count in sorted(kinds.items())
+        ],
+        "optimizers": [
+            [{"class": g["class"], "parameters": len(g["params"]), "options": g["options"]} for g in groups_of(saved)]
+            for saved in (optimizers if isinstance(optimizers, list) else [])
+        ],
+        "extra": sorted(extra) if isinstance(extra := values.get("extra"), dict) else [],
+        "tied": manifest.tied,
+    }
+    if tensors:
+        result["tensors"] = {
+            name: {"dtype": DTYPE_NAMES[e.dtype], "shape": list(e.shape), "chunks": len(e.chunks)}
+            for name, e in manifest.tensors.items()
+        }
+    return result
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    console.print(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks")
+    console.print(f"written by {versions}; manifest {found['digest']}")
+    _table(console, ("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
+    rows = [(row["kind"], row["dtype"], row["tensors"], row["bytes"]) for row in found["kinds"]]
+    _table(console, ("kind", "dtype", "tensors", "bytes"), rows)
+    groups = [
+        (
+            number,
+            group["class"],
+            group["parameters"],
+            group["options"].get("lr", ""),
+            group["options"].get("weight_decay", ""),
+        )
+        for number, of_one in enumerate(found["optimizers"])
+        for group in of_one
+    ]
+    if groups:
+        _table(console, ("optimizer", "class", "parameters", "lr", "weight decay"), groups)
+    for alias, name in found["tied"].items():
+        console.print(f"tied: {alias} is {name}")
+    if found["extra"]:
+        console.print(f"extra: {', '.join(found['extra'])}")
+    if "tensors" in found:
+        rows = [(n, e["dtype"], str(tuple(e["shape"])), e["chunks"]) for n, e in found["tensors"].items()]
+        _table(console, ("tensor", "dtype", "shape", "chunks"), rows)
+
+
+def _table(console: Console, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        number = bool(rows) and isinstance(rows[0][index], (int, float))
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row))
+    console.print()
+    console.print(table, crop=False)
+
+
+# verify, prune --------------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=_Command)
+@click.argument("path", type=PATH)
+@_step
+@click.option("--all", "every", is_flag=True, help="every step in the directory PATH")
+def verify(path: Path, step: int | None, every: bool) -> None:
+    """Check every byte of a step against its digest."""
+    damaged = []
+    if every and not folders.steps(path):
+        raise click.ClickException(f"{path} holds no checkpoint")
+    for folder in folders.steps(path).values() if every else [find(path, step)]:
+        try:
+            manifest = checkpoint.verify(folder)
+            num_bytes = sum(file.num_bytes for file in manifest.files)
+            click.echo(f"{folder}: whole; {len(manifest.tensors)} tensors, {num_bytes:,} bytes")
+        except CheckpointError as error:
+            damaged.append(folder.name)
+            if not every:
+                raise
+            click.echo(f"{folder}: damaged; {error}")
+    if damaged:
+        raise Damaged(f"{path}: {len(damaged)} damaged: {', '.join(damaged)}")
+
+
+@click.command(cls=_Command)
+@click.argument("directory", type=PATH)
+@click.option("--keep-last", type=click.IntRange(1), required=True, help="how many of the newest stay")
+@click.option("--keep-every", type=click.IntRange(1), help="multiples of it stay, too")
+@click.option("--dry-run", is_flag=True, help="say what would go, and leave it")
+def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
+    """Remove old steps, and what dead saves have left over."""
+    if not folders.steps(directory):
+        raise click.ClickException(f"{directory} holds no checkpoint")
+    work = folders.to_prune if dry_run else folders.prune
+    gone = work(directory, keep_last=keep_last, keep_every=keep_every)
+    click.echo(f"{'would remove' if dry_run else 'removed'} {', '.join(map(folders.step_name, gone)) or 'nothing'}")
+
+
+# Exchange -------------------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=_Command)
+@click.argument("path", type=PATH)
+@click.argument("out", type=PATH)
+@_step
+@click.option("--format", "kind", type=click.Choice(["safetensors", "dcp"]), default="safetensors", show_default=True)
+@click.option("--dtype", type=click.Choice([*DTYPES]), default="stored", show_default=True, help="of the weights")
+@click.option(
+    "--max-file-size", type=_Size(), help="safetensors: split into files of that size (5GB, say), and an index"
+)
+@click.option("--copies", is_flag=True, help="safetensors: write tied weights under each of their names")
+@click.option("--no-optimizer", is_flag=True, help="dcp: the model alone")
+@_with_keys
+@_force
+def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_file_size: int | None, copies: bool,
+           no_optimizer: bool, model_key: str, optimizer_key: str, force: bool) -> None:  # fmt: skip
+    """Write files for other tools into the folder OUT: model.safetensors, as `from_pretrained` reads it, or a folder of
+    torch.distributed.checkpoint."""
+    folder, cast = find(path, step), DTYPES[dtype]
+    if kind == "safetensors":
+        if no_optimizer or (model_key, optimizer_key) != ("model", "optim"):
+            raise click.ClickException("--no-optimizer, --model-key and --optimizer-key go with --format dcp")
+        files = checkpoint.export(folder, out, max_file_bytes=max_file_size, dtype=cast, copies=copies, force=force)
+    else:
+        if copies or max_file_size:
+            raise click.ClickException("--copies and --max-file-size go with --format safetensors")
+        keys = {"model_key": model_key, "optimizer_key": optimizer_key}
+        files = checkpoint.export_dcp(folder, out, optimizer=not no_optimizer, dtype=cast, force=force, **keys)
+    for file in files:
+        click.echo(f"{file}: {file.stat().st_size:,} bytes")
+
+
+@click.command("import", cls=_Command)
+@click.argument("source", type=PATH)
+@click.argument("directory", type=PATH)
+@click.option("--step", type=click.IntRange(0), required=True, help="the number that it gets")
+@click.option("--allow-pickle", is_flag=True, help="dcp: read its pickles (as data: nothing in them is run)")
+@click.option("--optimizer-class", default="AdamW", show_default=True, help="dcp: whose state it is")
+@_with_keys
+@click.option("--follow-links", is_flag=True, help="safetensors: the files may be links, as in the cache of a hub")
+@_force
+def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimizer_class: str, model_key: str,
+            optimizer_key: str, follow_links: bool, force: bool) -> None:  # fmt: skip
+    """Make a step of DIRECTORY from SOURCE: a safetensors file, a folder with model.safetensors or an index of several,
+    or a folder of torch.distributed.checkpoint."""
+    if not source.exists():
+        raise click.ClickException(f"there is no {source}")
+    if (source / METADATA).exists():
+        if not allow_pickle:
+            raise click.ClickException(
+                f"{source} is a folder of torch.distributed.checkpoint, and holds pickles: with --allow-pickle they "
+                "are read, as data (nothing in them is run)"
+            )
+        done = checkpoint.import_dcp(
+            source,
+            directory,
+            step=step,
+            optimizer_class=optimizer_class,
+            model_key=model_key,
+            optimizer_key=optimizer_key,
+            force=force,
+        )
+    else:
+        done = checkpoint.import_model(source, directory, step=step, force=force, follow_links=follow_links)
+    with Reader(done.path) as reader:
+        kinds = Counter(name.split("/")[0] for name in reader.manifest.tensors)
+    click.echo(f"{done.path}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if done.left_out:
+        more = f" and {len(done.left_out) - 10} more" if len(done.left_out) > 10 else ""
+        click.echo(f"left out: {', '.join(done.left_out[:10])}{more}")
+
+
+COMMANDS = (inspect, verify, export, import_, prune)
