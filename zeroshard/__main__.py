@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 
-_FROM_THE_EXTRA = {"click", "numpy", "psutil", "pydantic", "rich", "safetensors", "tomli_w"}
+_FROM_THE_EXTRA = {"click", "numpy", "psutil", "pydantic", "rich", "tomli_w"}
 
 
 def main() -> None:

@@ -268,6 +268,8 @@ def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
         for value in (None, -1, [], "x", {"a": 1}, 10**30):
             if not (isinstance(value, dict) and key in ("values", "versions")) and not (key == "id" and value == "x"):
                 yield f"{key} {value!r}", changed(lambda body, key=key, value=value: body.update({key: value}))
+    for tied in ([], "x", None, {"a": 1}, {"a": None}, {"a": "nowhere"}, {"embed.weight": "gain"}, {"gain": "gain"}):
+        yield f"tied {tied!r}", changed(lambda body, tied=tied: body["values"].update(tied=tied))
     yield "format 2", changed(lambda body: body.update(format=2))
     text = json.dumps(valid).encode()
     yield "duplicate key", signed(text[:-1] + b', "step": 9}')

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import struct
+import sys
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 import zeroshard
-from tests.checkpoint.common import Awkward, Kind, Run, make, muon_and_adamw, read_all, same_bits, seed_all
+from tests.checkpoint.common import FULL, Awkward, Kind, Run, make, muon_and_adamw, read_all, same_bits, seed_all
+from tests.checkpoint.test_damage import opened_by
+from tests.checkpoint.test_faults import SEED
 from tests.models.real import ROWS, Row
 from zeroshard.checkpoint import Reader, export, folders, import_model
 from zeroshard.testing import run_ranks
@@ -234,3 +241,160 @@ def test_links_are_followed_only_when_asked(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     import_model(tmp_path / "cache", tmp_path / "run", step=0, follow_links=True)
     assert read_all(tmp_path / "run" / "step-0")["model/w"].tolist() == [1.0] * 3
+
+
+# Enemies --------------------------------------------------------------------------------------------------------------
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+def hostile() -> Iterator[tuple[str, bytes]]:
+    """By hand: (what, bytes of a file)."""
+    eight = bytes(8)
+    for length in (0, 1, 7, 1 << 31, 1 << 62, (1 << 64) - 1):
+        yield f"length {length}", file_of({"a": entry()}, eight, length)
+    for key, values in {
+        "dtype": ("F31", "", None, 3, "O", "I64", "PICKLE"),
+        "shape": ([-2], [1 << 63], [1 << 40] * 40, [2] * 100, "ab", [2.0], None, {}, [], [0], [True, 2], [[2]], [1]),
+        "data_offsets": (
+            [8, 0],
+            [0, 9],
+            [1, 9],
+            [0, 1 << 62],
+            [-8, 0],
+            [0],
+            [0, 8, 16],
+            "08",
+            None,
+            [0.0, 8],
+            [0, True],
+        ),
+    }.items():
+        for value in values:
+            yield f"{key} {value!r:.20}", file_of({"a": entry(**{key: value})}, eight)
+    yield "an entry that is none", file_of({"a": 7}, eight)
+    yield "a part too many", file_of({"a": entry(code="x")}, eight)
+    yield "a part too few", file_of({"a": {"dtype": "F32", "shape": [2]}}, eight)
+    yield "overlap", file_of({"a": entry(), "b": entry()}, eight)
+    yield "half overlap", file_of({"a": entry(), "b": entry(data_offsets=[4, 12])}, bytes(12))
+    yield "gap", file_of({"a": entry(), "b": entry(data_offsets=[12, 20])}, bytes(20))
+    yield "gap in front", file_of({"a": entry(data_offsets=[4, 12])}, bytes(12))
+    yield "more at the end", file_of({"a": entry()}, bytes(9))
+    yield "less", file_of({"a": entry()}, bytes(7))
+    yield "a byte that is no bool", file_of({"a": entry(dtype="BOOL", shape=[8])}, b"\2" * 8)
+    for metadata in (7, [], {"a": 7}, {"a": {"b": "c"}}, None):
+        yield f"metadata {metadata!r}", file_of({"__metadata__": metadata, "a": entry()}, eight)
+    for text in (
+        b"[]",
+        b"{",
+        b"{}x",
+        b"\xff\xff",
+        b'"a"',
+        b"NaN",
+        b"[" * 100_000,
+        b'{"a": ' * 50_000,
+        b"cos\nsystem\n",
+    ):
+        yield f"text {text[:9]!r}", file_of(text)
+    one = json.dumps(entry())
+    yield "twice", file_of(f'{{"a": {one}, "a": {one}}}'.encode(), eight)
+    yield "empty", b""
+    yield "short", b"\0" * 7
+
+
+def refused(source: Path, tmp_path: Path) -> str:
+    """What `import_model` says; anything but a CheckpointError passes through. Nothing is opened outside of the source
+    and the run, nothing large is taken, nothing is left over."""
+    messages: list[str] = []
+
+    def work() -> None:
+        with pytest.raises(zeroshard.CheckpointError) as raised:
+            import_model(source, tmp_path / "run", step=0)
+        messages.append(str(raised.value))
+
+    paths = opened_by(work)
+    fine = (str(source), str(tmp_path / "run"), sys.prefix, sys.base_prefix)
+    assert [path for path in paths if not path.startswith(fine) and path != str(tmp_path)] == []
+    assert zeroshard.checkpoint.steps(tmp_path / "run") == {}
+    return messages[0]
+
+
+def test_hostile_headers_made_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "model.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(file_of({"a": entry(), "e": entry(shape=[0, 3], data_offsets=[8, 8])}, bytes(8)))
+    import_model(path, tmp_path / "valid", step=0)
+    import_model(path.parent, tmp_path / "valid", step=1)
+    bad, count = [], 0
+    for what, data in hostile():
+        path.write_bytes(data)
+        tracemalloc.start()
+        try:
+            assert str(path) in refused(path.parent, tmp_path)
+            if (used := tracemalloc.get_traced_memory()[1]) > 40 * len(data) + (4 << 20):
+                bad.append(f"{what}: {used} bytes")
+        except BaseException as error:
+            bad.append(f"{what}: {error!r:.200}")
+        tracemalloc.stop()
+        count += 1
+    print(f"{count} hostile files: {len(bad)} bad")
+    assert bad == []
+
+
+def test_hostile_indices_made_by_hand(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    for name in ("../outside.safetensors", "1.safetensors", "2.safetensors"):
+        (source / name).write_bytes(file_of({name[:1]: entry()}, bytes(8)))
+    os.symlink("../outside.safetensors", source / "link.safetensors")
+    os.mkfifo(source / "pipe")
+    (source / "folder").mkdir()
+    index = source / "model.safetensors.index.json"
+
+    def write(*parts: tuple[str, Any]) -> None:
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict(parts)}))
+
+    write(("1", "1.safetensors"), ("2", "2.safetensors"))
+    assert set(read_all(import_model(source, tmp_path / "valid", step=0).path)) == {"model/1", "model/2"}
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "link.safetensors", "pipe", "folder",
+                 "gone", "", ".", "..", "a/b", "a\0b", 7, None, ["1.safetensors"], "2.safetensors"):  # fmt: skip
+        write(("1", name), ("2", "2.safetensors"))
+        refused(source, tmp_path)
+    write(("1", "1.safetensors"))  # and nothing of 2.safetensors: then it is another model, and complete
+    import_model(source, tmp_path / "valid", step=1)
+    write(("1", "1.safetensors"), ("3", "1.safetensors"))
+    assert "do not agree" in refused(source, tmp_path)
+    for text in ("", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"1": "1.safetensors"}', "[" * 100_000):
+        index.write_text(text)
+        assert str(index) in refused(source, tmp_path)
+    index.unlink()
+    assert "there is no file" in refused(source, tmp_path)
+    assert "there is no file" in refused(tmp_path / "nowhere", tmp_path)
+
+
+def test_fuzzed_files(trained: Path, tmp_path: Path) -> None:
+    """Bits of the header flipped, files cut: refused, or other numbers in the same shapes (there are no digests)."""
+    rng = random.Random(SEED)
+    (valid,) = export(trained / "Llama" / "step-1", tmp_path / "out")
+    data = valid.read_bytes()
+    length = 8 + struct.unpack("<Q", data[:8])[0]
+    outcomes = {"refused": 0, "step": 0}
+    for trial in range(3000 if FULL else 300):
+        changed = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(8 if trial % 7 == 0 else length)] ^= 1 << rng.randrange(8)
+        valid.write_bytes(changed[: rng.randrange(len(changed))] if trial % 5 == 0 else changed)
+        try:
+            import_model(valid, tmp_path / "run", step=0, force=True)
+            outcomes["step"] += 1
+        except zeroshard.CheckpointError:
+            outcomes["refused"] += 1
+    print(outcomes)
+    assert outcomes["refused"] > 100

@@ -335,6 +335,13 @@ def changes(tmp_path: Path) -> Iterator[tuple[str, Callable[[Metadata], Any]]]:
         "slices twice",
         lambda m: m.storage_data.update({k: info(m) for k in m.storage_data if k.fqn == "model.embed.weight"}),
     )
+    yield (
+        "one slice for two tensors",
+        lambda m: (
+            m.state_dict_metadata.update(other=m.state_dict_metadata["model.norm.weight"]),
+            m.storage_data.update({MetadataIndex("other", [0], 0): info(m), MetadataIndex("other", [3], 1): info(m)}),
+        ),
+    )
     yield "another name", lambda m: m.storage_data.pop(next(k for k in m.storage_data if k.fqn == "model.mix.weight"))
     yield "no dict", lambda m: setattr(m, "state_dict_metadata", [1])
     yield "a name that is none", lambda m: m.state_dict_metadata.update({7: entry(m)})

@@ -31,7 +31,7 @@ from zeroshard.interval import Interval
 from zeroshard.tensor_file import DTYPES, PLAIN_NAME, bytes_of
 
 METADATA = ".metadata"
-MAX_METADATA_BYTES = 64 << 20
+MAX_METADATA_BYTES = 256 << 20
 MAX_VALUE_BYTES = 16 << 20
 """Of what is read of one slice besides the bytes of a tensor."""
 
@@ -375,15 +375,15 @@ def _tensor(name: str, state: dict[str, Any], slices: dict[tuple[str, tuple[int,
 def _expect_disjoint(tensors: dict[str, Boxed]) -> None:
     """No two tensors have bytes in common, unless they have all: then they are one. So what is read is no more than
     what is there."""
-    parts = sorted({(box.slice.file, box.slice.offset, box.slice.length) for t in tensors.values() for box in t.boxes})
+    with_boxes = [tensor for tensor in tensors.values() if tensor.boxes]
+    parts = sorted({(box.slice.file, box.slice.offset, box.slice.length) for t in with_boxes for box in t.boxes})
     if any(a[0] == b[0] and a[1] + a[2] > b[1] for a, b in pairwise(parts)):
         refuse("has slices that overlap")
-    whole: dict[tuple[Slice, ...], int] = {}
-    for tensor in tensors.values():
-        whole[tuple(box.slice for box in tensor.boxes)] = len(tensor.boxes)
-    if sum(whole.values()) != len(parts):
+    whole: dict[tuple[Slice, ...], Boxed] = {}
+    same = [tensor == whole.setdefault(tuple(box.slice for box in tensor.boxes), tensor) for tensor in with_boxes]
+    if not all(same) or sum(len(slices) for slices in whole) != len(parts):
         refuse("has a slice that belongs to several tensors")
-    for tensor in tensors.values():
+    for tensor in with_boxes:
         for box in tensor.boxes:
             if box.numel * tensor.dtype.itemsize > box.slice.length:
                 refuse(f"has a box of {box.numel} elements in a slice of {box.slice.length} bytes")

@@ -58,6 +58,8 @@ def export(
         names = {name[6:]: name for name in reader.manifest.tensors if name.startswith("model/")}
         if copies:
             names |= {alias: f"model/{name}" for alias, name in reader.manifest.tied.items()}
+        if "__metadata__" in names:
+            raise CheckpointError("__metadata__ is no name that a tensor can have in a safetensors file")
         items = [stored_item(reader, name, stored, dtype) for name, stored in sorted(names.items())]
         parts = list(_parts(items, max_file_bytes))
         single = len(parts) == 1

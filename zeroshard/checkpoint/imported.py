@@ -89,9 +89,10 @@ def import_dcp(
         model: dict[str, str] = {}  # here -> there
         tied: dict[str, str] = {}
         first: dict[tuple[Box, ...], str] = {}
+        prefix = f"{model_key}." if model_key else ""
         for there, tensor in foreign.tensors.items():
-            name = there.removeprefix(f"{model_key}.") if model_key else there
-            if (name != there) if model_key else not there.startswith(f"{optimizer_key}."):
+            name = there.removeprefix(prefix)
+            if there.startswith(prefix) and (prefix or not there.startswith(f"{optimizer_key}.")):
                 same = first.setdefault(tensor.boxes, name) if tensor.boxes else name
                 if same == name:
                     model[name] = there
@@ -100,7 +101,7 @@ def import_dcp(
         if not model:
             raise CheckpointError(f"{source} has no tensor under {model_key!r}; it has {[*foreign.tensors][:5]}")
         items = [_item(foreign, f"model/{name}", there) for name, there in model.items()]
-        used = {*model.values(), *(f"{model_key}.{name}".lstrip(".") for name in tied)}
+        used = {*model.values(), *(prefix + name for name in tied)}
 
         state = f"{optimizer_key}.state."
         for there in [*foreign.tensors, *foreign.values]:
