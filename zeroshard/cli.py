@@ -16,7 +16,7 @@ import click
 import zeroshard
 from zeroshard.checkpoint import steps
 
-from .commands import COMMANDS, Damaged
+from .commands import COMMANDS, Damaged, printable
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -61,7 +61,7 @@ def _refuse(problem: str, arguments: list[str]) -> int:
         from .train.launch import refuse
 
         return refuse(problem)
-    print(f"zeroshard: error: {' '.join(problem.split())}", file=sys.stderr)
+    print(f"zeroshard: error: {printable(' '.join(problem.split()))}", file=sys.stderr)
     return BAD_INPUT
 
 

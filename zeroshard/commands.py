@@ -48,6 +48,11 @@ class _Size(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
+def printable(text: object) -> str:
+    """Names may come from anybody, and a terminal obeys what it is sent."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 PATH = click.Path(path_type=Path)
 _step = click.option("--step", type=click.IntRange(0), help="which; without it the latest")
 _force = click.option("--force", is_flag=True, help="replace what is there")
@@ -139,8 +144,9 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
 def _print(found: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    console.print(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks")
-    console.print(f"written by {versions}; manifest {found['digest']}")
+    head = f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks"
+    console.print(printable(head))
+    console.print(printable(f"written by {versions}; manifest {found['digest']}"))
     _table(console, ("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
     rows = [(row["kind"], row["dtype"], row["tensors"], row["bytes"]) for row in found["kinds"]]
     _table(console, ("kind", "dtype", "tensors", "bytes"), rows)
@@ -158,9 +164,9 @@ def _print(found: dict[str, Any]) -> None:
     if groups:
         _table(console, ("optimizer", "class", "parameters", "lr", "weight decay"), groups)
     for alias, name in found["tied"].items():
-        console.print(f"tied: {alias} is {name}")
+        console.print(printable(f"tied: {alias} is {name}"))
     if found["extra"]:
-        console.print(f"extra: {', '.join(found['extra'])}")
+        console.print(printable(f"extra: {', '.join(found['extra'])}"))
     if "tensors" in found:
         rows = [(n, e["dtype"], str(tuple(e["shape"])), e["chunks"]) for n, e in found["tensors"].items()]
         _table(console, ("tensor", "dtype", "shape", "chunks"), rows)
@@ -172,7 +178,7 @@ def _table(console: Console, columns: tuple[str, ...], rows: list[tuple[Any, ...
         number = bool(rows) and isinstance(rows[0][index], (int, float))
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row))
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else printable(value) for value in row))
     console.print()
     console.print(table, crop=False)
 
@@ -198,7 +204,7 @@ def verify(path: Path, step: int | None, every: bool) -> None:
             damaged.append(folder.name)
             if not every:
                 raise
-            click.echo(f"{folder}: damaged; {error}")
+            click.echo(printable(f"{folder}: damaged; {error}"))
     if damaged:
         raise Damaged(f"{path}: {len(damaged)} damaged: {', '.join(damaged)}")
 
@@ -285,10 +291,10 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
         done = checkpoint.import_model(source, directory, step=step, force=force, follow_links=follow_links)
     with Reader(done.path) as reader:
         kinds = Counter(name.split("/")[0] for name in reader.manifest.tensors)
-    click.echo(f"{done.path}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    click.echo(printable(f"{done.path}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"))
     if done.left_out:
         more = f" and {len(done.left_out) - 10} more" if len(done.left_out) > 10 else ""
-        click.echo(f"left out: {', '.join(done.left_out[:10])}{more}")
+        click.echo(printable(f"left out: {', '.join(done.left_out[:10])}{more}"))
 
 
 COMMANDS = (inspect, verify, export, import_, prune)

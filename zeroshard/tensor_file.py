@@ -80,7 +80,8 @@ class TensorFile:
         except FileNotFoundError:
             raise CheckpointError(f"there is no file {path}") from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
+            hint = ": it is a link, and links are not followed" if path.is_symlink() else ""
+            raise CheckpointError(f"{path} cannot be read{hint}: {error}") from None
         try:
             size = os.fstat(self._file).st_size
             start = bytearray(8)

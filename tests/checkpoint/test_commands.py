@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import zeroshard
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
@@ -130,6 +130,15 @@ def test_dcp_needs_a_word(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert same_bits({k: v for k, v in first.items() if k.startswith("model/")}, second)
     (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x04cposix\nsystem\n.")
     assert "names 'posix.system'" in said(capsys, *command, "--allow-pickle", "--force", code=1)
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a\x1b]0;owned\x07\n[red]b": torch.ones(1)}, tmp_path / "model.safetensors")
+    said(capsys, "import", tmp_path, tmp_path / "run", "--step", 0)
+    text = said(capsys, "inspect", tmp_path / "run", "--tensors")
+    assert r"model/a\x1b]0;owned\x07\n[red]b" in text and "\x1b" not in text
+    (tmp_path / "run" / "step-0" / "rank-00000.safetensors").unlink()
+    assert "\x1b" not in said(capsys, "export", tmp_path / "run", tmp_path / "out", code=1)
 
 
 def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from zeroshard.checkpoint.writer import SYNC_BYTES
 from zeroshard.interval import Interval
 
 DATA = "__0_0.distcp"
-BOX_BYTES = 32 << 20
-"""Large tensors are cut into boxes of so many bytes (but at least a row): one is in memory at a time."""
+BOX_BYTES = 16 << 20
+"""Large tensors are cut into boxes of so many bytes (at least a row); one, with its copies, is in memory at a time."""
 _OURS = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
 
 
