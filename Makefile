@@ -1,7 +1,7 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   lint, types, then the tests
-# make test-faults   the fault tests of checkpoints with their full counts
+# make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make lint   lint and types only
 # make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models
 
@@ -45,4 +45,4 @@ test-everything: $(STAMP)
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)
-	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/checkpoint --timeout 7200 -s
+	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/checkpoint tests/failures --timeout 7200 -s

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard import watch
@@ -49,10 +49,25 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif (store := _store_of_this_attempt()) is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _store_of_this_attempt() -> Store | None:
+    """For ranks that the elastic launcher has started again: its store still holds the addresses of those that have
+    ended (pytorch/pytorch#135712). All ranks know the same number of the attempt only where there is one launcher."""
+    environment = os.environ
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not of_launcher or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+        return None
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    return PrefixStore(f"attempt-{attempt}", store)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def plan_memory(
     device_type: str = "cpu",
     group_of: Callable[[str], Hashable] = lambda name: 0,
     whole_state_bytes: Callable[[str], int | None] = lambda name: None,
+    no_sync: bool = False,
 ) -> dict[str, int]:
     """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
 
@@ -49,6 +50,7 @@ def plan_memory(
         whole_state_bytes: parameter name -> state per element of an optimizer that steps it whole, at an owner (Muon:
             4); None where the optimizer is elementwise.
         pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
+        no_sync: whether gradients are accumulated under `handle.no_sync()`.
     """
     plan = as_plan(plan)
     specs = choose_units(model, units, as_precision(precision))
@@ -73,6 +75,9 @@ def plan_memory(
     kinds["state"] = sum(pieces) * state_bytes_per_element
     kinds["scalars"] = len(pieces) * state_scalars * 4
     kinds |= plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank, group_in_pieces)
+    if no_sync and plan.grads is SHARDED and not plan.external_gradients:  # every unit gets a bucket for good
+        trainable = [pair for pair in zip(specs, layouts, strict=True) if pair[0].trainable and not pair[0].outer]
+        kinds["buckets"] += sum(spec.bucket_borrower(layout.numel).num_bytes for spec, layout in trainable)
     _add_owners(kinds, specs, layouts, plan, rank, whole_state_bytes)
     return kinds
 

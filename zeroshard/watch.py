@@ -59,7 +59,7 @@ class Watch:
         self._host = _host()
         self._known_pids: dict[int, int] = {}
         self._ending = threading.Event()
-        self._reported = False
+        self._reported = self._said = False
         self._store.set(f"who-{rank}", json.dumps([self._host, self.pid, socket.gethostname()]))
         self._store.set(f"beat-{rank}", json.dumps([0, "at the start"]))
         self._thread = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
@@ -165,7 +165,8 @@ class Watch:
         os._exit(FAILED)
 
     def _say(self, cause: _Cause | None) -> None:
-        if cause is not None and cause[0] != self.rank:
+        said, self._said = self._said, True  # the main thread, or this one
+        if cause is not None and cause[0] != self.rank and not said:
             _tell(f"rank {self.rank} leaves, because rank {cause[0]} {cause[1]}")
 
     # Who it was ------------------------------------------------------------------------------------------------------

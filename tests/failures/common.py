@@ -56,6 +56,7 @@ class Ranks:
         try:
             log = os.open(f"{self._folder.name}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
             torch.set_num_threads(1)
             random.seed(rank)

@@ -1,0 +1,217 @@
+"""Whole runs of the trainer that are killed, or told to stop, at any moment: what they have saved, and that they go on
+as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.failures.common import FULL, SEED, Ended, Ranks
+from zeroshard.checkpoint import Reader, newest_good, steps
+from zeroshard.train.config import Config, resolve
+from zeroshard.train.loop import train
+
+STEPS = 24
+SETTINGS = {
+    "model.layers": 1,
+    "model.width": 32,
+    "model.heads": 2,
+    "model.context": 64,
+    "model.dropout": 0.2,
+    "batch.sequences": 8,
+    "batch.micro_batches": 2,
+    "schedule.steps": STEPS,
+    "schedule.warmup": 2,
+    "evaluation.every": 7,
+    "evaluation.windows": 4,
+    "evaluation.sample_tokens": 4,
+    "parallel.nproc": 2,
+    "parallel.precision": "fp16",
+    "optimizer.loss_scale": 2.0**18,
+    "optimizer.loss_scale_growth": 4,
+    "run.save_every": 3,
+}
+
+
+def configuration(text: Path, out: Path, **more: Any) -> Config:
+    values = {key.replace("__", "."): value for key, value in more.items()}
+    return resolve([], {**SETTINGS, "data.path": str(text), "run.out": str(out), **values})
+
+
+def training_rank(rank: int, mark: Callable[[], Any], config: Config) -> None:
+    """As the command does: from the newest good step of the folder, or from the beginning."""
+    mark()
+    out = Path(config.run.out)
+    train(config, resume=out if steps(out) else None, occupied=True)
+
+
+def trained(config: Config) -> Ended:
+    ended = Ranks(training_rank, 2, config).finish()
+    assert ended.statuses == [0, 0], ended
+    return ended
+
+
+def history(out: Path) -> list[tuple[int, float, bool, float]]:
+    """Step, loss, whether it was applied, loss scale."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(x["step"], x["loss"], x["applied"], x["loss_scale"]) for x in lines if x["kind"] == "step"]
+
+
+def expect_equal_states(a: Path, b: Path, but: str = "nothing") -> None:
+    """Bit for bit, all but the tensors whose names begin with `but`."""
+    with Reader(a / f"step-{STEPS}") as first, Reader(b / f"step-{STEPS}") as second:
+        names = first.manifest.tensors.keys()
+        assert names == second.manifest.tensors.keys()
+        assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in names if not name.startswith(but))
+        assert first.manifest.values == second.manifest.values
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
+    """A text of which a run reads more than one epoch, the run that nothing happens to, and its seconds."""
+    folder = tmp_path_factory.mktemp("calm")
+    text = folder / "text"
+    text.mkdir()
+    for index in range(8):
+        lines = [f"def function_{index}_{line}(x):\n    return x * {index * line + 1}\n" for line in range(20)]
+        (text / f"module_{index:02}.py").write_text("\n".join(lines))
+    began = time.monotonic()
+    trained(configuration(text, folder / "run"))
+    return text, folder / "run", time.monotonic() - began
+
+
+def test_killed_at_a_random_moment_and_resumed(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
+    """Dropout, shuffling, fp16 with overflows, accumulation, saves in the background, in mid-epoch: the run that was
+    killed and went on has the losses and the bits of the calm one. 20 times in full; one rank, or both."""
+    text, whole, seconds = calm
+    applied = [row[2] for row in history(whole)]
+    assert not all(applied) and any(applied)
+    chosen, resumed_at = random.Random(SEED), []
+    trials = 20 if FULL else 2
+    while len(resumed_at) < trials:
+        out = Path(tempfile.mkdtemp(dir=tmp_path))
+        config = configuration(text, out)
+        ranks = Ranks(training_rank, 2, config)
+        ranks.wait_mark()
+        time.sleep(chosen.uniform(0.3, 1.0) * seconds)
+        ranks.signal(chosen.choice([[0], [1], [0, 1]]), signal.SIGKILL)
+        ended = ranks.finish()
+        manifest, problems = newest_good(out)
+        assert problems == []
+        if manifest is None or manifest.step == STEPS:
+            continue  # before the first save, or after the end
+        assert ended.statuses != [0, 0]
+        resumed_at.append(manifest.step)
+        trained(config)
+        assert history(out) == history(whole), resumed_at
+        expect_equal_states(out, whole)
+    assert len(set(resumed_at)) > 1 or not FULL
+    if FULL:
+        print(f"\n{trials} of {trials} killed runs went on bit for bit, from the steps {resumed_at}")
+
+
+def test_another_dropout_is_another_run(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
+    """Negative control of the comparison."""
+    text, whole, _ = calm
+    trained(configuration(text, tmp_path / "other", model__dropout=0.21))
+    assert history(tmp_path / "other") != history(whole)
+    with pytest.raises(AssertionError):
+        expect_equal_states(tmp_path / "other", whole)
+
+
+def test_told_to_stop_at_a_random_moment(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
+    """SIGTERM to one rank or to all: they save the same step and leave with status 0 in under 10 s; resumed, the run is
+    the calm one. 100 times in full."""
+    text, whole, seconds = calm
+    chosen, stopped_at = random.Random(SEED), []
+    trials = 100 if FULL else 3
+    for trial in range(trials):
+        out = tmp_path / str(trial)
+        config = configuration(text, out, run__save_every=0)
+        ranks = Ranks(training_rank, 2, config)
+        ranks.wait_mark()
+        while not (out / "metrics.jsonl").exists():
+            time.sleep(0.002)
+        time.sleep(chosen.uniform(0.0, 0.6) * seconds)
+        ranks.signal(chosen.choice([[0], [1], [0, 1]]), signal.SIGTERM)
+        ended = ranks.finish()
+        assert ended.statuses == [0, 0], ended
+        assert max(ended.seconds) < 10.0
+        manifest, problems = newest_good(out)
+        assert manifest is not None and problems == []
+        assert list(steps(out)) == [manifest.step]
+        assert len(history(out)) == manifest.step
+        stopped_at.append(manifest.step)
+        if manifest.step < STEPS:
+            trained(config)
+        assert history(out) == history(whole)
+        expect_equal_states(out, whole)
+    if FULL:
+        print(f"\n{trials} of {trials} stopped runs committed, after {min(stopped_at)} to {max(stopped_at)} steps")
+
+
+def test_told_twice_they_leave_at_once(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
+    text, _, _ = calm
+    config = configuration(text, tmp_path / "run", schedule__steps=100_000, run__save_every=0)
+    ranks = Ranks(stubborn_rank, 2, config)
+    ranks.wait_mark()
+    for _ in range(2):
+        ranks.signal([1], signal.SIGTERM)
+        time.sleep(0.3)
+    ended = ranks.finish()
+    assert ended.statuses == [1, 128 + signal.SIGTERM], ended
+    assert max(ended.seconds) < 5.0
+    assert (
+        "zeroshard: rank 0 leaves, because rank 1 failed: KeyboardInterrupt: told to stop twice (SIGTERM)" in ended.said
+    )
+    assert not steps(tmp_path / "run")
+
+
+def stubborn_rank(rank: int, mark: Callable[[], Any], config: Config) -> None:
+    """Rank 1 is in a step that does not end."""
+    from zeroshard.train import loop
+
+    take_step = loop.train_step
+
+    def endless(run: loop.Run, step: int) -> Any:
+        while rank == 1 and step == 3:
+            mark()
+            time.sleep(60)
+        return take_step(run, step)
+
+    loop.train_step = endless
+    train(config)
+
+
+def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
+    """`--max-restarts`: a rank is killed, and the command ends as if it had not been."""
+    text, whole, _ = calm
+    out = tmp_path / "run"
+    options = {**SETTINGS, "data.path": text, "run.out": out, "parallel.max_restarts": 1, "parallel.device": "cpu"}
+    arguments = [f"--{key}={value}" for key, value in options.items()]
+    command = [sys.executable, "-m", "zeroshard", "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "out", "w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
+        while not steps(out) and process.poll() is None:
+            time.sleep(0.01)
+        psutil.Process(process.pid).children()[-1].kill()
+        assert process.wait(timeout=100) == 0
+        said.seek(0)
+        text_said = said.read()
+    assert "resumed after step" in text_said, text_said
+    assert history(out) == history(whole)
+    expect_equal_states(out, whole, but="rank/")  # Python's own random numbers, which nothing here uses
