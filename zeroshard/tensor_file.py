@@ -138,7 +138,7 @@ def open_model(path: Path, *, follow_links: bool = False) -> dict[str, TensorFil
         return dict.fromkeys(file.tensors, file)
     opened: dict[str, TensorFile] = {}
     try:
-        file_of = _index(index)
+        file_of = _index(index, follow_links=follow_links)
         for name in sorted(set(file_of.values())):
             opened[name] = TensorFile(path / name, follow_links=follow_links)
         for name, of_file in opened.items():
@@ -165,6 +165,25 @@ def open_plain(path: Path, *, follow_links: bool = False) -> int:
         os.close(file)
         raise OSError(f"{path} is not a plain file")
     return file
+
+
+def read_whole(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
+    """All of a small file.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is larger.
+    """
+    file = open_plain(path, follow_links=follow_links)
+    try:
+        size = os.fstat(file).st_size
+        if size > limit:
+            refuse(f"has {size} bytes, more than {limit}")
+        data = bytearray(size)
+        fill(file, memoryview(data), 0)
+        return bytes(data)
+    finally:
+        os.close(file)
 
 
 def fill(file: int, place: memoryview, offset: int) -> None:
@@ -211,21 +230,17 @@ def _header(text: bytearray, start: int, size: int) -> tuple[dict[str, str], dic
     return metadata, tensors
 
 
-def _index(path: Path) -> dict[str, str]:
+def _index(path: Path, *, follow_links: bool) -> dict[str, str]:
     """Tensor name -> name of a file."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_HEADER_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    try:
-        if len(text) > MAX_HEADER_BYTES:
-            refuse(f"has more than {MAX_HEADER_BYTES} bytes")
+        text = read_whole(path, MAX_HEADER_BYTES, follow_links=follow_links)
         index = typed(parse_json(text), dict, "the index")
         names: dict[str, str] = typed(index.get("weight_map"), dict, "weight_map")
         for name in names.values():
             if not PLAIN_NAME.fullmatch(typed(name, str, "the name of a file")):
                 refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
         return names
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None

@@ -19,10 +19,13 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 
 import zeroshard
 from tests.checkpoint.common import FULL, Awkward, Kind, Run, make, muon_and_adamw, read_all, same_bits, seed_all
+from tests.checkpoint.faults import faulty
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
 from tests.models.real import ROWS, Row
 from zeroshard.checkpoint import Reader, export, folders, import_model
+from zeroshard.interval import Interval
+from zeroshard.tensor_file import open_model
 from zeroshard.testing import run_ranks
 
 NAMES = ("Llama", "GPT-2", "T5")
@@ -169,6 +172,45 @@ def test_an_export_that_fails_leaves_nothing_and_one_that_is_there_stays(trained
     assert "model.safetensors" not in os.listdir(out) and "model.safetensors.index.json" in os.listdir(out)
     export(step, out, force=True)
     assert os.listdir(out) == ["model.safetensors"] and (out / "model.safetensors").read_bytes() == before
+
+
+def complete(out: Path) -> str:
+    """Which model a folder holds, as a reader finds it: "none", or a digest of its weights. Half a one raises."""
+    if not any((out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return "none"
+    found = open_model(out)
+    state = {name: file.read(name, Interval(0, file.tensors[name].numel)) for name, file in sorted(found.items())}
+    for file in set(found.values()):
+        file.close()
+    return str(sum(value.double().sum().item() for value in state.values()))
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, None), (None, 9000), (9000, 9000), (9000, None)])
+def test_an_export_that_is_cut_off_anywhere_is_there_or_not(
+    before: int | None, after: int | None, trained: Path, tmp_path: Path
+) -> None:
+    """Every call of the file system fails once: under the final names there is the old model, the new one or none."""
+    first, second = trained / "Llama" / "step-1", trained / "Llama" / "step-2"
+    out = tmp_path / "out"
+    export(first, out, max_file_bytes=before)
+    old = complete(out)
+    with faulty() as calls:
+        export(second, out, max_file_bytes=after, force=True)
+    new = complete(out)
+    assert old != new
+    seen = set()
+    interesting = [i for i, call in enumerate(calls) if call != "write" or i % 7 == 0]
+    for at in interesting:
+        export(first, out, max_file_bytes=before, force=True)
+        with pytest.raises(OSError, match="injected"), faulty("fail", at):
+            export(second, out, max_file_bytes=after, force=True)
+        seen.add(found := complete(out))
+        assert found in (old, new, "none"), f"call {at}, {calls[at]}"
+        left = [name for name in os.listdir(out) if name.startswith(".")]
+        assert left == [] or calls[at] == "remove_file", f"call {at}, {calls[at]}"
+        for name in left:
+            (out / name).unlink()
+    assert old in seen and (new in seen or "none" in seen)
 
 
 # In -------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from zeroshard.checked import CheckpointError, integer, refuse, short, sizes, ty
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.pickles import Made, Name, Persistent, read_pickle
 from zeroshard.interval import Interval
-from zeroshard.tensor_file import DTYPES, PLAIN_NAME, bytes_of
+from zeroshard.tensor_file import DTYPES, PLAIN_NAME, bytes_of, read_whole
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -133,16 +133,7 @@ class Foreign:
         self._held: tuple[str, Tensor | list[_Strided]] | None = None  # of the tensor that was read last
         path = folder / METADATA
         try:
-            file = files.open_plain(path)
-            try:
-                size = os.fstat(file).st_size
-                if size > MAX_METADATA_BYTES:
-                    refuse(f"has {size} bytes, more than {MAX_METADATA_BYTES}")
-                data = bytearray(size)
-                files.fill(file, memoryview(data), 0)
-            finally:
-                os.close(file)
-            self.tensors, self.values = _metadata(read_pickle(bytes(data), _IN_METADATA))
+            self.tensors, self.values = _metadata(read_pickle(read_whole(path, MAX_METADATA_BYTES), _IN_METADATA))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         except CheckpointError as error:

@@ -48,7 +48,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def digest_in(data: bytes | bytearray) -> str:
+def digest_in(data: bytes) -> str:
     """What an encoded manifest says of itself."""
     return data[len(_PREFIX) : len(_PREFIX) + 32].decode()
 

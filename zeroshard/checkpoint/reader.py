@@ -25,7 +25,7 @@ from zeroshard.checkpoint.manifest import (
     digest_of,
 )
 from zeroshard.interval import Interval
-from zeroshard.tensor_file import bytes_of
+from zeroshard.tensor_file import bytes_of, read_whole
 
 
 class Reader:
@@ -48,16 +48,8 @@ class Reader:
         try:
             if folder.is_symlink():
                 raise OSError("it is a link")
-            file = files.open_plain(folder / MANIFEST_NAME)
-            try:
-                size = os.fstat(file).st_size
-                if size > MAX_MANIFEST_BYTES:
-                    raise CheckpointError(f"has {size} bytes, more than {MAX_MANIFEST_BYTES}")
-                data = bytearray(size)
-                files.fill(file, memoryview(data), 0)
-            finally:
-                os.close(file)
-            self.manifest = Manifest.decode(bytes(data))
+            data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+            self.manifest = Manifest.decode(data)
             self.digest = digest_in(data)
             if step_of(folder.name) not in (None, self.manifest.step):
                 raise CheckpointError(f"is that of step {self.manifest.step}, in the folder of another")
