@@ -9,7 +9,9 @@ import pickle
 import random
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,7 @@ def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
     plain |= {"f8": torch.randn(3, 5).to(torch.float8_e4m3fn), "u16": torch.arange(5).to(torch.uint16)}
     plain |= {"turned": torch.randn(4, 6).t(), "last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
     plain |= {"empty": torch.empty(0, 4), "number": torch.tensor(2.5), "view": torch.randn(9)[2:5]}
+    plain |= {"many": torch.randn(2, 2, 64, 64, 32)}  # the product of its strides is larger than any size
     dcp.save({"model": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
     for folder in ("sharded", "plain"):
         with Foreign(tmp_path / folder) as foreign:
@@ -382,6 +385,81 @@ def test_hostile_metadata_made_by_hand(fsdp: Path, tmp_path: Path) -> None:
         refused(folder, tmp_path)
 
 
+def changed_archive(data: bytes, **entries: bytes | None) -> bytes:
+    """What torch.save wrote, with other entries; None leaves one out."""
+    old, new = zipfile.ZipFile(io.BytesIO(data)), io.BytesIO()
+    with zipfile.ZipFile(new, "w") as archive:
+        for name in old.namelist():
+            content = entries.get(name.partition("/")[2].replace("/", "_").replace(".", "_"), old.read(name))
+            if content is not None:
+                archive.writestr(name, content)
+    return new.getvalue()
+
+
+def test_hostile_slices(tmp_path: Path) -> None:
+    """What torch.save wrote of a tensor, changed by hand; read as a hyper-parameter, too."""
+    folder, memory = tmp_path / "dcp", io.BytesIO()
+    values = {"model": {"a": torch.arange(6.0).view(2, 3)}, "optim": {"param_groups": [{"params": ["a"], "lr": 0.5}]}}
+    dcp.save(values, checkpoint_id=folder, no_dist=True)
+    assert import_dcp(folder, tmp_path / "valid", step=0).left_out == ()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    torch.save(values["model"]["a"], memory)
+    whole = memory.getvalue()
+    pickled = zipfile.ZipFile(memory).read("archive/data.pkl")
+
+    def with_pickle(old: bytes, new: bytes) -> bytes:
+        assert pickled.count(old) == 1
+        return changed_archive(whole, data_pkl=pickled.replace(old, new))
+
+    cases = {
+        "nothing": b"",
+        "no archive": b"PK" * 50,
+        "no data": changed_archive(whole, data_0=None),
+        "no pickle": changed_archive(whole, data_pkl=None),
+        "fewer bytes": changed_archive(whole, data_0=bytes(20)),
+        "odd bytes": changed_archive(whole, data_0=bytes(25)),
+        "big-endian": changed_archive(whole, byteorder=b"big"),
+        "another dtype": with_pickle(b"FloatStorage", b"DoubleStorage"),
+        "another size": with_pickle(b"K\x02K\x03\x86", b"K\x03K\x02\x86"),
+        "strides that reach out": with_pickle(b"K\x03K\x01\x86", b"K\x04K\x02\x86"),
+        "negative strides": with_pickle(b"K\x03K\x01\x86", b"K\x03J\xff\xff\xff\xff\x86"),
+        "huge strides": with_pickle(b"K\x03K\x01\x86", b"K\x03\x8a\x09" + b"\xff" * 8 + b"\x00\x86"),
+        "another key": with_pickle(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007"),
+        "a path as key": with_pickle(b"X\x01\x00\x00\x000", b"X\x05\x00\x00\x00../.."),
+        "another function": with_pickle(b"ctorch._utils\n_rebuild_tensor_v2", b"cposix\nsystem"),
+    }
+    squeezed = io.BytesIO()
+    with zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in zipfile.ZipFile(memory).namelist():
+            archive.writestr(name, zipfile.ZipFile(memory).read(name))
+    cases["compressed"] = squeezed.getvalue()
+    bad = []
+    for name in ("model.a", "optim.param_groups.0.lr"):
+        for what, data in cases.items():
+            for index, info in metadata.storage_data.items():
+                if index.fqn == name:
+                    info.relative_path, info.offset, info.length = "evil", 0, len(data)
+            (folder / "evil").write_bytes(data)
+            (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+            with suppress(zeroshard.CheckpointError), Foreign(folder) as foreign:
+                if name in foreign.values:
+                    foreign.value(name)  # may be fine: whatever it is, it is data
+                else:
+                    read_everything(foreign)
+                    bad.append(what)
+    assert bad == []
+
+
+def read_everything(foreign: Foreign) -> None:
+    """Without what a commit would make of an error."""
+    for name in foreign.values:
+        foreign.value(name)
+    for name, tensor in foreign.tensors.items():
+        if tensor.numel:
+            foreign.read(name, Interval(0, 1))
+            foreign.read(name, Interval(0, tensor.numel))
+
+
 def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
     """Bytes changed anywhere: a CheckpointError, or a step (of other numbers: DCP has no digests)."""
     rng = random.Random(SEED)
@@ -396,6 +474,8 @@ def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data[: rng.randrange(len(data))] if trial % 10 == 0 else data)
         try:
+            with Foreign(folder) as foreign:
+                read_everything(foreign)
             import_dcp(folder, tmp_path / "run", step=0, force=True)
             outcomes["step"] += 1
         except zeroshard.CheckpointError:

@@ -14,6 +14,8 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checked import CheckpointError, integer, refuse, short, sizes, typed
+from zeroshard.checked import MAX_NUMEL, CheckpointError, integer, refuse, short, sizes, typed
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.pickles import Made, Name, Persistent, read_pickle
 from zeroshard.interval import Interval
@@ -148,7 +150,8 @@ class Foreign:
 
     def value(self, name: str) -> Any:
         """Numbers, texts, lists, tuples and dicts of them; other objects as `pickles.Made`."""
-        return self._pickled(self.values[name])[0]
+        with self._reading(self.values[name]) as archive:
+            return archive.pickled()
 
     def read(self, name: str, part: Interval) -> Tensor:
         """Elements `part` of the flattened tensor. Read in order, a block at a time, where its boxes are rows."""
@@ -190,42 +193,38 @@ class Foreign:
             refuse(f"{self.folder / name}: bytes that are neither true nor false")
 
     def _place(self, box: Box, dtype: torch.dtype) -> _Strided:
-        where = self.folder / box.slice.file
-        made, archive = self._pickled(box.slice)
-        if not isinstance(made, Made) or made.of not in _REBUILD or len(made.args) < 6:
-            refuse(f"{where}: something else where a tensor is expected")
-        storage, start, shape, strides = made.args[:4]
-        parts = storage.id if isinstance(storage, Persistent) else None
-        if not isinstance(parts, tuple) or len(parts) != 5 or not isinstance(parts[1], Name):
-            refuse(f"{where}: a tensor without a storage")
-        stored = _DTYPES.get(made.args[6].text) if len(made.args) > 6 and isinstance(made.args[6], Name) else None
-        stored = stored or _STORAGES.get(parts[1].text.removeprefix("torch.").removesuffix("Storage"))
-        key = typed(parts[2], str, "the key of a storage")
-        if stored != dtype or shape != box.sizes:
-            refuse(f"{where}: a tensor of {stored} and shape {short(shape)}, expected {dtype} and {box.sizes}")
-        offset, num_bytes = archive.stored(f"data/{key}")
-        if num_bytes % dtype.itemsize:
-            refuse(f"{where}: {num_bytes} bytes for a tensor of {dtype}")
-        numel = num_bytes // dtype.itemsize
-        start = integer(start, "the start of a tensor", numel)
-        strides = sizes(list(typed(strides, tuple, "strides")), "strides")
-        if len(strides) != len(shape):
-            refuse(f"{where}: {len(strides)} strides for the shape {short(shape)}")
-        last = start + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-        if last >= numel:
-            refuse(f"{where}: a tensor that ends at element {last} of {numel}")
-        return _Strided(box.slice.offset + offset, numel, start, strides)
+        with self._reading(box.slice) as archive:
+            made = archive.pickled()
+            if not isinstance(made, Made) or made.of not in _REBUILD or len(made.args) < 6:
+                refuse("something else where a tensor is expected")
+            storage, start, shape, strides = made.args[:4]
+            parts = storage.id if isinstance(storage, Persistent) else None
+            if not isinstance(parts, tuple) or len(parts) != 5 or not isinstance(parts[1], Name):
+                refuse("a tensor without a storage")
+            stored = _DTYPES.get(made.args[6].text) if len(made.args) > 6 and isinstance(made.args[6], Name) else None
+            stored = stored or _STORAGES.get(parts[1].text.removeprefix("torch.").removesuffix("Storage"))
+            if stored != dtype or shape != box.sizes:
+                refuse(f"a tensor of {stored} and shape {short(shape)}, expected {dtype} and {box.sizes}")
+            offset, num_bytes = archive.stored(f"data/{typed(parts[2], str, 'the key of a storage')}")
+            numel = num_bytes // dtype.itemsize
+            start = integer(start, "the start of a tensor", numel)
+            strides = tuple(integer(n, "a stride", MAX_NUMEL) for n in typed(strides, tuple, "strides"))
+            if len(strides) != len(shape):
+                refuse(f"{len(strides)} strides for the shape {short(shape)}")
+            last = start + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+            if num_bytes % dtype.itemsize or last >= numel:
+                refuse(f"{num_bytes} bytes for a tensor of {dtype} that ends at element {last}")
+            return _Strided(box.slice.offset + offset, numel, start, strides)
 
-    def _pickled(self, of: Slice) -> tuple[Any, _Archive]:
-        """The object that the slice holds, and where the rest of it lies."""
-        where = self.folder / of.file
+    @contextmanager
+    def _reading(self, of: Slice) -> Iterator[_Archive]:
+        where = f"{self.folder / of.file}, bytes {of.offset} to {of.offset + of.length}"
         try:
-            archive = _Archive(self._file(of.file), of)
-            return read_pickle(archive.read("data.pkl"), _IN_VALUES), archive
+            yield _Archive(self._file(of.file), of)
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{where}, bytes {of.offset} to {of.offset + of.length}: {error}") from None
+            raise CheckpointError(f"{where}: {error}") from None
         except (zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, EOFError, RuntimeError) as error:
-            raise CheckpointError(f"{where}, byte {of.offset}: not what torch.save writes: {error!r:.100}") from None
+            raise CheckpointError(f"{where}: not what torch.save writes: {error!r:.100}") from None
 
     def _file(self, name: str) -> int:
         if name not in self._open:
@@ -277,10 +276,14 @@ class _Archive:
         self._window = _Window(file, of)
         self._zip = zipfile.ZipFile(self._window)
         self._root = self._zip.namelist()[0].partition("/")[0] if self._zip.namelist() else ""
-        if f"{self._root}/byteorder" in self._zip.namelist() and self.read("byteorder") != b"little":
+        if f"{self._root}/byteorder" in self._zip.namelist() and self._read("byteorder") != b"little":
             refuse("its numbers are big-endian")
 
-    def read(self, name: str) -> bytes:
+    def pickled(self) -> Any:
+        """The object that it holds, without the bytes of tensors."""
+        return read_pickle(self._read("data.pkl"), _IN_VALUES)
+
+    def _read(self, name: str) -> bytes:
         info = self._info(name)
         if info.file_size > MAX_VALUE_BYTES:
             refuse(f"{name} has {info.file_size} bytes, more than {MAX_VALUE_BYTES}")
