@@ -143,7 +143,7 @@ def save(
     file, sizes = together(
         handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background), (ValueError,)
     )
-    values = {**own.values, "extra": own.extra.values, "world_size": world.size, "tied": handle.tied()}
+    values = {**own.values, "extra": own.extra.values, "world_size": world.size}
     base = Manifest(step, unique, (), {}, values, versions())
 
     # 3. There is room.
@@ -203,7 +203,7 @@ def _collect(handle: Handle, optimizer: Optimizers, extra: Extra, step: int) -> 
         raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
     states = {name: stateful.state_dict() for name, stateful in (extra or {}).items()}
     own = _Own(
-        values={"optimizers": [optimizer_values(one, names) for one in optimizers]},
+        values={"optimizers": [optimizer_values(one, names) for one in optimizers], "tied": handle.tied()},
         items=[*model_items(handle), *(item for one in optimizers for item in optimizer_items(one))],
         extra=Bag(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
         buffers=Bag(f"rank/{rank}/buffers", handle.unsharded_state(), "the model's buffers"),
