@@ -116,7 +116,7 @@ def take_rest(reader: Reader, handle: Handle, pairs: Pairs, extra: Extra) -> Non
         for group, saved_group in zip(optimizer.param_groups, groups_of(saved), strict=False):
             if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
                 _set_options(group, decode(saved_group["options"], reader.tensor))
-        optimizer.half_done = False
+        optimizer.agreement.half_done = False
         optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
     if extra:
         states = same["extra"] if "extra" in same else decode(values.get("extra", {}), reader.tensor)
