@@ -1,4 +1,4 @@
-"""The only caller of torch.distributed collectives: what is exchanged, how, and the log of it.
+"""The only caller of torch.distributed collectives: what is exchanged, and how.
 
 Three ways to move the same bytes:
 
@@ -18,77 +18,23 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import astuple, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, is_gloo
+from zeroshard.messages import Messages, Told, receive, send
 from zeroshard.shared_memory import Location, SharedMemory
+from zeroshard.sums import carve, in_shards, sum_in_rank_order
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_TAGS = {
-    "all_gather": 1,
-    "reduce_scatter": 2,
-    "replicate": 3,
-    "exchange": 4,
-    "all_to_all": 5,
-    "read": 6,
-    "tell all_gather": 7,
-    "tell reduce_scatter": 8,
-}
-"""Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
-
-_CAST_NUMEL = 1 << 16
-"""Elements that a mixed-dtype sum on CPU casts at a time (they stay in cache)."""
-
-
-class CommEvent(NamedTuple):
-    """One collective as this rank issued it. `bytes`: what the rank sends, (d - 1) / d of the full buffer."""
-
-    op: str
-    unit: str
-    phase: str
-    bytes: int
-
-
-@dataclass
-class CommLog:
-    """What was communicated. `entries` holds the most recent events (bounded), the totals hold all of them."""
-
-    entries: deque[CommEvent] = field(default_factory=lambda: deque(maxlen=100_000))
-    total_bytes: int = 0
-    wait_seconds: float = 0.0
-    digests: dict[str, int] = field(default_factory=dict)
-
-    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, uneven: bool = False) -> None:
-        """`uneven`: ranks may send different amounts."""
-        self.entries.append(CommEvent(op, unit, phase, num_bytes))
-        self.total_bytes += num_bytes
-        self.digests[op] = zlib.crc32(f"{unit} {'' if uneven else num_bytes}".encode(), self.digests.get(op, 0))
-
-    def clear(self) -> None:
-        """Forget the entries (the totals stay)."""
-        self.entries.clear()
-
-    def bytes(self, op: str | None = None) -> int:
-        """Bytes sent by the remembered events, of one kind or of all."""
-        return sum(event.bytes for event in self.entries if op in (None, event.op))
-
-    @property
-    def digest(self) -> int:
-        """One number for the order and the sizes of all collectives so far, each kind on its own: ranks that issue
-        the same ones have the same number."""
-        return zlib.crc32(json.dumps(self.digests, sort_keys=True).encode())
 
 
 class Pending:
@@ -99,7 +45,7 @@ class Pending:
         owner: Collectives | None = None,
         works: Sequence[Any] = (),
         finish: Callable[[], Sequence[Any] | None] | None = None,
-        told: _Told | None = None,
+        told: Told | None = None,
     ) -> None:
         """`told`: messages that are heard before the works are waited for; `finish`: runs after, and may return further
         works, for `release`."""
@@ -113,9 +59,9 @@ class Pending:
         if self._owner is None or not (works or finish or told):
             return
         start = time.perf_counter()
-        with self._owner.failing():
+        with self._owner.messages.failing():
             if told is not None:
-                self._owner.hear(told)
+                self._owner.messages.hear(told)
             for work in works:
                 work.wait()
             if finish is not None:
@@ -132,27 +78,12 @@ class Pending:
     def __del__(self) -> None:
         """A receive that is dropped before its message arrives would block the connection for everything after it. Once
         something has failed nobody may wait for what will never come."""
-        if self._owner is not None and not self._owner.failed:
+        if self._owner is not None and not self._owner.messages.failed:
             with suppress(RuntimeError):
                 if self._told is not None:
                     self._told.arrive()
                 for work in [*self._works, *self._acknowledgements]:
                     work.wait()
-
-
-@dataclass(eq=False)
-class _Told:
-    """Messages between all ranks of an axis: which unit this is, and where it lies. `works`: not yet waited for."""
-
-    axis: Axis
-    kind: str
-    unit: str
-    works: list[Any]
-    messages: dict[int, Tensor]
-
-    def arrive(self) -> None:
-        while self.works:  # a work must not be waited for twice
-            self.works.pop().wait()
 
 
 class Collectives:
@@ -161,7 +92,6 @@ class Collectives:
     Attributes:
         pairwise: whether buffers move by pairwise exchange (gloo) or by the backend's own collectives.
         shared: memory that all ranks can read, where they can: then buffers allocated in it do not move.
-        failed: whether something was waited for in vain.
         device: where control data travels, and tensors are expected.
     """
 
@@ -173,9 +103,7 @@ class Collectives:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.shared: SharedMemory | None = None
         self._pids: list[int] = []
-        self._unit_names: dict[int, str] = {}
-        self._unheard: dict[str, deque[_Told]] = {}
-        self.failed = False
+        self.messages = Messages(mesh.world.rank)
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
 
@@ -202,19 +130,19 @@ class Collectives:
                 are written by a step, and a step begins with an exchange among all ranks.)
         """
         axis = self.mesh.shard
-        own = _shards(full, axis.size)[axis.rank] if source is None else source
+        own = in_shards(full, axis.size)[axis.rank] if source is None else source
         location = self.shared.locate(own) if self.shared is not None else None
         if location is None or axis.size == 1 or not full.numel():
             return self._all_gather(axis, full, "all_gather", unit, phase)
         self.log.record("all_gather", unit, phase, (full.numel() - own.numel()) * full.element_size())
         with _trace(f"zeroshard::all_gather({unit})"):
-            told = self._tell(axis, location, "all_gather", unit)
+            told = self.messages.tell(axis, location, "all_gather", unit)
 
         def copy_from_peers() -> Sequence[Any]:
-            for rank, place in enumerate(_shards(full, axis.size)):
+            for rank, place in enumerate(in_shards(full, axis.size)):
                 if rank != axis.rank:
                     place.copy_(self._peer(axis, rank, told.messages[rank], place))
-            return self._acknowledge(axis) if acknowledge else []
+            return self.messages.acknowledge(axis) if acknowledge else []
 
         return Pending(self, (), copy_from_peers, told)
 
@@ -232,7 +160,7 @@ class Collectives:
         Under a 2-D mesh the shard is then summed over its replicas as well.
         """
         axis, replicas = self.mesh.reduce, self.mesh.replicate
-        own = _shards(full, axis.size)[axis.rank]
+        own = in_shards(full, axis.size)[axis.rank]
         pending = Pending()
         if axis.size > 1 and full.numel():
             self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
@@ -247,7 +175,7 @@ class Collectives:
 
         def sum_over_replicas() -> None:
             pending.release()
-            part = _shards(out, replicas.size)[replicas.rank]
+            part = in_shards(out, replicas.size)[replicas.rank]
             self.log.record("reduce_replicas", unit, phase, 2 * (out.numel() - part.numel()) * wire.itemsize)
             start = self._reduce_pairwise if self.pairwise else self._reduce_native
             start(replicas, out, part, scratch, wire, "replicate", unit).wait()
@@ -272,9 +200,9 @@ class Collectives:
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
                 if places[source].numel():
-                    works.append(_receive(axis, places[source], source, "all_to_all"))
+                    works.append(receive(axis, places[source], source, "all_to_all"))
                 if parts[target].numel():
-                    works.append(_send(axis, parts[target], target, "all_to_all"))
+                    works.append(send(axis, parts[target], target, "all_to_all"))
             places[axis.rank].copy_(parts[axis.rank])
             return Pending(self, works)
 
@@ -325,19 +253,19 @@ class Collectives:
     def _all_gather(self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True) -> Pending:
         if axis.size == 1 or not full.numel():
             return Pending()
-        shards = _shards(full, axis.size)
+        shards = in_shards(full, axis.size)
         own = shards[axis.rank]
         if log:
             self.log.record(kind, unit, phase, (full.numel() - own.numel()) * full.element_size())
         with _trace(f"zeroshard::{kind}({unit})"):
             if not self.pairwise:
                 return Pending(self, [_all_gather(full, own, group=axis.group, async_op=True)])
-            told = self._tell(axis, None, kind, unit) if kind == "all_gather" else None
+            told = self.messages.tell(axis, None, kind, unit) if kind == "all_gather" else None
             works = []
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-                works.append(_receive(axis, shards[source], source, kind))
-                works.append(_send(axis, own, target, kind))
+                works.append(receive(axis, shards[source], source, kind))
+                works.append(send(axis, own, target, kind))
             return Pending(self, works, told=told)
 
     def _reduce_shared(self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, unit: str) -> Pending | None:
@@ -345,7 +273,7 @@ class Collectives:
         location = self.shared.locate(full) if self.shared is not None else None
         if location is None:
             return None
-        told = self._tell(axis, location, "reduce_scatter", unit)
+        told = self.messages.tell(axis, location, "reduce_scatter", unit)
 
         def sum_from_peers() -> Sequence[Any]:
             terms = [
@@ -353,73 +281,15 @@ class Collectives:
                 for rank in range(axis.size)
                 if rank != axis.rank
             ]
-            own = _shards(full, axis.size)[axis.rank]
-            _sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out)
-            return self._acknowledge(axis)
+            own = in_shards(full, axis.size)[axis.rank]
+            sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out)
+            return self.messages.acknowledge(axis)
 
         return Pending(self, (), sum_from_peers, told)
-
-    def _tell(self, axis: Axis, location: Location | None, kind: str, unit: str) -> _Told:
-        """Tell all peers which unit this is (and where to read it, if they can), and hear it of them."""
-        where = astuple(location) if location is not None else (0, 0, 0, 0)
-        mine = torch.tensor([*where, self._number_of(unit)], dtype=torch.int64)
-        peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        messages = {rank: torch.empty_like(mine) for rank in peers}
-        works = [_receive(axis, messages[rank], rank, f"tell {kind}") for rank in peers]
-        works += [_send(axis, mine, rank, f"tell {kind}") for rank in peers]
-        told = _Told(axis, kind, unit, works, messages)
-        self._unheard.setdefault(kind, deque()).append(told)
-        return told
-
-    def hear(self, told: _Told) -> None:
-        """Wait for these messages, and for those of the same kind before them: who is on another path is noticed at the
-        first one that differs, before anybody waits for something that will never come.
-
-        Raises:
-            RuntimeError: a peer is at another unit.
-        """
-        unheard = self._unheard[told.kind]
-        while told in unheard:
-            first = unheard.popleft()
-            first.arrive()
-            for rank, message in first.messages.items():
-                number = int(message[-1])
-                if number != self._number_of(first.unit):
-                    theirs = self._unit_names.get(number, "one that this rank does not have")
-                    raise RuntimeError(
-                        f"{told.kind}: rank {self.mesh.world.rank} is at unit {first.unit}, rank "
-                        f"{told.axis.ranks[rank]} at unit {theirs}. Nothing has been updated. Every rank must run the "
-                        "same units in the same order"
-                    )
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """An error inside means that the ranks no longer expect the same messages."""
-        try:
-            yield
-        except BaseException:
-            self.failed = True
-            raise
-
-    def introduce(self, unit: str) -> None:
-        """Whose name a message may carry."""
-        self._number_of(unit)
-
-    def _number_of(self, unit: str) -> int:
-        number = zlib.crc32(unit.encode())
-        self._unit_names[number] = unit
-        return number
 
     def _peer(self, axis: Axis, rank: int, message: Tensor, like: Tensor) -> Tensor:
         assert self.shared is not None
         return self.shared.peer(self._pids[axis.ranks[rank]], Location(*message[:-1].tolist()), like)
-
-    def _acknowledge(self, axis: Axis) -> list[Any]:
-        """Tell all peers that their memory has been read; the works are done when they have said so too."""
-        peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
-        works = [_receive(axis, tokens[rank], rank, "read") for rank in peers]
-        return works + [_send(axis, tokens[axis.rank], rank, "read") for rank in peers]
 
     def meet(self) -> None:
         """Map what the peers have allocated so far. A fast rank may free its buffers while a slow one still reads
@@ -448,31 +318,31 @@ class Collectives:
     def _reduce_pairwise(
         self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str, unit: str
     ) -> Pending:
-        shards = _shards(full, axis.size)
+        shards = in_shards(full, axis.size)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        received, rest = _carve(scratch, len(peers), out.numel(), wire)
-        told = self._tell(axis, None, kind, unit) if kind == "reduce_scatter" else None
-        works = [_receive(axis, term, peer, kind) for term, peer in zip(received, peers, strict=True)]
+        received, rest = carve(scratch, len(peers), out.numel(), wire)
+        told = self.messages.tell(axis, None, kind, unit) if kind == "reduce_scatter" else None
+        works = [receive(axis, term, peer, kind) for term, peer in zip(received, peers, strict=True)]
         if wire == full.dtype:
             terms = [shards[peer] for peer in peers]
         else:
-            terms, _ = _carve(rest, len(peers), out.numel(), wire)
+            terms, _ = carve(rest, len(peers), out.numel(), wire)
             for term, peer in zip(terms, peers, strict=True):
                 term.copy_(shards[peer])
-        works += [_send(axis, term, peer, kind) for term, peer in zip(terms, peers, strict=True)]
+        works += [send(axis, term, peer, kind) for term, peer in zip(terms, peers, strict=True)]
         own = shards[axis.rank]
         narrow = wire.itemsize < full.element_size()
         total = rest.view(full.dtype)[: out.numel()] if narrow and len(peers) > 1 else received[0]
-        return Pending(self, works, lambda: _sum_in_rank_order(own, received, axis.rank, total, out), told)
+        return Pending(self, works, lambda: sum_in_rank_order(own, received, axis.rank, total, out), told)
 
     def _reduce_native(
         self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str, unit: str
     ) -> Pending:
-        own = _shards(full, axis.size)[axis.rank]
+        own = in_shards(full, axis.size)[axis.rank]
         if wire == full.dtype:
             return Pending(self, [_reduce_scatter(out, full, group=axis.group, async_op=True)])
-        cast, rest = _carve(scratch, 1, full.numel(), wire)
-        received, _ = _carve(rest, axis.size, out.numel(), wire)
+        cast, rest = carve(scratch, 1, full.numel(), wire)
+        received, _ = carve(rest, axis.size, out.numel(), wire)
         cast[0].copy_(full)
         if wire.itemsize > full.element_size():
             work = _reduce_scatter(received[0], cast[0], group=axis.group, async_op=True)
@@ -480,45 +350,7 @@ class Collectives:
         work = dist.all_to_all_single(rest[: cast[0].nbytes].view(wire), cast[0], group=axis.group, async_op=True)
         terms = [term for rank, term in enumerate(received) if rank != axis.rank]
         total = scratch[: out.nbytes].view(out.dtype)  # what was sent has been sent
-        return Pending(self, [work], lambda: _sum_in_rank_order(own, terms, axis.rank, total, out))
-
-
-def reduce_scratch_bytes(
-    numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, pairwise: bool
-) -> int:
-    """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent."""
-    shard = numel // num_shards
-    if num_shards == num_replicas == 1:
-        return 0
-    if pairwise:
-        foreign = max(numel - shard, shard - shard // num_replicas)
-        return foreign * wire.itemsize * (1 if wire == grad else 2)
-    return 0 if wire == grad else 2 * numel * wire.itemsize
-
-
-def _sum_in_rank_order(own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor) -> None:
-    """out = ((g0 + g1) + g2) + ..., the own term in its place; `out` may be `own`.
-
-    `total` holds the sum so far, in the wider of the two dtypes, and may be `received[0]`: that one is always among
-    the first two terms.
-    """
-    terms = [*received[:rank], own, *received[rank:]]
-    so_far = terms[0]
-    for index, term in enumerate(terms[1:], start=1):
-        target = out if index == len(terms) - 1 else total
-        add(so_far, term, out=target)
-        so_far = target
-
-
-def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """out = a + b for 1-D tensors, without the full-size temporary that a CPU makes of each operand it has to cast."""
-    if a.dtype == b.dtype and a.dtype.itemsize < out.dtype.itemsize:
-        a = out.copy_(a)  # else torch adds in the narrow dtype, and widens what is left
-    if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
-        torch.add(a, b, out=out)
-        return
-    for piece in zip(out.split(_CAST_NUMEL), a.split(_CAST_NUMEL), b.split(_CAST_NUMEL), strict=True):  # type: ignore[no-untyped-call]
-        torch.add(piece[1], piece[2], out=piece[0])
+        return Pending(self, [work], lambda: sum_in_rank_order(own, terms, axis.rank, total, out))
 
 
 def _trace(name: str) -> AbstractContextManager[Any]:
@@ -526,23 +358,5 @@ def _trace(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
-def _shards(full: Tensor, size: int) -> tuple[Tensor, ...]:
-    return full.view(size, -1).unbind(0)
-
-
-def _carve(scratch: Tensor, count: int, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """`count` tensors of `numel` elements from the front of a byte buffer, and what is left of it."""
-    end = count * numel * dtype.itemsize
-    return list(scratch[:end].view(dtype).view(count, numel).unbind(0)) if count else [], scratch[end:]
-
-
 def _copy(out: Tensor, value: Tensor) -> None:
     out.copy_(value)
-
-
-def _send(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    return axis.group.send([tensor], rank, _TAGS[kind])
-
-
-def _receive(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    return axis.group.recv([tensor], rank, _TAGS[kind])

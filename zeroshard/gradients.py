@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.buffer import FlatBuffer
-from zeroshard.collectives import Collectives, Pending, add
+from zeroshard.collectives import Collectives, Pending
 from zeroshard.interval import Interval
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED
+from zeroshard.sums import add
 
 
 class GradState(Enum):

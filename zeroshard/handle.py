@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.buffer import live_bytes
-from zeroshard.collectives import Collectives, CommLog
+from zeroshard.collectives import Collectives
+from zeroshard.comm_log import CommLog
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.control import Control, Status, exchange_control
+from zeroshard.agreement import Agreement, NonFinite
+from zeroshard.control import Control
 from zeroshard.flat_step import FlatStep, Update
-from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
@@ -24,8 +24,6 @@ from zeroshard.scaling import LossScaling
 from zeroshard.shard import shard_parameters
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
-
-NonFinite = Literal["raise", "skip", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -113,19 +111,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
         self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
         self._steppers: list[Stepper] = []
-        self._units: dict[Unit, set[int]] = {}
         super().__init__(params, _defaults_of(optimizer_class, defaults))
         self.handle = self._find_handle(process_group)
         self._steppers = self._build_steppers()
-        self._units = self._find_units()
-        policy = _policy(loss_scale, self._units)
+        units = self._find_units()
+        policy = _policy(loss_scale, units)
         self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
-        self._non_finite = _non_finite(non_finite)
-        self._skip_norm_above = skip_norm_above
-        self._control: tuple[int, Control] | None = None  # and the number of backwards it was made after
+        self.agreement = Agreement(self.handle, units, self._scaling, non_finite, skip_norm_above)
         self._clip = 1.0
         self._clip_value: float | None = None
-        self.half_done = False  # an update has raised: some of main is new, some is not
         self.handle.claim(self._parameters(), self)  # last: what is refused claims nothing
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, found {max_norm}")
         control = self._agree(float(norm_type))
-        norm = control.norm * self._mean_factor(control)
+        norm = control.norm * self.agreement.mean_factor(control)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
         self._clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
@@ -217,17 +211,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self._scaling.check_used()
         self.handle.expect_in_place()
-        control = self._agree(self._control[1].norm_type if self._control else 2.0)
-        mean = self._mean_factor(control)
+        control = self._agree()
+        mean = self.agreement.mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)
         scale = self.handle.reducer.scale or 1.0
-        skip = self._decide_to_skip(control, control.norm * mean)
+        skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
-            self.half_done = True
+            self.agreement.half_done = True
             self._update(control, Update(mean * self._clip, self._clip_value))
-            self.half_done = False
-        self._scaling.settle(self.handle.reducer, not control.finite, self._overflows(control))
+            self.agreement.half_done = False
+        self._scaling.settle(self.handle.reducer, not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
@@ -243,9 +237,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def count_zero_gradients(self) -> int:
         """Elements of the reduced gradient that are exactly zero, over all ranks. Collective; between backward and
         step."""
-        zeros = sum(int((tensor == 0).sum()) for stepper in self._steppers for _, tensor in stepper.own_gradients())
+        zeros = sum(int((tensor == 0).sum()) for _, tensor in self._own_gradients())
         mesh = self.handle.collectives.mesh
-        padding = sum(self._own_padding(unit) for unit in self._units)
+        padding = sum(self._own_padding(unit) for unit in self.agreement.units)
         row = torch.tensor([zeros - padding], dtype=torch.float64, device=self.handle.collectives.device)
         rows = self.handle.collectives.exchange(row)
         return int(sum(rows[mesh.world.ranks.index(rank), 0].item() for rank in mesh.shard.ranks))
@@ -266,13 +260,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._classes.append(group_class)
         if self._steppers:
             self.handle.thaw()
-            before = self._steppers, self._units
+            before = self._steppers, self.agreement.units
             try:
                 self.rebuild()
                 self.handle.claim(self._parameters(), self)
             except ValueError:
                 self.param_groups.pop(), self._classes.pop()
-                self._steppers, self._units = before
+                self._steppers, self.agreement.units = before
                 raise
 
     @torch.no_grad()
@@ -280,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Parameters have come: new steppers, existing state stays. Collective."""
         state = self._full_state()
         self._steppers = self._build_steppers()
-        self._units = self._find_units()
+        self.agreement.units = self._find_units()
         self._load_state(state)
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
@@ -339,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != found:
             raise ValueError(f"the optimizer has param groups of {sizes} parameters, the state_dict of {found}")
         self._load_state(state_dict)
-        self.half_done = False
+        self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
@@ -443,108 +437,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mine[unit] = slots
         return mine
 
-    def _num_slots(self) -> int:
-        return sum(len(unit.parameters) for unit in self._units)
+    # Stepping ----------------------------------------------------------------------------------------------------
 
-    # Agreeing ----------------------------------------------------------------------------------------------------
+    def _agree(self, norm_type: float | None = None) -> Control:
+        return self.agreement.control(self._parameters(), self._own_gradients, len(self.param_groups), norm_type)
 
-    def _agree(self, norm_type: float) -> Control:
-        """The control exchange: raises on all ranks alike if one is not ready. Once per step and kind of norm (but for
-        gradients in p.grad, which change without our knowing)."""
-        self.handle.check_open("use the optimizer")
-        now = self.handle.reducer.num_backwards
-        known = None if self.handle.plan.external_gradients else self._control
-        if known is not None and known[0] == now and known[1].norm_type == norm_type:
-            return known[1]
-        units = self._units
-        status = self._status(units)
-        ready = status is Status.READY
-        gradients = [pair for stepper in self._steppers for pair in stepper.own_gradients()] if ready else []
-        flags = [unit.has_gradient(i) for unit in units for i in range(len(unit.parameters))]
-        weight = 1.0 if self._scaling.weight is None else self._scaling.weight
-        control = exchange_control(
-            self.handle.collectives,
-            status,
-            weight,
-            gradients,
-            len(self.param_groups),
-            norm_type,
-            flags + self._scaling.overflows(),
-        )
-        for status, message in _NOT_READY.items():
-            ranks = [rank for rank, found in enumerate(control.status) if found is status]
-            if ranks:
-                raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
-        if control.weight == 0:
-            raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
-        self._control = now, control
-        return control
-
-    def _status(self, units: dict[Unit, set[int]]) -> Status:
-        if self.half_done:
-            return Status.HALF_DONE
-        updated = {id(p) for unit in self.handle.units if unit.main is not None for p in unit.parameters}
-        if any(p.grad is not None and id(p) not in updated for p in self._parameters()):
-            return Status.UNFROZEN
-        if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in units):
-            return Status.NOT_REDUCED
-        if self.handle.plan.external_gradients:
-            has_any = any(p.grad is not None for unit in units for p in unit.parameters)
-        else:
-            has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in units.items())
-        return Status.READY if has_any else Status.NO_GRADIENTS
-
-    def _mean_factor(self, control: Control) -> float:
-        """Buffers hold sums over ranks (torch DDP's gradients are means already) of scaled losses."""
-        total = control.weight / (len(control.status) if self.handle.plan.external_gradients else 1)
-        return 1.0 / (total * (self.handle.reducer.scale or 1.0))
-
-    def _overflows(self, control: Control) -> list[bool]:
-        """For each scaler in use: whether any rank saw its loss overflow."""
-        return list(control.present[self._num_slots() :])
-
-    def _decide_to_skip(self, control: Control, norm: float) -> bool:
-        policy = self._non_finite or ("skip" if self._scaling.is_scaled else "raise")
-        if control.finite or policy == "ignore":
-            return self._skip_norm_above is not None and not norm <= self._skip_norm_above
-        exhausted = self._scaling.exhausted(self.handle.reducer, self._overflows(control))
-        if policy == "raise" or exhausted is not None:
-            many = f" {exhausted} times in a row" if exhausted is not None else ""
-            hint = ""
-            if self.handle.plan.weights is SHARDED:
-                hint = (
-                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs: "
-                    "choose units= whose modules contain all uses of what they own"
-                )
-            raise RuntimeError(
-                f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"
-            )
-        return True
-
-    def _name_nonfinite(self) -> str:
-        """Where, as far as it is known: one more exchange, on the way out."""
-        seen = self._scaling.findings()
-        reduced = sorted(
-            fragment.slot.name
-            for unit in self._units
-            for fragment in unit.layout.fragments_in(unit.own_shard())
-            if not all(torch.isfinite(view).all() for view in unit.gradient_views(fragment.world))
-        )
-        found = self.handle.collectives.exchange_objects([seen, reduced])
-        origins = [f"{', '.join(names)} on rank {rank}" for rank, (names, _) in enumerate(found) if names]
-        if origins:
-            return "; ".join(origins)
-        names = sorted({name for _, names in found for name in names})
-        return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
-
-    # Updating ----------------------------------------------------------------------------------------------------
+    def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """The param group of each, and it."""
+        for stepper in self._steppers:
+            yield from stepper.own_gradients()
 
     def _update(self, control: Control, update: Update) -> None:
-        units = self._units
-        active, position = {}, 0
-        for unit in units:
-            active[unit] = list(control.present[position : position + len(unit.parameters)])
-            position += len(unit.parameters)
+        units, active = self.agreement.units, self.agreement.active(control)
         arriving = {}
         for unit in units:
             if unit.grads is not None and unit.plan.main is not SHARDED:
@@ -569,10 +473,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.handle.gatherer.settle()
 
     def _discard_gradients(self) -> None:
-        self._control, self._clip, self._clip_value = None, 1.0, None
+        self.agreement.forget()
+        self._clip, self._clip_value = 1.0, None
         for unit in self.handle.units:
             if unit.grads is not None:
-                unit.grads.consume(self._units.get(unit, set()) | self.handle.unclaimed(unit))
+                unit.grads.consume(self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit))
         self.handle.reducer.forget_scale()
 
     def _own_padding(self, unit: Unit) -> int:
@@ -585,17 +490,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if piece.world in unit.own_shard()
         )
         return covered if unit.grads is not None else 0
-
-
-_NOT_READY = {
-    Status.HALF_DONE: "an earlier update has raised half way, so that some weights are a step ahead of others. Load "
-    "weights and optimizer state again (a checkpoint, or load_full_state_dict and load_state_dict)",
-    Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
-    "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
-    Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
-    "backward outside of no_sync()",
-    Status.NO_GRADIENTS: "there are no gradients. Call backward before step or clip_grad_norm_",
-}
 
 
 def _defaults_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -616,9 +510,3 @@ def _policy(
     if isinstance(loss_scale, (ConstantScale, DynamicScale)):
         return loss_scale
     raise ValueError(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
-
-
-def _non_finite(choice: NonFinite | None) -> NonFinite | None:
-    if choice not in ("raise", "skip", "ignore", None):
-        raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {choice!r}")
-    return choice

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from torch import nn
 
 from zeroshard.buffer import Allotment
-from zeroshard.collectives import reduce_scratch_bytes
 from zeroshard.gather import PLACES
 from zeroshard.layout import BufferLayout
 from zeroshard.owners import balance, cost
@@ -18,6 +17,7 @@ from zeroshard.pieces import BATCH_NUMEL, batches, cut
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
 from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.reduce import IN_FLIGHT
+from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import DEFAULT_UNIT_BYTES, UnitPolicy, UnitSpec, choose_units
 
 TRANSIENT_KINDS = ("ring", "buckets", "scratch")

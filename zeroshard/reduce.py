@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.buffer import Allotment, Place
-from zeroshard.collectives import Collectives, reduce_scratch_bytes
+from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.loss_scale import LossScaler, ScaleState
+from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import Unit
 
 IN_FLIGHT = 2

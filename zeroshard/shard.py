@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.collectives import Collectives, CommLog
+from zeroshard.collectives import Collectives
+from zeroshard.comm_log import CommLog
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
 from zeroshard.materialize import META, Source, is_on_meta, move
 from zeroshard.materialize import materialize as give_values

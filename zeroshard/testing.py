@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from zeroshard import watch
-from zeroshard.collectives import CommLog
+from zeroshard.comm_log import CommLog
 
 
 class RankError(RuntimeError):

@@ -83,7 +83,7 @@ class Unit:
     ) -> None:
         self.index, self.spec, self.plan = index, spec, plan
         self.edits = 0
-        collectives.introduce(spec.name)
+        collectives.messages.introduce(spec.name)
         self.parameters = tuple(parameters)
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.collectives import CommLog
+from zeroshard.comm_log import CommLog
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 

@@ -26,9 +26,11 @@ from tests.core.models import (
     same_bits,
     train,
 )
-from zeroshard.collectives import Collectives, CommLog, reduce_scratch_bytes
+from zeroshard.collectives import Collectives
+from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Mesh
 from zeroshard.precision import MixedPrecision
+from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.testing import expect_same_logs, run_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.core.models import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
-from zeroshard.collectives import Collectives, CommLog
+from zeroshard.collectives import Collectives
+from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Mesh
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 

@@ -158,7 +158,7 @@ def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         out.copy_(sum(received, start=own))
 
     expected = run_ranks(all_references, 1, 3, [Job()])[0][0][0]
-    monkeypatch.setattr(collectives, "_sum_in_rank_order", own_first)
+    monkeypatch.setattr(collectives, "sum_in_rank_order", own_first)
     by_plan = run_ranks(all_plans, 3, [Job()])[0][0]
     expect_identical(by_plan)
     assert not same_bits(by_plan[0].weights, expected.weights)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.core.models import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
-from zeroshard.collectives import CommLog
+from zeroshard.comm_log import CommLog
 from zeroshard.placement import Plan
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,14 +17,14 @@ from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.save import together
-from zeroshard.checkpoint.take import take_optimizer, take_rest, take_weights
+from zeroshard.checkpoint.take import rehearse, take_optimizer, take_rest, take_weights
 from zeroshard.handle import Handle
 
 
 @dataclass(frozen=True)
 class Loaded:
     """What a load did. `missing`: not in the checkpoint, and as before; `unexpected`: in it, and not used; both empty
-    when strict. `bytes_read`: by this rank."""
+    when strict. `bytes_read`: by this rank (once to check them, and once again)."""
 
     step: int
     path: Path
@@ -45,7 +47,7 @@ def load(
     """Take the state of `directory/step-N`. Collective, between a step and the next backward.
 
     Each rank reads the blocks that hold its own intervals, a block (1 MiB) at a time, and checks the digest of each
-    before anything of it is used. Random numbers are those of the same rank at the time of the save, where there was
+    before anything is changed. Random numbers are those of the same rank at the time of the save, where there was
     such a rank.
 
     Args:
@@ -57,7 +59,7 @@ def load(
 
     Raises:
         CheckpointError: on every rank: no such step; names, shapes or dtypes that do not fit (nothing has been
-            changed); a damaged file, with its name (what has been read so far stays: load another step first).
+            changed); a damaged file, with its name (nothing has been changed).
         RuntimeError: gradients are waiting for a step.
     """
     handle.check_open("load")
@@ -84,16 +86,21 @@ def load(
             raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
         pairs = pairs_of(reader.manifest, optimizers)
 
-        # 2. Every rank reads what it needs. A failure lets the others stop.
+        # 2. Every rank reads what it needs: once to find any damage before anything is changed, and once to take it.
+        # A failure lets the others stop.
         meeting = Meeting(handle.collectives, unique)
-        for unit in handle.units:
-            unit.edits += 1
 
-        def read() -> tuple[None, None]:
+        def take() -> None:
+            reader.num_bytes = 0
+            for unit in handle.units:
+                unit.edits += 1
+            take_weights(reader, handle, meeting)
+            for one, _ in pairs:
+                take_optimizer(reader, one, meeting)
+
+        def unless_stopped(work: Callable[[], None]) -> tuple[None, None]:
             try:
-                take_weights(reader, handle, meeting)
-                for one, _ in pairs:
-                    take_optimizer(reader, one, meeting)
+                work()
             except Stopped:
                 pass
             except BaseException:
@@ -102,7 +109,8 @@ def load(
             return None, None
 
         try:
-            together(handle, "load", read)
+            together(handle, "load", lambda: unless_stopped(partial(rehearse, reader, handle, pairs, meeting)))
+            together(handle, "load", lambda: unless_stopped(take))
         finally:
             if meeting.rank == 0:
                 meeting.forget()

@@ -24,6 +24,40 @@ from zeroshard.optimizer_state import Elementwise, load_state
 from zeroshard.owner_step import OwnerStep
 from zeroshard.unit import Unit
 
+# Before anything is changed -------------------------------------------------------------------------------------------
+
+
+def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> None:
+    """Read, and so check, all that this rank is going to take."""
+
+    def look(part: Interval, values: Tensor) -> None:
+        meeting.beat()
+
+    rank, tensors = handle.collectives.mesh.world.rank, reader.manifest.tensors
+    owned = {
+        one.slot.name
+        for optimizer, _ in pairs
+        for stepper in optimizer.steppers
+        if isinstance(stepper, OwnerStep)
+        for one, _ in stepper.owned()
+    }
+    state = state_names(reader.manifest) if pairs else {}
+    parts = {
+        fragment.slot.name: fragment
+        for unit in handle.units
+        for fragment in unit.layout.fragments_in(unit.own_shard() if unit.main is None else unit.main.interval)
+    }
+    for name in parts.keys() | owned:
+        for tensor in (f"model/{name}", *(one.tensor for one in state.get(name, []))):
+            if (entry := tensors.get(tensor)) is not None:
+                cut = name in parts and name not in owned and entry.shape == parts[name].slot.shape
+                reader.read(tensor, parts[name].param if cut else Interval(0, entry.numel), look)
+    unsharded = {f"model/{name}" for name in handle.unsharded_state()}
+    for tensor, entry in tensors.items():
+        if tensor in unsharded or tensor.startswith((f"rank/{rank}/", "extra/")):
+            reader.read(tensor, Interval(0, entry.numel), look)
+
+
 # What is sharded ------------------------------------------------------------------------------------------------------
 
 
@@ -109,7 +143,7 @@ def take_rest(reader: Reader, handle: Handle, pairs: Pairs, extra: Extra) -> Non
         for group, saved_group in zip(optimizer.param_groups, groups_of(saved), strict=False):
             if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
                 _set_options(group, decode(saved_group["options"], reader.tensor))
-        optimizer.half_done = False
+        optimizer.agreement.half_done = False
         optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
     if extra:
         states = same["extra"] if "extra" in same else decode(values.get("extra", {}), reader.tensor)

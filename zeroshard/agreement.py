@@ -1,0 +1,175 @@
+"""What the ranks agree on before a step: that everybody is ready, the norm, who has gradients, and whether to skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.control import Control, Status, exchange_control
+from zeroshard.gradients import GradState
+from zeroshard.handle import Handle
+from zeroshard.placement import SHARDED
+from zeroshard.scaling import LossScaling
+from zeroshard.unit import Unit
+
+NonFinite = Literal["raise", "skip", "ignore"]
+
+
+class Agreement:
+    """Of one optimizer with its counterparts on the other ranks.
+
+    Attributes:
+        units: the slots of each unit that are this optimizer's, in the handle's order.
+        half_done: an update has raised: some of main is new, some is not.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        units: dict[Unit, set[int]],
+        scaling: LossScaling,
+        non_finite: NonFinite | None,
+        skip_norm_above: float | None,
+    ) -> None:
+        if non_finite not in ("raise", "skip", "ignore", None):
+            raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
+        self.units = units
+        self.half_done = False
+        self._handle, self._scaling = handle, scaling
+        self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
+        self._known: tuple[int, Control] | None = None  # and the number of backwards it was made after
+
+    def control(
+        self,
+        parameters: Iterable[nn.Parameter],
+        gradients: Callable[[], Iterator[tuple[int, Tensor]]],
+        num_groups: int,
+        norm_type: float | None = None,
+    ) -> Control:
+        """The control exchange. Once per step and kind of norm (but for gradients in p.grad, which change without our
+        knowing). Collective.
+
+        Args:
+            gradients: the own ones, with their param group.
+            norm_type: None: as before in this step, or 2.
+
+        Raises:
+            RuntimeError: on all ranks alike, if one is not ready.
+            ValueError: the weights of all losses are 0.
+        """
+        self._handle.check_open("use the optimizer")
+        if norm_type is None:
+            norm_type = self._known[1].norm_type if self._known else 2.0
+        now = self._handle.reducer.num_backwards
+        known = None if self._handle.plan.external_gradients else self._known
+        if known is not None and known[0] == now and known[1].norm_type == norm_type:
+            return known[1]
+        status = self._status(parameters)
+        flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
+        control = exchange_control(
+            self._handle.collectives,
+            status,
+            1.0 if self._scaling.weight is None else self._scaling.weight,
+            list(gradients()) if status is Status.READY else [],
+            num_groups,
+            norm_type,
+            flags + self._scaling.overflows(),
+        )
+        for status, message in _NOT_READY.items():
+            ranks = [rank for rank, found in enumerate(control.status) if found is status]
+            if ranks:
+                raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
+        if control.weight == 0:
+            raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
+        self._known = now, control
+        return control
+
+    def forget(self) -> None:
+        """The gradients it was made of are gone."""
+        self._known = None
+
+    def _status(self, parameters: Iterable[nn.Parameter]) -> Status:
+        if self.half_done:
+            return Status.HALF_DONE
+        updated = {id(p) for unit in self._handle.units if unit.main is not None for p in unit.parameters}
+        if any(p.grad is not None and id(p) not in updated for p in parameters):
+            return Status.UNFROZEN
+        if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in self.units):
+            return Status.NOT_REDUCED
+        if self._handle.plan.external_gradients:
+            has_any = any(p.grad is not None for unit in self.units for p in unit.parameters)
+        else:
+            has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in self.units.items())
+        return Status.READY if has_any else Status.NO_GRADIENTS
+
+    # What follows from it --------------------------------------------------------------------------------------------
+
+    def mean_factor(self, control: Control) -> float:
+        """Buffers hold sums over ranks (torch DDP's gradients are means already) of scaled losses."""
+        total = control.weight / (len(control.status) if self._handle.plan.external_gradients else 1)
+        return 1.0 / (total * (self._handle.reducer.scale or 1.0))
+
+    def active(self, control: Control) -> dict[Unit, list[bool]]:
+        """The slots that have a gradient on any rank."""
+        active, position = {}, 0
+        for unit in self.units:
+            active[unit] = list(control.present[position : position + len(unit.parameters)])
+            position += len(unit.parameters)
+        return active
+
+    def overflows(self, control: Control) -> list[bool]:
+        """For each scaler in use: whether any rank saw its loss overflow."""
+        return list(control.present[sum(len(unit.parameters) for unit in self.units) :])
+
+    def is_skipped(self, control: Control, norm: float) -> bool:
+        """Whether the step changes nothing.
+
+        Raises:
+            RuntimeError: a gradient that is not finite, where that is not to be skipped, or once too often in a row.
+        """
+        policy = self._non_finite or ("skip" if self._scaling.is_scaled else "raise")
+        if control.finite or policy == "ignore":
+            return self._skip_norm_above is not None and not norm <= self._skip_norm_above
+        exhausted = self._scaling.exhausted(self._handle.reducer, self.overflows(control))
+        if policy == "raise" or exhausted is not None:
+            many = f" {exhausted} times in a row" if exhausted is not None else ""
+            hint = ""
+            if self._handle.plan.weights is SHARDED:
+                hint = (
+                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs: "
+                    "choose units= whose modules contain all uses of what they own"
+                )
+            raise RuntimeError(
+                f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"
+            )
+        return True
+
+    def _name_nonfinite(self) -> str:
+        """Where, as far as it is known: one more exchange, on the way out."""
+        seen = self._scaling.findings()
+        reduced = sorted(
+            fragment.slot.name
+            for unit in self.units
+            for fragment in unit.layout.fragments_in(unit.own_shard())
+            if not all(torch.isfinite(view).all() for view in unit.gradient_views(fragment.world))
+        )
+        found = self._handle.collectives.exchange_objects([seen, reduced])
+        origins = [f"{', '.join(names)} on rank {rank}" for rank, (names, _) in enumerate(found) if names]
+        if origins:
+            return "; ".join(origins)
+        names = sorted({name for _, names in found for name in names})
+        return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
+
+
+_NOT_READY = {
+    Status.HALF_DONE: "an earlier update has raised half way, so that some weights are a step ahead of others. Load "
+    "weights and optimizer state again (a checkpoint, or load_full_state_dict and load_state_dict)",
+    Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
+    "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
+    Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
+    "backward outside of no_sync()",
+    Status.NO_GRADIENTS: "there are no gradients. Call backward before step or clip_grad_norm_",
+}
