@@ -95,7 +95,10 @@ def find(path: Path, step: int | None) -> Path:
 @click.option("--tensors", is_flag=True, help="list every tensor")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
 def inspect(path: Path, step: int | None, tensors: bool, as_json: bool) -> None:
-    """What a step holds, by its manifest: PATH is a step folder, or the directory of steps."""
+    """Show what a step holds.
+
+    By its manifest alone. PATH is a step folder, or the directory of steps.
+    """
     with Reader(find(path, step)) as reader:
         found = summary(reader, tensors=tensors)
     if as_json:
@@ -191,7 +194,10 @@ def _table(console: Console, columns: tuple[str, ...], rows: list[tuple[Any, ...
 @_step
 @click.option("--all", "every", is_flag=True, help="every step in the directory PATH")
 def verify(path: Path, step: int | None, every: bool) -> None:
-    """Check every byte of a step against its digest."""
+    """Check every byte of a step.
+
+    PATH is a step folder, or the directory of steps.
+    """
     damaged = []
     if every and not folders.steps(path):
         raise click.ClickException(f"{path} holds no checkpoint")
@@ -215,7 +221,10 @@ def verify(path: Path, step: int | None, every: bool) -> None:
 @click.option("--keep-every", type=click.IntRange(1), help="multiples of it stay, too")
 @click.option("--dry-run", is_flag=True, help="say what would go, and leave it")
 def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
-    """Remove old steps, and what dead saves have left over."""
+    """Remove old steps.
+
+    And what dead saves have left over. What `latest` names stays.
+    """
     if not folders.steps(directory):
         raise click.ClickException(f"{directory} holds no checkpoint")
     work = folders.to_prune if dry_run else folders.prune
@@ -241,8 +250,10 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
 @_force
 def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_file_size: int | None, copies: bool,
            no_optimizer: bool, model_key: str, optimizer_key: str, force: bool) -> None:  # fmt: skip
-    """Write files for other tools into the folder OUT: model.safetensors, as `from_pretrained` reads it, or a folder of
-    torch.distributed.checkpoint."""
+    """Write files for other tools.
+
+    Into the folder OUT: model.safetensors, as `from_pretrained` reads it, or a folder of torch.distributed.checkpoint.
+    """
     folder, cast = find(path, step), DTYPES[dtype]
     if kind == "safetensors":
         if no_optimizer or (model_key, optimizer_key) != ("model", "optim"):
@@ -268,8 +279,11 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
 @_force
 def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimizer_class: str, model_key: str,
             optimizer_key: str, follow_links: bool, force: bool) -> None:  # fmt: skip
-    """Make a step of DIRECTORY from SOURCE: a safetensors file, a folder with model.safetensors or an index of several,
-    or a folder of torch.distributed.checkpoint."""
+    """Make a step from files of others.
+
+    In DIRECTORY, from SOURCE: a safetensors file, a folder with model.safetensors or an index of several, or a folder
+    of torch.distributed.checkpoint.
+    """
     if not source.exists():
         raise click.ClickException(f"there is no {source}")
     if (source / METADATA).exists():
