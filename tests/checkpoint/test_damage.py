@@ -114,6 +114,20 @@ def test_single_bits_are_found(saved: Path, tmp_path: Path) -> None:
     zeroshard.verify(step)
 
 
+def test_what_changes_between_two_readings_is_found(saved: Path, tmp_path: Path) -> None:
+    """A load reads everything twice: the second time against a sum of what had its digest."""
+    step = copied(saved, tmp_path) / "step-2"
+    name = "model/embed.weight"
+    with reader.Reader(step) as opened:
+        first = opened.tensor(name)
+        assert torch.equal(opened.tensor(name), first)
+        chunk = opened.entry(name).chunks[0]
+        path = step / opened.manifest.files[chunk.file].name
+        flip(path, chunk.offset)
+        with pytest.raises(zeroshard.CheckpointError, match=path.name):
+            opened.tensor(name)
+
+
 def test_negative_control_without_digests_flips_pass(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
