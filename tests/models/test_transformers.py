@@ -5,8 +5,7 @@ The tables are in docs/models.md. Nothing is downloaded.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,6 @@ from tests.models.real import (
     tokens,
     vit,
 )
-from zeroshard.placement import Plan
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 pytestmark = [
@@ -51,7 +49,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
 ]
 
-EVERYTHING = bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING"))
 KEEP_ROUTERS = zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
 """Switch's routers cast their own weights to fp32 whenever they run: they must be fp32."""
 
@@ -59,17 +56,17 @@ KEEP_ROUTERS = zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def expect_reference(jobs: list[Job], num_ranks: int, plans: Sequence[Plan] = PLANS) -> list[list[Outcome]]:
+def expect_reference(jobs: list[Job], num_ranks: int) -> list[list[Outcome]]:
     """Losses and weights of every plan are those of one process, bit for bit: matrix products do not depend on where
     their operands lie, and all sums are taken in one order. Returns the outcomes of one process, by job and rank."""
 
     def run(rank: int) -> list[list[Outcome]]:
-        return [[train(job, plan, rank) for plan in plans] for job in jobs]
+        return [[train(job, plan, rank) for plan in PLANS] for job in jobs]
 
     expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job in jobs], 1)[0]
     found = run_ranks(run, num_ranks, timeout=200)
     for index, job in enumerate(jobs):
-        for plan_index, plan in enumerate(plans):
+        for plan_index, plan in enumerate(PLANS):
             for rank in range(num_ranks):
                 outcome = found[rank][index][plan_index]
                 assert outcome.losses == expected[index][rank].losses, (plan, job)
@@ -89,10 +86,8 @@ def test_five_steps_are_those_of_one_process(name: str) -> None:
     row = ROWS[name]
     bf16 = KEEP_ROUTERS if name == "Switch" else "bf16"
     of_two = expect_reference([row.job(), row.job(precision=bf16, units=None)], 2)
-    of_three = []
-    if name in ("Llama", "T5", "Mixtral", "Switch") or EVERYTHING:
-        with_default_units = [row.job(units=None)] if name in ("Llama", "T5", "Switch") else []
-        of_three = expect_reference([row.job(precision=bf16), *with_default_units], 3)
+    with_default_units = [row.job(units=None)] if name in ("Llama", "T5", "Switch") else []
+    of_three = expect_reference([row.job(precision=bf16), *with_default_units], 3)
     # The comparison sees other data on one rank in one step, another precision, one rank more; and ranks differ.
     changed = run_ranks(lambda rank: train_reference(row.job(loss_of=partial(other_data, row)), 2), 1)[0]
     weights = [outcomes[0].weights for outcomes in (*of_two, *of_three, changed)]
@@ -289,7 +284,7 @@ def test_checkpointing_changes_nothing_but_memory(use_reentrant: bool) -> None:
     jobs.append(ROWS["Llama"].job(steps=2, model=partial(adapters, use_reentrant)))
     plain_jobs.append(ROWS["Llama"].job(steps=2, model=partial(adapters, None)))
 
-    found = expect_reference(jobs, 2, PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3))
+    found = expect_reference(jobs, 2)
     plain = run_ranks(lambda rank: [train_reference(job, 2) for job in plain_jobs], 1)[0]
     for name, with_checkpoints, without in zip([*builds, "adapters"], found, plain, strict=True):
         same = same_bits(with_checkpoints[0].weights, without[0].weights)
