@@ -3,7 +3,8 @@
 # make test   lint, types, then the tests
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make lint   lint and types only
-# make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models
+# make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models;
+#             every way to compile; longer runs, more ranks
 
 # The first interpreter that starts (version managers leave stubs that do not), is new enough and can make an environment.
 WORKS := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
@@ -41,7 +42,10 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-everything: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/precision/test_parity.py tests/models/test_random.py tests/models/test_modules.py
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/core/test_plans.py tests/precision/test_parity.py \
+		tests/precision/test_optimizers.py::test_freezing_and_unfreezing_during_training tests/precision/test_whole.py \
+		tests/precision/test_remainder_runs.py tests/models/test_random.py tests/models/test_modules.py \
+		tests/models/test_parameters.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

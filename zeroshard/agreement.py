@@ -139,8 +139,9 @@ class Agreement:
             hint = ""
             if self._handle.plan.weights is SHARDED:
                 hint = (
-                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs: "
-                    "choose units= whose modules contain all uses of what they own"
+                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs "
+                    "(a head that reads the embedding's weight, say): name the transformer block in units=, or choose "
+                    "units= whose modules contain all uses of what they own"
                 )
             raise RuntimeError(
                 f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"

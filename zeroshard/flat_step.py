@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.interval import Interval
+from zeroshard.low_bit import dense, quantise
 from zeroshard.pieces import BATCH_NUMEL, Piece, batches, cut, slots_in
 from zeroshard.unit import Unit
 
@@ -142,10 +143,14 @@ class FlatStep:
         options = self._inner[piece.group]
         if not value.dim():
             return value.to(piece.tensor.device) if options.get("fused") or options.get("capturable") else value
-        quantised = getattr(self.optimizer, "_new_buffer", None)
-        if quantised is None:
+        if not self.quantises:
             return value
-        return quantised(piece.tensor, key == "exp_avg").copy_(value)
+        return quantise(self.optimizer._new_buffer(piece.tensor, key == "exp_avg"), value)  # type: ignore[attr-defined]
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the class holds moments in fewer bits, and says how (torchao's do)."""
+        return hasattr(self.optimizer, "_new_buffer")
 
     def _tensors_of(self, group: int) -> list[Tensor]:
         return [piece.tensor for piece in self.pieces if piece.group == group]
@@ -303,7 +308,7 @@ def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.numel() == numel and value.dim() == 1:
-        return torch.zeros(numel, device=value.device, dtype=value.dtype).copy_(value)[local].clone()
+        return dense(value)[local].clone()
     if value.dim() == 0:
         return value.clone()
     raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")

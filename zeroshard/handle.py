@@ -329,6 +329,7 @@ class Handle(NotCopied):
         if self._closed:
             return
         self.finish_background()
+        values: list[tuple[nn.Parameter, Tensor]] = []
         for unit in self.units:
             full = unit.gather_main(self.collectives) if unit.main is not None else None
             if full is None:
@@ -336,8 +337,9 @@ class Handle(NotCopied):
                 full = unit.weights.buffer.full
                 assert full is not None
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                value = full[slot.world.slice].view(slot.shape)
-                parameter.data = value.to(unit.spec.dtype, copy=True)
+                values.append((parameter, full[slot.world.slice].view(slot.shape).to(unit.spec.dtype, copy=True)))
+        for parameter, value in values:  # after the last gather: units that take turns in a place move each other's
+            parameter.data = value
         self._release()
 
     def finish_background(self) -> None:

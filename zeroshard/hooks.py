@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +43,16 @@ class NotCopied:
         raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
 
 
-class OutsideGraphs(NotCopied):
-    """A hook that torch.compile calls between two graphs, and does not look into: it moves data and communicates."""
+class OutsideGraphs(NotCopied, partial[Any]):
+    """A hook that torch.compile calls between two graphs, and does not look into: it moves data and communicates.
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    A partial, because a `__call__` in Python would be compiled anew for every class of modules.
+    """
+
+    def __new__(cls, hook: Callable[..., Any]) -> Self:
         import torch._dynamo  # slow to import; every optimizer does it too
 
-        self._hook: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hook(*args, **kwargs)
+        return super().__new__(cls, torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]
 
 
 _MOST_VISITS = 8

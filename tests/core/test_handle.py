@@ -283,6 +283,24 @@ def test_evaluation_needs_no_ceremony() -> None:
 # A plain model back ---------------------------------------------------------------------------------------------------
 
 
+def test_close_gives_frozen_units_back_that_took_turns_in_a_place() -> None:
+    """Adapters beside a frozen model: close() gathered the third unit into the first one's place, and found the first
+    one's parameters where it had just put them itself."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(lambda: Net(blocks=4))
+            model.blocks.requires_grad_(False)
+            handle = zeroshard.shard(model, plan, units=Block)
+            before = handle.full_state_dict()
+            assert len([unit for unit in handle.units if not unit.spec.trainable]) == 4
+            handle.close()
+            assert same_bits(dict(model.state_dict()), before)
+            loss_of_tokens(model, rank, 0, 0).backward()
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16", "bf16-remainder"])
 def test_close_gives_a_plain_model_back(precision: Any) -> None:
     def check(rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
     "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
 }
+STEPS = 20 if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 8
 SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
 MODELS = [partial(Net, blocks=1, tied=tied) for tied in (False, True)]
 UNITS = [Block, 4000]  # by class, by bytes
@@ -61,7 +63,7 @@ def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
                 optimizer=OPTIMIZERS[optimizer][0],
                 defaults=OPTIMIZERS[optimizer][1],
                 precision=precision,
-                steps=20,
+                steps=STEPS,
                 micro_batches=micro_batches,
                 reduce_every_micro_batch=every,
             )
@@ -92,7 +94,7 @@ def test_plans_are_bit_identical_and_agree_with_the_reference(num_ranks: int) ->
         for rank in range(num_ranks):
             by_plan, reference = found[rank][index], expected[index][rank]
             expect_identical(by_plan)
-            assert len(set(by_plan[0].losses)) > 15
+            assert len(set(by_plan[0].losses)) > 0.7 * STEPS
             if optimizer != "fused" and schedule != "every micro-batch":
                 assert by_plan[0].losses == reference.losses
                 assert same_bits(by_plan[0].weights, reference.weights)

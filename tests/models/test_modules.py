@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +22,7 @@ from tests.core.models import (
     Job,
     Net,
     Outcome,
+    State,
     loss_of_tokens,
     make,
     same_bits,
@@ -27,6 +30,7 @@ from tests.core.models import (
     train_reference,
 )
 from tests.core.test_graphs import cross_entropy, data, expect_reference
+from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks
 from zeroshard.trees import map_tensors, tensors_in
 
@@ -349,10 +353,34 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
 
 
 COMPILED: dict[str, Any] = {
-    "blocks in place": lambda model: [block.compile(backend="aot_eager") for block in model.blocks],
-    "model in place": lambda model: model.compile(backend="aot_eager"),
-    "a function of the model": lambda model: torch.compile(model, backend="aot_eager"),
+    "blocks in place": lambda model, backend: [block.compile(backend=backend) for block in model.blocks],
+    "model in place": lambda model, backend: model.compile(backend=backend),
+    "a function of the model": lambda model, backend: torch.compile(model, backend=backend),
 }
+
+
+def compiled(model: nn.Module, how: str, backend: str) -> Any:
+    """What is to be called."""
+    result = COMPILED[how](model, backend)
+    return result if isinstance(result, nn.Module) else model
+
+
+def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_shard: bool) -> Outcome:
+    torch._dynamo.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # as when hooks were compiled, for each class of modules
+    model = make(Net)
+    called: Any = compiled(model, how, backend) if backend and before_shard else model
+    handle = zeroshard.shard(model, plan, units=Block)
+    if backend and not before_shard:
+        called = compiled(model, how, backend)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    losses = []
+    for step in range(3):
+        loss = loss_of_tokens(called, rank, 0, step)
+        losses.append(loss.item())
+        optimizer.backward(loss)
+        optimizer.step()
+    return Outcome(losses, handle.full_state_dict(), handle.comm_log)
 
 
 @pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
@@ -364,34 +392,56 @@ COMPILED: dict[str, Any] = {
     * bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING")),
 )
 def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: bool) -> None:
-    def run(rank: int, plan: Any, compiled: bool) -> Outcome:
-        torch._dynamo.reset()
-        model = make(Net)
-        called: Any = model
-        if compiled and before_shard:
-            result = COMPILED[how](model)
-            called = result if isinstance(result, nn.Module) else model
-        handle = zeroshard.shard(model, plan, units=Block)
-        if compiled and not before_shard:
-            result = COMPILED[how](model)
-            called = result if isinstance(result, nn.Module) else model
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-        losses = []
-        for step in range(3):
-            loss = loss_of_tokens(called, rank, 0, step)
-            losses.append(loss.item())
-            optimizer.backward(loss)
-            optimizer.step()
-        return Outcome(losses, handle.full_state_dict(), handle.comm_log)
-
     def check(rank: int) -> None:
-        plain = run(rank, zeroshard.DDP, False)
+        plain = train_compiled(rank, zeroshard.DDP, how, None, before_shard)
         for plan in PLANS if "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3):
-            found = run(rank, plan, True)
+            found = train_compiled(rank, plan, how, "aot_eager", before_shard)
             assert found.losses == plain.losses, (plan, found.losses, plain.losses)
             assert same_bits(found.weights, plain.weights), plan
 
     run_ranks(check, 2, timeout=250)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "before_shard"),
+    [("blocks in place", True)]
+    + [(how, before) for how in COMPILED for before in (True, False)]
+    * bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING")),
+)
+def test_generated_kernels_give_the_same_bits_under_every_plan(
+    how: str, before_shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of one process that is compiled in the same way. Not those of the model as it is: kernels that do
+    several things at once round differently."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    import torch._inductor.compile_fx  # slow: once here, not once in every rank
+
+    def one_process(ranks: list[int]) -> tuple[Any, State]:
+        torch._dynamo.reset()
+        model = make(Net)
+        reference = Reference(model, torch.optim.AdamW, num_ranks=2, lr=1e-2, foreach=False)
+        called = compiled(model, how, "inductor")
+        losses = [
+            reference.step(lambda _, rank, __, step=step: loss_of_tokens(called, ranks[rank], 0, step)).losses
+            for step in range(3)
+        ]
+        return losses, reference.state_dict()
+
+    def check(rank: int) -> None:
+        torch._inductor.config.compile_threads = 1
+        torch._inductor.config.cpp.vec_isa_ok = True  # half of the time goes into finding out
+        losses, weights = one_process([0, 1])
+        for plan in PLANS:
+            found = train_compiled(rank, plan, how, "inductor", before_shard)
+            assert found.losses == [of_ranks[rank][0] for of_ranks in losses], plan
+            assert same_bits(found.weights, weights), plan
+        assert not same_bits(one_process([0, 2])[1], weights)
+
+    run_ranks(check, 2, timeout=250, collective_timeout=100)
+    assert any(tmp_path.rglob("*.so"))
 
 
 # The trees by themselves ----------------------------------------------------------------------------------------------

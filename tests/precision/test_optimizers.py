@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from typing import Any
@@ -307,40 +308,45 @@ FREEZABLE = {
 
 @pytest.mark.parametrize("what", FREEZABLE)
 def test_freezing_and_unfreezing_during_training(what: str) -> None:
-    """Frozen parameters stay, with their moments, weight decay or not; afterwards they go on from there. As torch."""
+    """Frozen parameters stay, with their moments, weight decay or not; afterwards they go on from there. As torch. (The
+    usual run has every pair of two: what is frozen, precision, optimizer.)"""
+    optimizers: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (torch.optim.AdamW, {**ADAMW, "weight_decay": 0.5}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+        (Lamb, {"lr": 1e-2}),
+    ]
+    cases = list(itertools.product(("fp32", "bf16-remainder"), optimizers))
+    if not os.environ.get("ZEROSHARD_TEST_EVERYTHING"):
+        at = list(FREEZABLE).index(what)
+        cases = [case for number, case in enumerate(cases) if (number % 3 + number // 3 + at) % 2 == 0]
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for precision in ("fp32", "bf16-remainder"):
-            for optimizer_class, defaults in (
-                (torch.optim.AdamW, {**ADAMW, "weight_decay": 0.5}),
-                (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
-                (Lamb, {"lr": 1e-2}),
-            ):
+        for precision, (optimizer_class, defaults) in cases:
+            model = make(lambda: Net(blocks=2))
+            reference = Reference(model, optimizer_class, num_ranks=2, precision=precision, **defaults)
+            for step in range(6):
+                for p in FREEZABLE[what](model):
+                    p.requires_grad_(step not in (2, 3))
+                reference.step(lambda model, rank, _, step=step: loss_of_tokens(model, rank, 0, step))
+            for plan in PLANS:
                 model = make(lambda: Net(blocks=2))
-                reference = Reference(model, optimizer_class, num_ranks=2, precision=precision, **defaults)
+                handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+                optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
+                names = {id(p): name for name, p in model.named_parameters()}
+                frozen = [names[id(p)] for p in FREEZABLE[what](model)]
                 for step in range(6):
                     for p in FREEZABLE[what](model):
                         p.requires_grad_(step not in (2, 3))
-                    reference.step(lambda model, rank, _, step=step: loss_of_tokens(model, rank, 0, step))
-                for plan in PLANS:
-                    model = make(lambda: Net(blocks=2))
-                    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
-                    optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
-                    names = {id(p): name for name, p in model.named_parameters()}
-                    frozen = [names[id(p)] for p in FREEZABLE[what](model)]
-                    for step in range(6):
-                        for p in FREEZABLE[what](model):
-                            p.requires_grad_(step not in (2, 3))
-                        before = handle.full_state_dict(main=True)
-                        optimizer.zero_grad()
-                        optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                        optimizer.step()
-                        after = handle.full_state_dict(main=True)
-                        moved = any(not torch.equal(before[name], after[name]) for name in frozen)
-                        assert moved is (step not in (2, 3))
-                    assert same_bits(handle.full_state_dict(), reference.state_dict()), (plan, optimizer_class)
-                    logs.append(handle.comm_log)
+                    before = handle.full_state_dict(main=True)
+                    optimizer.zero_grad()
+                    optimizer.backward(loss_of_tokens(model, rank, 0, step))
+                    optimizer.step()
+                    after = handle.full_state_dict(main=True)
+                    moved = any(not torch.equal(before[name], after[name]) for name in frozen)
+                    assert moved is (step not in (2, 3))
+                assert same_bits(handle.full_state_dict(), reference.state_dict()), (plan, optimizer_class)
+                logs.append(handle.comm_log)
         return logs
 
     for logs in zip(*run_ranks(check, 2), strict=True):
@@ -692,9 +698,8 @@ def test_low_bit_state_is_the_same_in_every_plan_and_as_small_as_it_says(low_bit
 
 @pytest.mark.filterwarnings("ignore")
 def test_low_bit_state_is_saved_loaded_and_cut_without_growing(low_bit: Any) -> None:
-    """Saved as fp32 values, held in 8 bits again. Of a block whose largest value is negative the scale is found anew
-    (the codebook ends at -0.993), so a run that continues is close, and bit-equal only across plans. Freezing one of
-    the biases cuts a piece, and its state with it."""
+    """Saved as fp32 values, held in 8 bits again; the run goes on bit for bit. Freezing one of the biases cuts a piece,
+    and its state with it."""
 
     def check(rank: int) -> None:
         results = []
@@ -719,7 +724,7 @@ def test_low_bit_state_is_saved_loaded_and_cut_without_growing(low_bit: Any) -> 
                 low_bit_steps(rank, model, optimizer, range(4, 6))
                 assert handle.memory()["state"] < 1.2 * held + 8 * 2 * 512
                 runs.append(handle.full_state_dict())
-            assert largest_difference(*runs) < 2e-3, plan
+            assert same_bits(*runs), plan
             results.append(runs[1])
         assert all(same_bits(results[0], other) for other in results)
 

@@ -30,7 +30,8 @@ from zeroshard.checkpoint.writer import Item
 from zeroshard.flat_step import FlatStep
 from zeroshard.handle import Handle
 from zeroshard.interval import Interval
-from zeroshard.layout import Slot
+from zeroshard.layout import Fragment, Slot
+from zeroshard.low_bit import dense
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.owner_step import OwnerStep
 from zeroshard.tensor_file import bytes_of
@@ -129,20 +130,20 @@ def _flat_items(flat: FlatStep) -> Iterator[Item]:
         for fragment in piece.unit.layout.fragments_in(piece.world & piece.unit.own_shard()):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
-                    _expect_plain(key, fragment.slot, value)
+                    if not flat.quantises:
+                        _expect_plain(key, fragment.slot, value)
                     if value.shape != (piece.world.numel,):
                         raise ValueError(f"state {key} of {fragment.slot.name} has the shape {tuple(value.shape)}")
-                    part = value[fragment.local.slice]
-                    start = fragment.param.start
-                    yield Item(
-                        _state_name("optimizer", key, fragment.slot),
-                        fragment.slot.shape,
-                        value.dtype,
-                        fragment.param,
-                        lambda block, part=part, start=start: part[block.relative_to(start).slice],  # type: ignore[misc]
-                    )
+                    read = partial(_read_state, value, fragment)
+                    name = _state_name("optimizer", key, fragment.slot)
+                    yield Item(name, fragment.slot.shape, value.dtype, fragment.param, read)
                 elif value is not None and fragment.param.start == 0:  # once for each parameter
                     yield _state_item(key, fragment.slot, value)
+
+
+def _read_state(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
+    """Elements `param` of a parameter's state, out of that of the piece. What is quantised is stored by its values."""
+    return dense(value)[fragment.local.slice][param.relative_to(fragment.param.start).slice]
 
 
 def _state_item(key: str, slot: Slot, value: Any) -> Item:
