@@ -254,6 +254,8 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
 
     Into the folder OUT: model.safetensors, as `from_pretrained` reads it, or a folder of torch.distributed.checkpoint.
     """
+    if out.suffix == ".safetensors":
+        raise click.ClickException(f"{out} looks like a file: expected a folder, in which model.safetensors will lie")
     folder, cast = find(path, step), DTYPES[dtype]
     if kind == "safetensors":
         if no_optimizer or (model_key, optimizer_key) != ("model", "optim"):

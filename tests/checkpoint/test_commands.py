@@ -165,6 +165,7 @@ def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("export {} /proc/none", "No such file or directory"),
         ("export {} /tmp/x --max-file-size many", "'many' is no size"),
         ("export {} /tmp/x --max-file-size 0", "'0' is no size"),
+        ("export {} /tmp/x/model.safetensors", "looks like a file: expected a folder"),
         ("export {} /tmp/x --no-optimizer", "go with --format dcp"),
         ("export {} /tmp/x --format dcp --copies", "go with --format safetensors"),
         ("export {} /tmp/x --dtype int8", "'int8' is not one of 'stored', 'fp32', 'bf16', 'fp16'"),
