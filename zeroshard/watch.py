@@ -40,7 +40,9 @@ _OF_OTHERS = re.compile(
 )
 """Messages of an error that another rank's end may have caused."""
 _GIVING_UP = "giving up"
-_PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (__file__, str(dist.__file__)))
+_HERE = os.path.dirname(__file__) + os.sep
+_LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _Cause = list[Any]
 """[rank, what became of it]: a sentence in two parts."""
@@ -260,16 +262,21 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _where(thread: int | None) -> str:
-    """Where a thread is: the innermost line that is not this library's or torch's."""
+    """Where a thread is: the innermost line that is not this engine's, torch's or Python's own."""
     frame = sys._current_frames().get(thread or 0)
     inner = ""
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGES):
+        if not _is_library(code.co_filename):
             return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{inner}"
         inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
         frame = frame.f_back
     return "nowhere"
+
+
+def _is_library(path: str) -> bool:
+    standard = path.startswith(_STANDARD) and "-packages" not in path
+    return (standard or path.startswith(_LIBRARIES)) and not path.startswith(_HERE + "train")
 
 
 def _host() -> str:

@@ -25,8 +25,8 @@ _OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-[0-9]{{5,}}-o
 
 
 def export(
-    step: Path,
-    out: Path,
+    step: Path | str,
+    out: Path | str,
     *,
     max_file_bytes: int | None = None,
     dtype: torch.dtype | None = None,
@@ -76,7 +76,7 @@ def export(
             file_of = {item.name: name for name, part in zip(file_names, parts, strict=True) for item in part}
             index = {"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": file_of}
             work[INDEX] = partial(files.write_new, data=json.dumps(index, indent=2, sort_keys=True).encode())
-        return place(out, work, _OURS, force=force)
+        return place(Path(out), work, _OURS, force=force)
 
 
 def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Pattern[str], *, force: bool) -> list[Path]:

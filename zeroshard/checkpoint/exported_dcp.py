@@ -27,8 +27,8 @@ _OURS = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
 
 
 def export_dcp(
-    step: Path,
-    out: Path,
+    step: Path | str,
+    out: Path | str,
     *,
     optimizer: bool = True,
     dtype: torch.dtype | None = None,
@@ -76,7 +76,7 @@ def export_dcp(
         def write_metadata(path: Path) -> None:
             files.write_new(path, folder.metadata())
 
-        return place(out, {DATA: write, METADATA: write_metadata}, _OURS, force=force)
+        return place(Path(out), {DATA: write, METADATA: write_metadata}, _OURS, force=force)
 
 
 def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> None:

@@ -32,7 +32,7 @@ class Imported:
 
 
 def import_model(
-    source: Path, directory: Path, *, step: int, force: bool = False, follow_links: bool = False
+    source: Path | str, directory: Path | str, *, step: int, force: bool = False, follow_links: bool = False
 ) -> Imported:
     """`directory/step-N` with the weights and buffers of a safetensors file, or of a folder with an index of several:
     what `load` without `optimizer` takes. Not collective; a block (1 MiB) in memory at a time.
@@ -46,7 +46,7 @@ def import_model(
         CheckpointError: files that are damaged, or not what the format says.
     """
     with ExitStack() as stack:
-        found = open_model(source, follow_links=follow_links)
+        found = open_model(Path(source), follow_links=follow_links)
         for file in set(found.values()):
             stack.callback(file.close)
         items: list[Item] = []
@@ -59,12 +59,12 @@ def import_model(
             noted = ((alias, name) for alias, name in file.metadata.items() if alias != "format")
             tied |= {alias: name for alias, name in noted if alias not in found and name in found}
         values = {"optimizers": [], "tied": tied}
-        return Imported(commit_alone(directory, step, items, values, force=force))
+        return Imported(commit_alone(Path(directory), step, items, values, force=force))
 
 
 def import_dcp(
-    source: Path,
-    directory: Path,
+    source: Path | str,
+    directory: Path | str,
     *,
     step: int,
     optimizer_class: str = "AdamW",
@@ -85,7 +85,7 @@ def import_dcp(
         FileExistsError: there is such a step, and not `force`.
         CheckpointError: files that are damaged, or not what DCP writes; no tensor under `model_key`.
     """
-    with Foreign(source) as foreign:
+    with Foreign(Path(source)) as foreign:
         model: dict[str, str] = {}  # here -> there
         tied: dict[str, str] = {}
         first: dict[tuple[Box, ...], str] = {}
@@ -120,7 +120,7 @@ def import_dcp(
         optimizers = [{"groups": groups, "loss_scale": {}}] if groups else []
         left_out = tuple(sorted({*foreign.tensors, *foreign.values} - used))
         values = {"optimizers": optimizers, "tied": tied}
-        return Imported(commit_alone(directory, step, items, values, force=force), left_out)
+        return Imported(commit_alone(Path(directory), step, items, values, force=force), left_out)
 
 
 def _item(foreign: Foreign, name: str, there: str) -> Item:

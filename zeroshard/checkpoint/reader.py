@@ -39,8 +39,8 @@ class Reader:
         CheckpointError: with the file that is missing, damaged, of another size, or not a plain file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = folder = Path(folder)
         self.num_bytes = 0
         self._open: dict[int, int] = {}
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
