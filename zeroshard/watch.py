@@ -15,6 +15,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -97,6 +98,7 @@ class Watch:
                         mine[1] = f"waited in vain: {'; '.join(found)}"
                         _tell(*found)
                     self._store.set("failure", json.dumps(mine))
+                    self._wake_neighbours()
                     return
                 cause = self._hear(patience=2 * BEAT_SECONDS)
         if show is not None:
@@ -157,8 +159,15 @@ class Watch:
                     self._known_pids[rank] = pid if host == self._host else 0
         return {rank: pid for rank, pid in self._known_pids.items() if pid}
 
+    def _wake_neighbours(self) -> None:
+        """Whoever has been stopped by a signal is to leave, too."""
+        for pid in self._neighbours().values():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+
     def _end(self, cause: _Cause) -> None:
         """Give the main thread a moment to end by itself, and the process no more than that."""
+        self._wake_neighbours()
         if self._ending.wait(GRACE_SECONDS):
             return
         with suppress(Exception):

@@ -84,13 +84,13 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def finish(self, limit: float = 30.0, *, without: Sequence[int] = ()) -> Ended:
-        """Until all have ended but those `without`, or `limit` seconds have passed; whoever is left is killed."""
+    def finish(self, limit: float = 30.0) -> Ended:
+        """Until all have ended, or `limit` seconds have passed; whoever is left is killed."""
         statuses: dict[int, int | None] = {}
         ends: dict[int, float] = {}
         deadline = time.monotonic() + limit
         os.set_blocking(self._reader, False)
-        while len(set(statuses) | set(without)) < len(self.pids) and time.monotonic() < deadline:
+        while len(statuses) < len(self.pids) and time.monotonic() < deadline:
             with suppress(BlockingIOError):
                 if os.read(self._reader, 1):
                     self._marked = self._marked or time.monotonic()

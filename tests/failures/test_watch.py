@@ -157,12 +157,11 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_named() -> None:
         (stopped, r"rank 1 \(process \d+ on .*\) has stopped: it stands still, last seen at "),
         (elsewhere, r"rank 1 \(process \d+ on .*\) is at test_watch.py:\d+ in elsewhere"),
     ):
-        ended = ranks.finish(without=[1] if ranks is stopped else [])
-        assert (ended.statuses[0], ended.statuses[2]) == (1, 1)
-        assert max(ended.seconds[0], ended.seconds[2]) < timeout + 5.0, ended
+        ended = ranks.finish()
+        assert ended.statuses == [1, 1, 1]
+        assert max(ended.seconds) < timeout + 5.0, ended
         assert re.search(f"zeroshard: {names}", ended.said), ended
         assert len(re.findall(f"leaves, because rank . waited in vain: {names}", ended.said)) >= 1, ended
-    assert ended.statuses[1] == watch.FAILED  # elsewhere: it could not end by itself
 
 
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
