@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from zeroshard import checkpoint
+from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders
-from zeroshard.checkpoint.dcp_folder import METADATA
 from zeroshard.checkpoint.fit import groups_of
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
+from zeroshard.exchange.dcp_folder import METADATA
 
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -260,12 +260,12 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
     if kind == "safetensors":
         if no_optimizer or (model_key, optimizer_key) != ("model", "optim"):
             raise click.ClickException("--no-optimizer, --model-key and --optimizer-key go with --format dcp")
-        files = checkpoint.export(folder, out, max_file_bytes=max_file_size, dtype=cast, copies=copies, force=force)
+        files = exchange.export(folder, out, max_file_bytes=max_file_size, dtype=cast, copies=copies, force=force)
     else:
         if copies or max_file_size:
             raise click.ClickException("--copies and --max-file-size go with --format safetensors")
         keys = {"model_key": model_key, "optimizer_key": optimizer_key}
-        files = checkpoint.export_dcp(folder, out, optimizer=not no_optimizer, dtype=cast, force=force, **keys)
+        files = exchange.export_dcp(folder, out, optimizer=not no_optimizer, dtype=cast, force=force, **keys)
     for file in files:
         click.echo(f"{file}: {file.stat().st_size:,} bytes")
 
@@ -294,7 +294,7 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
                 f"{source} is a folder of torch.distributed.checkpoint, and holds pickles: with --allow-pickle they "
                 "are read, as data (nothing in them is run)"
             )
-        done = checkpoint.import_dcp(
+        done = exchange.import_dcp(
             source,
             directory,
             step=step,
@@ -304,7 +304,7 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
             force=force,
         )
     else:
-        done = checkpoint.import_model(source, directory, step=step, force=force, follow_links=follow_links)
+        done = exchange.import_model(source, directory, step=step, force=force, follow_links=follow_links)
     with Reader(done.path) as reader:
         kinds = Counter(name.split("/")[0] for name in reader.manifest.tensors)
     click.echo(printable(f"{done.path}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"))

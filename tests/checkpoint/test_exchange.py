@@ -23,7 +23,8 @@ from tests.checkpoint.faults import faulty
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
 from tests.models.real import ROWS, Row
-from zeroshard.checkpoint import Reader, export, folders, import_model
+from zeroshard.checkpoint import Reader, folders
+from zeroshard.exchange import export, import_model
 from zeroshard.interval import Interval
 from zeroshard.tensor_file import open_model
 from zeroshard.testing import run_ranks

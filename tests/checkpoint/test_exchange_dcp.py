@@ -27,8 +27,8 @@ import zeroshard
 from tests.checkpoint.common import FULL, read_all, same_bits
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
-from zeroshard.checkpoint import export, export_dcp, import_dcp
-from zeroshard.checkpoint.dcp_folder import Foreign
+from zeroshard.exchange import export, export_dcp, import_dcp
+from zeroshard.exchange.dcp_folder import Foreign
 from zeroshard.interval import Interval
 from zeroshard.testing import run_ranks
 
@@ -159,7 +159,7 @@ def test_zeroshard_goes_on_from_what_fsdp_has_saved(fsdp: Path, tmp_path: Path) 
 def test_fsdp_goes_on_from_what_zeroshard_has_saved(
     box_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.exported_dcp.BOX_BYTES", box_bytes)
+    monkeypatch.setattr("zeroshard.exchange.exported_dcp.BOX_BYTES", box_bytes)
 
     def train(rank: int) -> dict[str, Tensor]:
         model, handle, optimizer = with_zeroshard("zero3")

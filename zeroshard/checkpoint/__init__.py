@@ -1,11 +1,7 @@
 """Checkpoints without world size, plan or format of main: see docs/checkpoints.md."""
 
-from zeroshard.checkpoint.exported import export as export
-from zeroshard.checkpoint.exported_dcp import export_dcp as export_dcp
 from zeroshard.checkpoint.folders import prune as prune
 from zeroshard.checkpoint.folders import steps as steps
-from zeroshard.checkpoint.imported import import_dcp as import_dcp
-from zeroshard.checkpoint.imported import import_model as import_model
 from zeroshard.checkpoint.load import Loaded as Loaded
 from zeroshard.checkpoint.load import load as load
 from zeroshard.checkpoint.load import newest_good as newest_good

@@ -12,13 +12,13 @@ from typing import Any
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
-from zeroshard.checkpoint.dcp_folder import Box, Foreign
 from zeroshard.checkpoint.fit import groups_of
 from zeroshard.checkpoint.items import number
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.checkpoint.writer import FilePlan, Item
+from zeroshard.exchange.dcp_folder import Box, Foreign
 from zeroshard.interval import Interval
 from zeroshard.tensor_file import open_model
 

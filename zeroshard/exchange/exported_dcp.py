@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.dcp_folder import METADATA
-from zeroshard.checkpoint.exported import place, stored_item
 from zeroshard.checkpoint.fit import groups_of, state_names
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.values import decode
 from zeroshard.checkpoint.writer import SYNC_BYTES
+from zeroshard.exchange.dcp_folder import METADATA
+from zeroshard.exchange.exported import place, stored_item
 from zeroshard.interval import Interval
 
 DATA = "__0_0.distcp"

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zeroshard.checked import MAX_NUMEL, CheckpointError, integer, refuse, short, sizes, typed
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.pickles import Made, Name, Persistent, read_pickle
+from zeroshard.exchange.pickles import Made, Name, Persistent, read_pickle
 from zeroshard.interval import Interval
 from zeroshard.tensor_file import DTYPES, PLAIN_NAME, bytes_of, read_whole
 

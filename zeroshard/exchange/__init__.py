@@ -1,0 +1,6 @@
+"""Checkpoints to and from the files of other tools: see docs/checkpoints.md."""
+
+from zeroshard.exchange.exported import export as export
+from zeroshard.exchange.exported_dcp import export_dcp as export_dcp
+from zeroshard.exchange.imported import import_dcp as import_dcp
+from zeroshard.exchange.imported import import_model as import_model
