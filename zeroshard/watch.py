@@ -37,7 +37,7 @@ FAILED = 1
 """Exit status of a rank that its watch has ended."""
 
 _OF_OTHERS = re.compile(
-    r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|not been heard of|gone", re.IGNORECASE
+    r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|not been heard of|gone", re.IGNORECASE
 )
 """Messages of an error that another rank's end may have caused."""
 _GIVING_UP = "giving up"
