@@ -1,4 +1,4 @@
-"""The command, as it is typed: refusals in one line, its own launcher, torchrun, Control-C."""
+"""The command, as it is typed: refusals in one line, its own launcher, torchrun, SIGTERM."""
 
 import json
 import os
@@ -107,15 +107,15 @@ def test_core_imports_without_the_extras() -> None:
     assert command.stderr == "zeroshard: the command line needs click: pip install 'zeroshard[train]'\n"
 
 
-def test_own_launcher_and_control_c_and_resume_under_torchrun(text_folder: Path, tmp_path: Path) -> None:
-    """One run: started with --nproc, interrupted from outside, finished by torchrun."""
+def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tmp_path: Path) -> None:
+    """One run: started with --nproc, SIGTERM to the command, finished by torchrun. (SIGINT takes the same way.)"""
     common = ["--data", str(text_folder), *SMALL]
     parts = tmp_path / "parts"
     process = start("train", "--nproc=2", "--steps=5000", f"--out={parts}", *common)
     deadline = time.monotonic() + 60
     while len(steps(parts)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert (code, err) == (0, "")
     done = steps(parts)[-1]
