@@ -163,7 +163,8 @@ def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
 
     again = times_restarted() > 0
     if (again or resume == "auto") and not out:
-        raise UserError("--resume auto, and ranks that are started again: expected --out, the folder of the run")
+        why = "ranks that are started again" if again else "--resume auto"
+        raise UserError(f"{why}: expected --out, the folder of the run")
     if (again or resume == "auto") and steps(out):
         return Path(out), True
     return None if resume in ("auto", "never") else Path(resume), again or resume == "auto"
