@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -56,8 +56,7 @@ class Watch:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
-        # A connection of its own: the main thread may be waiting on the other one.
-        self._store: Store = PrefixStore("zeroshard/watch", getattr(store, "clone", lambda: store)())
+        self._store: Store = PrefixStore("zeroshard/watch", _connection_of_its_own(store))
         self._main = threading.main_thread().ident
         self._host = _host()
         self._known_pids: dict[int, int] = {}
@@ -212,7 +211,7 @@ def start() -> None:
     if _current is not None and _current.of_store is store and _current.pid == os.getpid():
         return
     stop()
-    if dist.get_world_size() > 1:
+    if dist.get_world_size() > 1 and str(dist.get_backend()) != "fake":
         _current = Watch(store, dist.get_rank(), dist.get_world_size())
         atexit.register(stop)
         if sys.excepthook is not _excepthook:
@@ -259,6 +258,15 @@ class _Excepthook:
 
 
 _excepthook = _Excepthook()
+
+
+def _connection_of_its_own(store: Any) -> Store:
+    """To the same store: the main thread may be waiting on the other one."""
+    try:
+        own: Store = store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):  # not every store has that
+        return cast(Store, store)
+    return own
 
 
 def _tell(*lines: str) -> None:
