@@ -117,8 +117,8 @@ class Watch:
                 if cause is not None:
                     self._end(cause)
                     return
-        except RuntimeError:
-            return  # the store is gone, with the launcher or with rank 0: the connections tell the rest
+        except RuntimeError:  # the store is gone, with the launcher or with rank 0: the connections tell the rest
+            self._ending.set()
 
     def _beat(self, beats: int) -> None:
         where = _GIVING_UP if self._reported else _where(self._main)
