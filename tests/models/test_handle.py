@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import resource
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -278,6 +279,49 @@ def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right(wher
             assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, where)
             mine, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
             assert all(same_bits(mine[i], theirs[i]) for i in theirs)
+
+    run_ranks(check, 2)
+
+
+@contextmanager
+def little_memory(more: int) -> Iterator[None]:
+    """The operating system gives this process no more than that many further bytes."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right(where: str) -> None:
+    """A real limit, met by an activation in forward, or by a gradient in backward, while weights are gathered and
+    gradients reduced."""
+
+    def hungry(value: Tensor) -> Tensor:
+        return value * torch.ones(1 << 26).sum()  # 256 MiB
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, optimizer = start(plan)
+            twin, of_twin, other = start(plan)
+            steps(model, optimizer, rank, range(1))
+            steps(twin, other, rank, range(1))
+            up = model.blocks[1].up
+            if where == "forward":
+                removable = up.register_forward_pre_hook(lambda module, inputs: (hungry(inputs[0]),))
+            else:
+                removable = up.weight.register_hook(hungry)
+            with little_memory(128 << 20), pytest.raises(RuntimeError, match="allocate memory"):
+                steps(model, optimizer, rank, range(10, 11))
+            removable.remove()
+            optimizer.zero_grad()
+            steps(model, optimizer, rank, range(1, 3))
+            steps(twin, other, rank, range(1, 3))
+            assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, where)
 
     run_ranks(check, 2)
 
