@@ -44,21 +44,25 @@ class Outcome:
 
 class Requests:
     """Signals as requests, honoured after the current step: SIGINT and SIGTERM stop, SIGUSR1 saves. Whoever is told to
-    stop a second time leaves at once, and lets the other ranks know."""
+    stop a second time leaves at once, and lets the other ranks know. (Not within `SAME_SECONDS`: a scheduler may tell
+    the ranks and their launcher, which passes it on.)"""
+
+    SAME_SECONDS = 1.0
 
     def __init__(self) -> None:
         self.stop = False
         self.save = False
+        self._told = 0.0
         self._previous: dict[signal.Signals, signal.Handlers | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save = True
-        elif self.stop:
+        elif not self.stop:
+            self.stop, self._told = True, time.monotonic()
+        elif time.monotonic() - self._told > self.SAME_SECONDS:
             watch.abort(KeyboardInterrupt(f"told to stop twice ({signal.Signals(number).name})"), quiet=True)
             os._exit(128 + number)
-        else:
-            self.stop = True
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
