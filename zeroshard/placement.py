@@ -8,6 +8,9 @@
 | ZERO3          | SHARDED    | SHARDED                            | SHARDED                                  |
 | OPTIMIZER_ONLY | REPLICATED | REPLICATED, by someone else        | SHARDED                                  |
 
+A change of placement is a collective: SHARDED -> REPLICATED is an all-gather, PARTIAL -> SHARDED a reduce-scatter,
+REPLICATED -> SHARDED a slice, for which nothing moves; PARTIAL -> REPLICATED is the first two (an all-reduce is that).
+
 The stages are those of the ZeRO paper (Rajbhandari et al., 2020); placements as data are Megatron-FSDP v2's.
 """
 
@@ -27,13 +30,6 @@ class Placement(Enum):
 
 
 REPLICATED, SHARDED, PARTIAL = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
-
-TRANSITIONS = {
-    (SHARDED, REPLICATED): "all_gather",
-    (PARTIAL, SHARDED): "reduce_scatter",
-    (REPLICATED, SHARDED): "slice",
-}
-"""The collective behind each change. PARTIAL -> REPLICATED is the first two in a row (an all-reduce is just that)."""
 
 
 @dataclass(frozen=True, slots=True)

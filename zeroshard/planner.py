@@ -20,8 +20,6 @@ from zeroshard.reduce import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import DEFAULT_UNIT_BYTES, UnitPolicy, UnitSpec, choose_units
 
-TRANSIENT_KINDS = ("ring", "buckets", "scratch")
-
 
 def plan_memory(
     model: nn.Module,

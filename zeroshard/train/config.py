@@ -110,12 +110,6 @@ class Config(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
 
-    @property
-    def sequences_per_rank(self) -> int:
-        """Sequences of one micro-batch on one rank. Call after `check_divides`."""
-        assert self.parallel.nproc is not None
-        return self.batch.sequences // (self.batch.micro_batches * self.parallel.nproc)
-
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
     """Every field as ("section.name", its declaration), in the order of this file."""
