@@ -61,12 +61,10 @@ def _join(backend: str | None, timeout: timedelta) -> None:
 def _store_of_this_attempt() -> Store | None:
     """For ranks that the elastic launcher has started again: its store still holds the addresses of those that have
     ended (pytorch/pytorch#135712). All ranks know the same number of the attempt only where there is one launcher."""
-    environment = os.environ
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    of_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if attempt == "0" or not of_launcher or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not watch.has_one_launcher(int(os.environ["WORLD_SIZE"])):
         return None
-    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return PrefixStore(f"attempt-{attempt}", store)
 
 

@@ -46,7 +46,7 @@ _LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distribut
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _Cause = list[Any]
-"""[rank, what became of it]: a sentence in two parts."""
+"""[rank (None: the launcher), what became of it]: a sentence in two parts."""
 
 _current: Watch | None = None
 
@@ -117,7 +117,9 @@ class Watch:
                 if cause is not None:
                     self._end(cause)
                     return
-        except RuntimeError:  # the store is gone, with the launcher or with rank 0: the connections tell the rest
+        except RuntimeError:  # the store is gone: with the launcher, or with rank 0, of which the connections tell
+            if has_one_launcher(self.world_size):
+                self._end([None, "is gone"])
             self._ending.set()
 
     def _beat(self, beats: int) -> None:
@@ -166,7 +168,8 @@ class Watch:
 
     def _end(self, cause: _Cause) -> None:
         """Give the main thread a moment to end by itself, and the process no more than that."""
-        self._wake_neighbours()
+        with suppress(RuntimeError):
+            self._wake_neighbours()
         if self._ending.wait(GRACE_SECONDS):
             return
         with suppress(Exception):
@@ -177,7 +180,8 @@ class Watch:
     def _say(self, cause: _Cause | None) -> None:
         said, self._said = self._said, True  # the main thread, or this one
         if cause is not None and cause[0] != self.rank and not said:
-            _tell(f"rank {self.rank} leaves, because rank {cause[0]} {cause[1]}")
+            who = "the launcher" if cause[0] is None else f"rank {cause[0]}"
+            _tell(f"rank {self.rank} leaves, because {who} {cause[1]}")
 
     # Who it was ------------------------------------------------------------------------------------------------------
 
@@ -258,6 +262,14 @@ class _Excepthook:
 
 
 _excepthook = _Excepthook()
+
+
+def has_one_launcher(world_size: int) -> bool:
+    """Whether torch's elastic launcher has started all ranks, on this machine, and holds the store: then it outlives
+    them if nothing is wrong."""
+    environment = os.environ
+    of_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return of_launcher and environment.get("LOCAL_WORLD_SIZE") == str(world_size)
 
 
 def _connection_of_its_own(store: Any) -> Store:

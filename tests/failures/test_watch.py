@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
 import zeroshard
@@ -198,6 +199,8 @@ model = torch.nn.Linear(4, 4)
 handle = zeroshard.shard(model, "zero3")
 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
 for step in range(1000):
+    if step == 1:
+        open(f"{sys.argv[1]}-{rank}", "w").close()
     if step == 3 and rank == 1:
         print(f"at {time.time()}", flush=True)
         raise ValueError("no such file: data/7")
@@ -206,10 +209,29 @@ for step in range(1000):
 """
 
 
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("1000", "10**9").replace("step == 3", "step < 0"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    launcher.append(str(tmp_path / "started"))
+    with open(tmp_path / "said", "w+") as said:
+        process = subprocess.Popen(launcher, stdout=said, stderr=subprocess.STDOUT)
+        while len(list(tmp_path.glob("started-*"))) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        ranks = psutil.Process(process.pid).children()
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=5.0)
+        assert alive == []
+        said.seek(0)
+        assert "leaves, because the launcher is gone" in said.read()
+
+
 def test_an_ordinary_script_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    launcher.append(str(tmp_path / "started"))
     done = subprocess.run(launcher, capture_output=True, text=True, timeout=100)
     ended = time.time()
     assert done.returncode == 1
