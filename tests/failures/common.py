@@ -43,6 +43,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-failures-")
         self._reader, self._writer = os.pipe()
         self._marked: float | None = None
+        self._statuses: dict[int, int | None] = {}
+        self._ends: dict[int, float] = {}
         self.pids: list[int] = []
         for rank in range(num_ranks):
             sys.stdout.flush(), sys.stderr.flush()
@@ -86,28 +88,39 @@ class Ranks:
 
     def finish(self, limit: float = 30.0) -> Ended:
         """Until all have ended, or `limit` seconds have passed; whoever is left is killed."""
-        statuses: dict[int, int | None] = {}
-        ends: dict[int, float] = {}
-        deadline = time.monotonic() + limit
-        os.set_blocking(self._reader, False)
-        while len(statuses) < len(self.pids) and time.monotonic() < deadline:
-            with suppress(BlockingIOError):
-                if os.read(self._reader, 1):
-                    self._marked = self._marked or time.monotonic()
-            for rank, pid in enumerate(self.pids):
-                if rank not in statuses:
-                    found, status = os.waitpid(pid, os.WNOHANG)
-                    if found:
-                        statuses[rank], ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
-            time.sleep(0.002)
+        return finish_all([self], limit)[0]
+
+    def poll(self) -> bool:
+        """Note who has ended; whether all have."""
+        with suppress(BlockingIOError):
+            if os.read(self._reader, 1):
+                self._marked = self._marked or time.monotonic()
         for rank, pid in enumerate(self.pids):
-            if rank not in statuses:
+            if rank not in self._statuses:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self._statuses[rank], self._ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+        return len(self._statuses) == len(self.pids)
+
+    def close(self) -> Ended:
+        for rank, pid in enumerate(self.pids):
+            if rank not in self._statuses:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                statuses[rank], ends[rank] = None, time.monotonic()
+                self._statuses[rank], self._ends[rank] = None, time.monotonic()
         os.close(self._reader), os.close(self._writer)
         said = Path(self._folder.name, "said").read_text()
         self._folder.cleanup()
         began = self._marked if self._marked is not None else time.monotonic()
         order = range(len(self.pids))
-        return Ended([statuses[rank] for rank in order], [ends[rank] - began for rank in order], said)
+        return Ended([self._statuses[rank] for rank in order], [self._ends[rank] - began for rank in order], said)
+
+
+def finish_all(groups: Sequence[Ranks], limit: float = 30.0) -> list[Ended]:
+    """Of several at once."""
+    deadline = time.monotonic() + limit
+    for ranks in groups:
+        os.set_blocking(ranks._reader, False)
+    while not all([ranks.poll() for ranks in groups]) and time.monotonic() < deadline:  # noqa: C419  all of them
+        time.sleep(0.002)
+    return [ranks.close() for ranks in groups]

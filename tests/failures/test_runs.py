@@ -137,7 +137,7 @@ def test_told_to_stop_at_a_random_moment(calm: tuple[Path, Path, float], tmp_pat
     the calm one. 100 times in full."""
     text, whole, seconds = calm
     chosen, stopped_at = random.Random(SEED), []
-    trials = 100 if FULL else 3
+    trials = 100 if FULL else 2
     for trial in range(trials):
         out = tmp_path / str(trial)
         config = configuration(text, out, run__save_every=0)

@@ -19,7 +19,7 @@ import torch
 
 import zeroshard
 from tests.checkpoint.common import Run, seed_all
-from tests.failures.common import FULL, SEED, Ended, Ranks
+from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all
 from zeroshard import watch
 
 Place = Literal["data", "forward", "backward", "step", "save", "load"]
@@ -118,21 +118,20 @@ def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
     """200 failures in full: every place, every way, 2 and 3 ranks, every plan."""
     chosen = random.Random(SEED)
     kinds = list(itertools.product(PLACES, WAYS))
-    for trial in range(200 if FULL else len(PLACES)):
-        place, way = kinds[trial % len(kinds)] if FULL else (PLACES[trial], WAYS[trial % 3])
-        num_ranks = chosen.choice([2, 3])
-        culprit, plan = chosen.randrange(num_ranks), chosen.choice(["ddp", "zero1", "zero2", "zero3"])
-        arguments = plan, culprit, place, way, tmp_path / str(trial), True
-        ended = Ranks(failing_rank, num_ranks, *arguments).finish()
-        expect_culprit_named(ended, culprit, place, way)
+    trials = 200 if FULL else len(PLACES)
+    together = 1 if FULL else 3
+    for first in range(0, trials, together):
+        groups, expected = [], []
+        for trial in range(first, first + together):
+            place, way = kinds[trial % len(kinds)] if FULL else (PLACES[trial], WAYS[trial % 3])
+            num_ranks = chosen.choice([2, 3])
+            culprit, plan = chosen.randrange(num_ranks), chosen.choice(["ddp", "zero1", "zero2", "zero3"])
+            groups.append(Ranks(failing_rank, num_ranks, plan, culprit, place, way, tmp_path / str(trial), True))
+            expected.append((culprit, place, way))
+        for ended, (culprit, place, way) in zip(finish_all(groups), expected, strict=True):
+            expect_culprit_named(ended, culprit, place, way)
     if FULL:
         print(f"\n{200} failures: all ranks out in under 5 s, the culprit named")
-
-
-def test_without_the_watch_the_others_wait_for_the_whole_timeout(tmp_path: Path) -> None:
-    """Negative control."""
-    ended = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5).finish(6.5)
-    assert ended.seconds[0] > 5.0 and ended.statuses[1] is None
 
 
 def waiting_rank(rank: int, mark: Callable[[], Any], how: str) -> None:
@@ -151,18 +150,21 @@ def elsewhere() -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_the_others_wait_for_in_vain_is_named() -> None:
+def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> None:
+    """And the negative control: without the watch they wait for the whole timeout, for one that has raised."""
     timeout = 2.0
-    stopped, elsewhere = (Ranks(waiting_rank, 3, how, timeout=timeout) for how in ("stopped", "elsewhere"))
-    for ranks, names in (
+    groups = [Ranks(waiting_rank, 3, how, timeout=timeout) for how in ("stopped", "elsewhere")]
+    unwatched = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5)
+    stopped, elsewhere, control = finish_all([*groups, unwatched], 8.5)
+    for ended, names in (
         (stopped, r"rank 1 \(process \d+ on .*\) has stopped: it stands still, last seen at "),
         (elsewhere, r"rank 1 \(process \d+ on .*\) is at test_watch.py:\d+ in elsewhere"),
     ):
-        ended = ranks.finish()
         assert ended.statuses == [1, 1, 1]
         assert max(ended.seconds) < timeout + 5.0, ended
         assert re.search(f"zeroshard: {names}", ended.said), ended
         assert len(re.findall(f"leaves, because rank . waited in vain: {names}", ended.said)) >= 1, ended
+    assert control.seconds[0] > 5.0 and control.statuses[1] is None
 
 
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
@@ -198,45 +200,43 @@ rank = torch.distributed.get_rank()
 model = torch.nn.Linear(4, 4)
 handle = zeroshard.shard(model, "zero3")
 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
-for step in range(1000):
-    if step == 1:
-        open(f"{sys.argv[1]}-{rank}", "w").close()
-    if step == 3 and rank == 1:
-        print(f"at {time.time()}", flush=True)
-        raise ValueError("no such file: data/7")
+step = 0
+while True:
+    step += 1
+    if step == 3:
+        open(f"{sys.argv[2]}-{rank}", "w").close()
+        if sys.argv[1] == "raise" and rank == 1:
+            print(f"at {time.time()}", flush=True)
+            raise ValueError("no such file: data/7")
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
 
 
-def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
+def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
+    """A rank raises; the launcher is killed."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("1000", "10**9").replace("step == 3", "step < 0"))
+    script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    launcher.append(str(tmp_path / "started"))
     with open(tmp_path / "said", "w+") as said:
-        process = subprocess.Popen(launcher, stdout=said, stderr=subprocess.STDOUT)
-        while len(list(tmp_path.glob("started-*"))) < 2 and process.poll() is None:
+        orphans = subprocess.Popen([*launcher, "go on", str(tmp_path / "on")], stdout=said, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [*launcher, "raise", str(tmp_path / "raise")], capture_output=True, text=True, timeout=100
+        )
+        ended = time.time()
+        assert done.returncode == 1
+        assert ended - float(done.stdout.split("at ")[1]) < 5.0
+        first = done.stderr.index("zeroshard: rank 1 of 2 failed first:")
+        assert "ValueError: no such file: data/7" in done.stderr[first:]
+        ours = done.stderr.split("torch/distributed/elastic")[0]  # what follows is the launcher's
+        assert ours.count("Traceback (most recent call last)") == 1
+
+        while len(list(tmp_path.glob("on-*"))) < 2 and orphans.poll() is None:
             time.sleep(0.05)
-        ranks = psutil.Process(process.pid).children()
-        process.kill()
-        process.wait()
+        ranks = psutil.Process(orphans.pid).children()
+        orphans.kill()
+        orphans.wait()
         _, alive = psutil.wait_procs(ranks, timeout=5.0)
         assert alive == []
         said.seek(0)
         assert "leaves, because the launcher is gone" in said.read()
-
-
-def test_an_ordinary_script_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    launcher.append(str(tmp_path / "started"))
-    done = subprocess.run(launcher, capture_output=True, text=True, timeout=100)
-    ended = time.time()
-    assert done.returncode == 1
-    assert ended - float(done.stdout.split("at ")[1]) < 5.0
-    first = done.stderr.index("zeroshard: rank 1 of 2 failed first:")
-    assert "ValueError: no such file: data/7" in done.stderr[first:]
-    ours = done.stderr.split("torch/distributed/elastic")[0]  # what follows is the launcher's
-    assert ours.count("Traceback (most recent call last)") == 1
