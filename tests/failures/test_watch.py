@@ -119,7 +119,7 @@ def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
     chosen = random.Random(SEED)
     kinds = list(itertools.product(PLACES, WAYS))
     trials = 200 if FULL else len(PLACES)
-    together = 1 if FULL else 3
+    together = 1 if FULL else 6
     for first in range(0, trials, together):
         groups, expected = [], []
         for trial in range(first, first + together):
@@ -152,10 +152,10 @@ def elsewhere() -> None:
 
 def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> None:
     """And the negative control: without the watch they wait for the whole timeout, for one that has raised."""
-    timeout = 2.0
+    timeout = 1.0
     groups = [Ranks(waiting_rank, 3, how, timeout=timeout) for how in ("stopped", "elsewhere")]
     unwatched = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5)
-    stopped, elsewhere, control = finish_all([*groups, unwatched], 8.5)
+    stopped, elsewhere, control = finish_all([*groups, unwatched], 7.3)
     for ended, names in (
         (stopped, r"rank 1 \(process \d+ on .*\) has stopped: it stands still, last seen at "),
         (elsewhere, r"rank 1 \(process \d+ on .*\) is at test_watch.py:\d+ in elsewhere"),
