@@ -81,28 +81,37 @@ def disk_with(free: int) -> Iterator[None]:
         files.write = original
 
 
+def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
+    """`run(rank)`, which does not return, in a process each; their ids."""
+    pids = []
+    for rank in range(num_ranks):
+        sys.stdout.flush(), sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            run(rank)
+        pids.append(pid)
+    return pids
+
+
+def join(folder: str, rank: int, num_ranks: int, timeout: float) -> None:
+    """The process group of forked ranks, which meet in a file."""
+    torch.set_num_threads(1)
+    store, limit = FileStore(f"{folder}/store", num_ranks), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+
+
 class Ranks:
     """Forked gloo ranks that may be killed. `started` of a rank: it has called `ready`."""
 
     def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 20.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-faults-")
         self._ready, self._write_end = os.pipe()
-        self.pids = []
-        for rank in range(num_ranks):
-            sys.stdout.flush(), sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                self._run(fn, rank, num_ranks, timeout, args)
-            self.pids.append(pid)
+        self.pids = fork(num_ranks, lambda rank: self._run(fn, rank, num_ranks, timeout, args))
 
     def _run(self, fn: Callable[..., Any], rank: int, num_ranks: int, timeout: float, args: Sequence[Any]) -> None:
         status = 1
         try:
-            torch.set_num_threads(1)
-            store = FileStore(f"{self._folder.name}/store", num_ranks)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
-            )
+            join(self._folder.name, rank, num_ranks, timeout)
             fn(rank, lambda: os.write(self._write_end, b"."), *args)
             status = 0
         except BaseException:

@@ -23,7 +23,7 @@ from tests.checkpoint.faults import faulty
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
 from tests.models.real import ROWS, Row
-from zeroshard.checkpoint import Reader, folders
+from zeroshard.checkpoint import Reader, folders, newest_good
 from zeroshard.exchange import export, import_model
 from zeroshard.interval import Interval
 from zeroshard.tensor_file import open_model
@@ -273,6 +273,18 @@ def test_an_import_replaces_a_step_only_when_asked(tmp_path: Path) -> None:
     import_model(tmp_path / "2.0.safetensors", tmp_path / "run", step=5, force=True)
     assert read_all(tmp_path / "run" / "step-5")["model/w"].tolist() == [2.0] * 3
     assert sorted(os.listdir(tmp_path / "run")) == ["latest", "step-5"]
+
+
+def test_the_newest_good_step_is_the_one_saved_last(tmp_path: Path) -> None:
+    """Also where that has the number 0, and a higher one is there from an earlier try."""
+    save_file({"x": torch.ones(3)}, tmp_path / "x.safetensors")
+    for step in (5, 0):
+        import_model(tmp_path / "x.safetensors", tmp_path / "run", step=step)
+    manifest, problems = newest_good(tmp_path / "run")
+    assert manifest is not None and (manifest.step, problems) == (0, [])
+    (tmp_path / "run" / "step-0" / "rank-00000.safetensors").write_bytes(b"")
+    manifest, problems = newest_good(tmp_path / "run")
+    assert manifest is not None and manifest.step == 5 and len(problems) == 1 and "step-0" in problems[0]
 
 
 def test_links_are_followed_only_when_asked(tmp_path: Path) -> None:

@@ -11,14 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
-
+from tests.checkpoint.faults import fork, join
 from zeroshard import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
@@ -45,13 +41,7 @@ class Ranks:
         self._marked: float | None = None
         self._statuses: dict[int, int | None] = {}
         self._ends: dict[int, float] = {}
-        self.pids: list[int] = []
-        for rank in range(num_ranks):
-            sys.stdout.flush(), sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                self._run(fn, rank, num_ranks, timeout, args)
-            self.pids.append(pid)
+        self.pids = fork(num_ranks, lambda rank: self._run(fn, rank, num_ranks, timeout, args))
 
     def _run(self, fn: Callable[..., Any], rank: int, num_ranks: int, timeout: float, args: Sequence[Any]) -> None:
         status = 1
@@ -60,11 +50,8 @@ class Ranks:
             os.dup2(log, 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-            torch.set_num_threads(1)
             random.seed(rank)
-            store = FileStore(f"{self._folder.name}/store", num_ranks)
-            limit = timedelta(seconds=timeout)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            join(self._folder.name, rank, num_ranks, timeout)
             fn(rank, lambda: os.write(self._writer, b"."), *args)
             status = 0
         except SystemExit as error:

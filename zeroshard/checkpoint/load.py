@@ -136,7 +136,8 @@ def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:
     known = folders.steps(directory)
     latest = max(known, default=0)
     try:
-        latest = folders.latest(directory) or latest
+        named = folders.latest(directory)
+        latest = named if named in known and named is not None else latest  # as `folders.find` chooses
     except CheckpointError as error:
         problems.append(str(error))
     for step in sorted(known, key=lambda step: (step > latest, -step)):

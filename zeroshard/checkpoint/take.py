@@ -45,7 +45,7 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
     parts = {
         fragment.slot.name: fragment
         for unit in handle.units
-        for fragment in unit.layout.fragments_in(unit.own_shard() if unit.main is None else unit.main.interval)
+        for fragment in unit.layout.fragments_in(_taken_by_this_rank(unit))
     }
     for name in parts.keys() | owned:
         for tensor in (f"model/{name}", *(one.tensor for one in state.get(name, []))):
@@ -64,11 +64,14 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
 def take_weights(reader: Reader, handle: Handle, meeting: Meeting) -> None:
     """Main, and frozen weights, of this rank. The weights of the others follow main later."""
     for unit in handle.units:
-        interval = unit.own_shard() if unit.main is None else unit.main.interval
-        for fragment in unit.layout.fragments_in(interval):
+        for fragment in unit.layout.fragments_in(_taken_by_this_rank(unit)):
             name = f"model/{fragment.slot.name}"
             if name in reader.manifest.tensors:
                 reader.read(name, fragment.param, partial(_set_part, unit, fragment.slot.world.start, meeting))
+
+
+def _taken_by_this_rank(unit: Unit) -> Interval:
+    return unit.own_shard() if unit.main is None else unit.main.interval
 
 
 def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values: Tensor) -> None:
