@@ -508,7 +508,7 @@ class Handle(NotCopied):
         """
         parameters = list(parameters)
         for parameter in parameters:
-            other = self._claims.get(id(parameter), lambda: None)()
+            other = self._owner_of(parameter)
             if other is not None and other is not owner:
                 raise ValueError(
                     f"parameter {self.name_of(parameter)} belongs to another ShardedOptimizer: give each its own "
@@ -516,9 +516,24 @@ class Handle(NotCopied):
                 )
         self._claims.update({id(parameter): weakref.ref(owner) for parameter in parameters})
 
+    @contextmanager
+    def claimed(self, parameters: Iterable[nn.Parameter], owner: Owner) -> Iterator[None]:
+        """As `claim`; what is done inside may fail, and then nothing has been claimed."""
+        new = [p for p in parameters if self._owner_of(p) is not owner]
+        self.claim(new, owner)
+        try:
+            yield
+        except BaseException:
+            for parameter in new:
+                self._claims.pop(id(parameter), None)
+            raise
+
     def unclaimed(self, unit: Unit) -> set[int]:
         """Slots that no living optimizer has."""
-        return {i for i, p in enumerate(unit.parameters) if self._claims.get(id(p), lambda: None)() is None}
+        return {index for index, parameter in enumerate(unit.parameters) if self._owner_of(parameter) is None}
+
+    def _owner_of(self, parameter: nn.Parameter) -> Owner | None:
+        return self._claims.get(id(parameter), lambda: None)()
 
     def owners(self) -> list[Owner]:
         """The living optimizers of this model."""

@@ -67,8 +67,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Steps any optimizer class on this rank's part of main, and hands the weights round.
 
     Args:
-        handle_or_params: the handle of `shard`; or its parameters, or param groups of them, as for any optimizer. A
-            group may name a class of its own under "optimizer_class" (Muon for matrices, AdamW for the rest).
+        handle_or_params: the handle of `shard`: all its trainable parameters, and what requires grad later (it joins
+            the first group, unless `add_param_group` or another optimizer has it by then); or parameters, or param
+            groups, as for any optimizer. A group may name a class of its own under "optimizer_class" (Muon for
+            matrices, AdamW for the rest).
             Parameters that no handle owns are taken under plan OPTIMIZER_ONLY: torch DDP (say) reduces their
             gradients, this optimizer shards its state over `process_group`.
         optimizer_class: for example `torch.optim.AdamW`.
@@ -101,9 +103,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
+        self._takes_all = isinstance(handle_or_params, Handle)
         if isinstance(handle_or_params, Handle):
             handle_or_params.check_open("build an optimizer")
+            handle_or_params.thaw()
             params: list[Any] = list(handle_or_params.trainable_parameters())
+            if not params:
+                raise ValueError("none of the parameters requires grad: there is nothing to optimize")
         else:
             params = list(handle_or_params)
         if not params:
@@ -113,14 +119,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steppers: list[Stepper] = []
         super().__init__(params, _defaults_of(optimizer_class, defaults))
         self.handle = self._find_handle(process_group)
-        self._steppers = self._build_steppers()
-        units = self._find_units()
-        policy = _policy(loss_scale, units)
-        self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
-        self.agreement = Agreement(self.handle, units, self._scaling, non_finite, skip_norm_above)
+        with self.handle.claimed(self._parameters(), self):
+            self.handle.thaw()
+            self._steppers = self._build_steppers()
+            units = self._find_units()
+            policy = _policy(loss_scale, units)
+            self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
+            self.agreement = Agreement(self.handle, units, self._scaling, non_finite, skip_norm_above)
         self._clip = 1.0
         self._clip_value: float | None = None
-        self.handle.claim(self._parameters(), self)  # last: what is refused claims nothing
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -259,11 +266,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         self._classes.append(group_class)
         if self._steppers:
-            self.handle.thaw()
             before = self._steppers, self.agreement.units
             try:
-                self.rebuild()
-                self.handle.claim(self._parameters(), self)
+                with self.handle.claimed(group["params"], self):
+                    self.handle.thaw()
+                    self.rebuild()
             except ValueError:
                 self.param_groups.pop(), self._classes.pop()
                 self._steppers, self.agreement.units = before
@@ -272,10 +279,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def rebuild(self) -> None:
         """Parameters have come: new steppers, existing state stays. Collective."""
-        state = self._full_state()
+        if not self._steppers:
+            return  # it is being built
+        state = self._gather_state()
+        if self._takes_all:
+            self._take_unclaimed()
         self._steppers = self._build_steppers()
         self.agreement.units = self._find_units()
-        self._load_state(state)
+        self._set_state(state)
+
+    def _take_unclaimed(self) -> None:
+        """Into the first group, in the order of the model: as if they had been trainable from the start."""
+        params = self.param_groups[0]["params"]
+        mine = {id(parameter) for parameter in [*params, *self._unclaimed()]}
+        params[:] = [p for p in self.handle.trainable_parameters() if id(p) in mine]
+        self.handle.claim(params, self)
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
         for parameter in params:
@@ -305,18 +323,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             indices = list(range(position, position + len(group["params"])))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": indices})
             position += len(indices)
-        state: dict[nn.Parameter, dict[str, Any]] = {}
-        for stepper in self._steppers:
-            if isinstance(stepper, FlatStep):
-                state |= full_state(stepper, self.handle.collectives)
-            elif isinstance(stepper, OwnerStep):
-                state |= stepper.full_state()
+        state = self._gather_state()
         result = {
             "state": {i: state[p] for i, p in enumerate(self._parameters()) if p in state},
             "param_groups": groups,
         }
         scaling = self._scaling.state_dict()
         return {**result, "loss_scale": scaling} if scaling else result
+
+    def _gather_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """In full. Collective."""
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for stepper in self._steppers:
+            if isinstance(stepper, FlatStep):
+                state |= full_state(stepper, self.handle.collectives)
+            elif isinstance(stepper, OwnerStep):
+                state |= stepper.full_state()
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -343,7 +366,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _load_state(self, state_dict: dict[str, Any]) -> None:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         saved = state_dict["state"]
-        state = {p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved}
+        self._set_state({p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved})
+
+    def _set_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         for stepper in self._steppers:
             if isinstance(stepper, FlatStep):
                 load_full_state(stepper, state)
@@ -384,6 +409,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _watched(self) -> list[nn.Parameter]:
+        """Its own, and those that it would take if they required grad."""
+        return [*self._parameters(), *(self._unclaimed() if self._takes_all else ())]
+
+    def _unclaimed(self) -> Iterator[nn.Parameter]:
+        for unit in self.handle.units:
+            yield from (unit.parameters[index] for index in sorted(self.handle.unclaimed(unit)))
 
     def _find_handle(self, process_group: dist.ProcessGroup | None) -> Handle:
         parameters = self._parameters()
@@ -440,7 +473,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Stepping ----------------------------------------------------------------------------------------------------
 
     def _agree(self, norm_type: float | None = None) -> Control:
-        return self.agreement.control(self._parameters(), self._own_gradients, len(self.param_groups), norm_type)
+        return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), norm_type)
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """The param group of each, and it."""

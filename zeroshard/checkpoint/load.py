@@ -64,6 +64,7 @@ def load(
     """
     handle.check_open("load")
     handle.finish_background()
+    handle.thaw()
     directory, optimizers = Path(directory).absolute(), as_list(optimizer)
     with ExitStack() as stack:
         # 1. One step, one manifest; whatever does not fit is found before anything is touched.

@@ -1,0 +1,201 @@
+"""Parameters that are frozen and let go after `shard`.
+
+A user froze the backbone, sharded, built the optimizer as the README does (`ShardedOptimizer(handle, ...)`), and let
+the backbone train some steps later: it never moved (0.0, where torch had moved it by 0.9), without a word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, State, make, same_bits
+from zeroshard.placement import Plan
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+def build() -> nn.Module:
+    """Backbone ("0", "1") and head ("2")."""
+    return make(lambda: nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 16), nn.Linear(16, 8)))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 40, generator=torch.Generator().manual_seed(7 * step + rank))
+
+
+def frozen() -> nn.Module:
+    model = build()
+    model[:2].requires_grad_(False)
+    return model
+
+
+def plain(num_ranks: int, steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, change: Any) -> State:
+    """The same in one process."""
+    for step in range(steps):
+        change(step)
+        for rank in range(num_ranks):
+            (model(batch(rank, step)).square().mean() / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.backward(model(batch(rank, step)).float().square().mean())
+    assert optimizer.step().applied
+
+
+# Frozen at `shard`, trained later -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
+def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str) -> None:
+    """The first linear layer's weight from step 2 on, its bias from step 4 on."""
+
+    def change(model: nn.Module, step: int) -> None:
+        for name, at in (("weight", 2), ("bias", 4)):
+            if step == at:
+                getattr(model[0], name).requires_grad_(True)
+
+    def run(rank: int, plan: Plan) -> tuple[State, Any]:
+        model = frozen()
+        handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, foreach=False)
+        for step in range(6):
+            change(model, step)
+            train_step(model, optimizer, rank, step)
+        names = {id(p): name for name, p in model.named_parameters()}
+        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        assert order == ["0.weight", "0.bias", "2.weight", "2.bias"]  # as `model.parameters()`: state_dicts fit
+        assert len(optimizer.state_dict()["state"]) == 4
+        return handle.full_state_dict(main=True), handle.comm_log
+
+    def check(rank: int) -> list[Any]:
+        runs = {plan: run(rank, plan) for plan in PLANS}
+        first = runs[zeroshard.DDP][0]
+        assert all(same_bits(state, first) for state, _ in runs.values())
+        if precision == "fp32":
+            model = frozen()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+            for name, value in plain(2, 6, model, optimizer, lambda step: change(model, step)).items():
+                torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+        return [log for _, log in runs.values()]
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_same_logs(logs)
+
+
+def test_it_takes_what_nobody_else_has() -> None:
+    """Groups, and a second optimizer, keep what they have been given; what is new joins the first group."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = frozen()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            first = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            model[1].requires_grad_(True)
+            second = zeroshard.ShardedOptimizer([{"params": model[1].parameters(), "lr": 0.2}], torch.optim.SGD)
+            model.requires_grad_(True)
+            before = handle.full_state_dict()
+            first.backward(model(batch(rank, 0)).square().mean())
+            gradients = {name: handle.gradient(name) for name in before}
+            first.step(), second.step()
+            for name, value in handle.full_state_dict().items():
+                lr = 0.2 if name[0] == "1" else 0.1
+                torch.testing.assert_close(value, before[name] - lr * gradients[name])
+            assert [p.shape for p in first.param_groups[0]["params"]] == [(24, 40), (24,), (8, 16), (8,)]
+            # a group of its own, before it is called
+            model = frozen()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            model.requires_grad_(True)
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.5})
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            assert sizes == [4, 2], sizes  # the rest of the backbone is in the first
+            # params of the user's choice: as in torch, what no optimizer has is not trained
+            model = frozen()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(model[2].parameters(), torch.optim.SGD, lr=0.1)
+            model.requires_grad_(True)
+            before = handle.full_state_dict()
+            train_step(model, optimizer, rank, 0)
+            after = handle.full_state_dict()
+            assert [name for name in before if not torch.equal(before[name], after[name])] == ["2.weight", "2.bias"]
+
+    run_ranks(check, 2)
+
+
+def test_all_frozen_at_shard_and_some_let_go_before_the_optimizer_is_built() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for of_handle in (True, False):
+                model = build().requires_grad_(False)
+                handle = zeroshard.shard(model, plan, units=nn.Linear)
+                with pytest.raises(ValueError, match="none of the parameters requires grad"):
+                    zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+                model[1].requires_grad_(True)
+                source = handle if of_handle else model.parameters()
+                optimizer = zeroshard.ShardedOptimizer(source, torch.optim.SGD, lr=0.1)
+                before = handle.full_state_dict()
+                train_step(model, optimizer, rank, 0)
+                after = handle.full_state_dict()
+                assert [name for name in before if not torch.equal(before[name], after[name])] == ["1.weight", "1.bias"]
+
+    run_ranks(check, 2)
+
+
+def test_a_part_of_the_model_that_is_called_alone_does_not_lose_gradients() -> None:
+    """Only a call of the model lets go of what was frozen; a gradient that came in another way is not passed over."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = frozen()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            model.requires_grad_(True)
+            model[2](model[1](torch.ones(1, 24))).sum().backward()
+            with pytest.raises(RuntimeError, match="a parameter has a gradient that was frozen"):
+                optimizer.step()
+
+    run_ranks(check, 2)
+
+
+def test_checkpoints_before_and_after(tmp_path: Path) -> None:
+    """A run that froze and let go resumes as one that did neither, and the other way round."""
+
+    def start(plan: Any, model: nn.Module) -> tuple[Any, Any]:
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        return handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, foreach=False)
+
+    def check(rank: int) -> None:
+        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+            model = frozen()
+            handle, optimizer = start(plan, model)
+            train_step(model, optimizer, rank, 0)
+            model[1].requires_grad_(True)
+            train_step(model, optimizer, rank, 1)
+            folder = tmp_path / plan.name
+            zeroshard.save(folder, handle, optimizer, step=2)
+            saved, state = handle.full_state_dict(), optimizer.state_dict()
+            train_step(model, optimizer, rank, 2)
+            expected = handle.full_state_dict()
+            for way in ("folder", "state_dict", "frozen at first"):
+                model = frozen()
+                if way != "frozen at first":
+                    model[1].requires_grad_(True)
+                handle, optimizer = start(plan, model)
+                model[1].requires_grad_(True)
+                if way == "state_dict":
+                    handle.load_full_state_dict(saved)
+                    optimizer.load_state_dict(state)
+                else:
+                    zeroshard.load(folder, handle, optimizer)
+                train_step(model, optimizer, rank, 2)
+                assert same_bits(handle.full_state_dict(), expected), (plan, way)
+
+    run_ranks(check, 2)
