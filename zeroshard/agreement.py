@@ -24,6 +24,7 @@ class Agreement:
     Attributes:
         units: the slots of each unit that are this optimizer's, in the handle's order.
         half_done: an update has raised: some of main is new, some is not.
+        used_up: a step has used the gradients, and nobody has called `zero_grad` since.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Agreement:
         if non_finite not in ("raise", "skip", "ignore", None):
             raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
         self.units = units
-        self.half_done = False
+        self.half_done = self.used_up = False
         self._handle, self._scaling = handle, scaling
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._known: tuple[int, Control] | None = None  # and the number of backwards it was made after
@@ -78,7 +79,7 @@ class Agreement:
             norm_type,
             flags + self._scaling.overflows(),
         )
-        for status, message in _NOT_READY.items():
+        for status, message in _NOT_READY.items() if not control.is_idle else ():
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
             if ranks:
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
@@ -103,7 +104,10 @@ class Agreement:
             has_any = any(p.grad is not None for unit in self.units for p in unit.parameters)
         else:
             has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in self.units.items())
-        return Status.READY if has_any else Status.NO_GRADIENTS
+        if has_any:
+            return Status.READY
+        external = self._handle.plan.external_gradients
+        return Status.USED_UP if self.used_up and not external else Status.NO_GRADIENTS
 
     # What follows from it --------------------------------------------------------------------------------------------
 
@@ -172,5 +176,7 @@ _NOT_READY = {
     "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
     "backward outside of no_sync()",
-    Status.NO_GRADIENTS: "there are no gradients. Call backward before step or clip_grad_norm_",
+    Status.USED_UP: "the step before has used the gradients up (a plain optimizer would apply them once more). Call "
+    "backward before step or clip_grad_norm_, or zero_grad() if this step is to do nothing",
+    Status.NO_GRADIENTS: "there are no gradients, and other ranks have some. Call backward on every rank, or on none",
 }

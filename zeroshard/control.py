@@ -37,6 +37,7 @@ class Status(IntEnum):
     NOT_REDUCED = 2
     UNFROZEN = 3
     HALF_DONE = 4
+    USED_UP = 5
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Control:
     norm_type: float
     finite: bool
     present: tuple[bool, ...]
+
+    @property
+    def is_idle(self) -> bool:
+        """No rank has any gradient: there is nothing to do."""
+        return set(self.status) == {Status.NO_GRADIENTS}
 
     @property
     def norm(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
@@ -22,28 +21,9 @@ from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
 from zeroshard.shard import shard_parameters
+from zeroshard.step_result import StepResult as StepResult
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Attributes:
-        applied: False where it was skipped: then weights, state and step counts are as before (a scheduler should
-            not step either).
-        grad_norm: p-norm (2, or what was clipped by) of the mean gradient, before clipping; NaN where not finite.
-        group_norms: the same, per param group.
-        loss_scale: what the loss had been multiplied by.
-        loss: what the closure returned.
-    """
-
-    applied: bool
-    grad_norm: float
-    group_norms: tuple[float, ...] = ()
-    loss_scale: float = 1.0
-    loss: Any = None
 
 
 class Stepper(Protocol):
@@ -177,11 +157,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
 
         Returns:
-            The norm of the mean gradient before clipping, 0-d fp64.
+            The norm of the mean gradient before clipping, 0-d fp64; 0 without gradients.
 
         Raises:
             ValueError: a max_norm that is not positive.
-            RuntimeError: no gradients; a norm that is not finite, if asked.
+            RuntimeError: as `step`; a norm that is not finite, if asked.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, found {max_norm}")
@@ -204,21 +184,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
-        """Update main and weights from the reduced gradients. Collective.
+        """Update main and weights from the reduced gradients. Collective. Without any gradient on any rank it does
+        nothing, as in torch: the result is not `applied`.
 
         Raises:
-            RuntimeError: before backward; after a backward that was only accumulated (`no_sync`); a gradient that is
-                not finite, if so chosen, or once too often in a row; parameters whose data somebody has replaced.
-                Nothing has been updated then.
+            RuntimeError: gradients on some ranks alone; a second time for the same gradients; after a backward that was
+                only accumulated (`no_sync`); a gradient that is not finite, if so chosen, or once too often in a row;
+                parameters whose data somebody has replaced. Nothing has been updated then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
-        self._scaling.check_used()
         self.handle.expect_in_place()
         control = self._agree()
+        if control.is_idle:
+            self._discard_gradients()
+            return StepResult(False, 0.0, control.group_norms, loss=loss)
+        self._scaling.check_used()
         mean = self.agreement.mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)
         scale = self.handle.reducer.scale or 1.0
@@ -230,6 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.agreement.half_done = False
         self._scaling.settle(self.handle.reducer, not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
+        self.agreement.used_up = True
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -237,6 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if self._steppers:
             self._scaling.reset()
+            self.agreement.used_up = False
             self.handle.schedule.abandon_backward()
             self._discard_gradients()
 

@@ -1,0 +1,86 @@
+"""What a step did, which is also what torch's `step(closure)` returns: the closure's loss."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torch.utils._pytree import tree_map_only
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step did. Where torch's callers want the loss (`float(result)`, `result < best`, `total += result`,
+    `f"{result:.3f}"`, `result.item()`, `torch.isnan(result)`), it is the loss.
+
+    Attributes:
+        applied: False where it was skipped, or had nothing to do: then weights, state and step counts are as before
+            (after a skipped step a scheduler should not step either).
+        grad_norm: p-norm (2, or what was clipped by) of the mean gradient, before clipping; NaN where not finite.
+        group_norms: the same, per param group.
+        loss_scale: what the loss had been multiplied by.
+        loss: what the closure returned; None without one.
+    """
+
+    applied: bool
+    grad_norm: float
+    group_norms: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    loss: Any = None
+
+    def __float__(self) -> float:
+        return float(self._the_loss())
+
+    def __int__(self) -> int:
+        return int(self._the_loss())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(float(self), digits)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._the_loss(), spec) if spec else str(self)
+
+    def __eq__(self, other: object) -> Any:
+        return astuple(self) == astuple(other) if isinstance(other, StepResult) else self.loss == other
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        """`item`, `detach`, `cpu`, ... of the loss."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._the_loss(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """torch's functions take the loss in its place."""
+        args, kwargs = tree_map_only(StepResult, cls._the_loss, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _the_loss(self) -> Any:
+        if self.loss is None:
+            raise TypeError("this step has no loss: step() was called without a closure that returns one")
+        return self.loss
+
+
+def _loss_of(value: Any) -> Any:
+    return value._the_loss() if isinstance(value, StepResult) else value
+
+
+def _forward(name: str, function: Callable[..., Any], *, swapped: bool = False) -> None:
+    def method(self: StepResult, *others: Any) -> Any:
+        values = [self._the_loss(), *map(_loss_of, others)]
+        return function(*(reversed(values) if swapped else values))
+
+    setattr(StepResult, name, method)
+
+
+for _name in ("lt", "le", "gt", "ge", "neg", "pos", "abs"):
+    _forward(f"__{_name}__", getattr(operator, _name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _forward(f"__{_name}__", getattr(operator, _name))
+    _forward(f"__r{_name}__", getattr(operator, _name), swapped=True)
