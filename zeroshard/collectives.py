@@ -30,7 +30,7 @@ from torch.autograd.profiler import record_function
 from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, is_gloo
 from zeroshard.messages import Messages, Told, receive, send
-from zeroshard.shared_memory import Location, SharedMemory
+from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.sums import carve, in_shards, sum_in_rank_order
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -102,7 +102,7 @@ class Collectives:
         on_cuda = str(dist.get_backend(mesh.world.group)) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.shared: SharedMemory | None = None
-        self._pids: list[int] = []
+        self._processes: dict[int, Process] = {}  # of the peers, by global rank
         self.messages = Messages(mesh.world.rank)
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
@@ -289,7 +289,7 @@ class Collectives:
 
     def _peer(self, axis: Axis, rank: int, message: Tensor, like: Tensor) -> Tensor:
         assert self.shared is not None
-        return self.shared.peer(self._pids[axis.ranks[rank]], Location(*message[:-1].tolist()), like)
+        return self.shared.peer(self._processes[axis.ranks[rank]], Location(*message[:-1].tolist()), like)
 
     def meet(self) -> None:
         """Map what the peers have allocated so far. A fast rank may free its buffers while a slow one still reads
@@ -298,21 +298,21 @@ class Collectives:
             return
         everyone = self.exchange_objects(self.shared.own_segments())
         for rank, segments in zip(self.mesh.world.ranks, everyone, strict=True):
-            if self._pids[rank] != os.getpid():
-                self.shared.meet(self._pids[rank], segments)
+            if rank in self._processes:
+                self.shared.meet(self._processes[rank], segments)
         self.exchange_objects(None)
 
     def _try_to_share(self) -> None:
         """Whether every rank can read every other's memory: all of them find the same answer."""
-        shared = SharedMemory()
-        keep, probe = shared.probe()
-        probes = self.exchange_objects(probe)
-        if all(self.exchange_objects(all(map(shared.can_read, probes)))):
+        world, shared = self.mesh.world, SharedMemory()
+        probe = Probe(shared, world.rank, world.size)
+        cards = self.exchange_objects(probe.card())
+        answers = self.exchange_objects(probe.answer(cards))
+        if all(self.exchange_objects(all(answers) and probe.is_answered(cards))):
             self.shared = shared
-            self._pids = [0] * (max(self.mesh.world.ranks) + 1)
-            for rank, (pid, *_) in zip(self.mesh.world.ranks, probes, strict=True):
-                self._pids[rank] = pid
-        del keep
+            for rank, (pid, identity, *_) in zip(world.ranks, cards, strict=True):
+                if rank != world.ranks[world.rank]:
+                    self._processes[rank] = Process(pid, identity)
         self.log.clear()
 
     def _reduce_pairwise(

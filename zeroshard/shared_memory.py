@@ -3,19 +3,21 @@
 Each is an anonymous file (memfd) that a peer maps by way of /proc/<pid>/fd. Nothing has a name in a file system, so
 nothing stays behind, however a process ends. Where this does not work (several hosts, another system, a forbidden
 /proc) the ranks notice at the start and exchange by messages.
+
+A process number says nothing by itself: in containers every rank may be process 1, and /proc/1 is then its own. So each
+file is labelled with a random number of its process, its *identity*, and mapped only under the label that is expected.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import secrets
 import weakref
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
-
-_MAGIC = 0x7A65726F
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +30,32 @@ class Location:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A rank's process, for its peers: its number, which may be another process's elsewhere, and what is its alone."""
+
+    pid: int
+    identity: int
+
+
 class SharedMemory:
-    """The segments that this process has, and those of its peers that it has mapped."""
+    """The segments that this process has, and those of its peers that it has mapped.
+
+    Attributes:
+        process: this one.
+    """
 
     def __init__(self) -> None:
+        self.process = Process(os.getpid(), secrets.randbits(62))
         self._own: dict[int, tuple[int, int]] = {}  # address -> (segment, fd)
-        self._mapped: dict[tuple[int, int], Tensor] = {}  # (pid, segment) -> bytes
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
         self._count = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
         """uint8 zeros [num_bytes] that peers can map as long as the tensor lives."""
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        fd = os.memfd_create("zeroshard")
+        fd = os.memfd_create(_label(self.process, self._count))
         os.ftruncate(fd, num_bytes)
         tensor = _map(f"/proc/self/fd/{fd}", num_bytes)
         address = tensor.untyped_storage().data_ptr()
@@ -57,41 +72,84 @@ class SharedMemory:
             return None
         return Location(*self._own[address], storage.nbytes(), tensor.data_ptr() - address)
 
-    def peer(self, pid: int, location: Location, like: Tensor) -> Tensor:
-        """The bytes of a peer at that location, with the shape and dtype of `like`. Read only."""
-        key = pid, location.segment
+    def peer(self, process: Process, location: Location, like: Tensor) -> Tensor:
+        """The bytes of a peer at that location, with the shape and dtype of `like`. Read only.
+
+        Raises:
+            OSError: there is no such file, or it is not that peer's segment.
+        """
+        key = process.identity, location.segment
         if key not in self._mapped:
-            self._mapped[key] = _map(f"/proc/{pid}/fd/{location.fd}", location.num_bytes)
+            self._mapped[key] = _map_labelled(process, location)
         return self._mapped[key][location.offset : location.offset + like.nbytes].view(like.dtype).view(like.shape)
 
     def own_segments(self) -> list[list[int]]:
         """[segment, fd, number of bytes] of each."""
         return [[segment, fd, os.fstat(fd).st_size] for segment, fd in self._own.values()]
 
-    def meet(self, pid: int, segments: list[list[int]]) -> None:
+    def meet(self, process: Process, segments: list[list[int]]) -> None:
         """Map these of a peer now: what is mapped stays readable when the peer has freed it."""
         for segment, fd, num_bytes in segments:
-            self.peer(pid, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))
+            self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))
 
     def mapped(self) -> list[Tensor]:
         """What has been mapped of peers (it is their memory, and no second copy of it)."""
         return list(self._mapped.values())
 
-    def probe(self) -> tuple[Tensor, list[int]]:
-        """A segment to try with: the tensor to keep, and what a peer needs to know of it."""
-        tensor = self.allocate(8)
-        tensor.view(torch.int64)[0] = _MAGIC + os.getpid()
-        location = self.locate(tensor)
-        assert location is not None
-        return tensor, [os.getpid(), *astuple(location)]
 
-    def can_read(self, probe: list[int]) -> bool:
-        """Whether a peer's probe can be mapped and holds what it should (it may be another host's process)."""
-        pid, *location = probe
-        with contextlib.suppress(OSError, RuntimeError):
-            value = self.peer(pid, Location(*location), torch.empty(1, dtype=torch.int64))
-            return int(value[0]) == _MAGIC + pid
-        return False
+class Probe:
+    """Whether all ranks can read each other's memory, tried with one small segment of each: its owner has written its
+    identity there, every peer that finds it writes its own beside it, and the owner finds those."""
+
+    def __init__(self, shared: SharedMemory, rank: int, num_ranks: int) -> None:
+        self._shared, self._rank, self._num_ranks = shared, rank, num_ranks
+        self._segment = shared.allocate(8 * num_ranks)
+        self._slots = self._segment.view(torch.int64)
+        self._slots[rank] = shared.process.identity
+
+    def card(self) -> list[int]:
+        """What a peer needs to know: [process number, identity, where]."""
+        location = self._shared.locate(self._slots)
+        assert location is not None
+        return [*astuple(self._shared.process), *astuple(location)]
+
+    def answer(self, cards: Sequence[list[int]]) -> bool:
+        """Write the own identity into the segment of each peer. False where one of them cannot be found."""
+        for rank, (pid, identity, *location) in enumerate(cards):
+            if rank != self._rank:
+                try:
+                    slots = self._shared.peer(Process(pid, identity), Location(*location), self._slots)
+                except (OSError, RuntimeError):
+                    return False
+                if int(slots[rank]) != identity:
+                    return False
+                slots[self._rank] = self._shared.process.identity
+        return True
+
+    def is_answered(self, cards: Sequence[list[int]]) -> bool:
+        """Whether all peers have written here, once all of them have tried."""
+        return self._slots.tolist() == [identity for _, identity, *_ in cards]
+
+
+def _label(process: Process, segment: int) -> str:
+    return f"zeroshard-{process.identity:x}-{segment}"
+
+
+def _map_labelled(process: Process, location: Location) -> Tensor:
+    label, path = _label(process, location.segment), f"/proc/{process.pid}/fd/{location.fd}"
+    _expect(label, path)  # before something else is opened, and of what has been
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _expect(label, f"/proc/self/fd/{fd}")
+        return _map(f"/proc/self/fd/{fd}", location.num_bytes)
+    finally:
+        os.close(fd)
+
+
+def _expect(label: str, path: str) -> None:
+    found = os.readlink(path)
+    if not found.startswith(f"/memfd:{label} "):
+        raise OSError(f"{path}: expected the segment {label} of a peer, found {found}")
 
 
 def _map(path: str, num_bytes: int) -> Tensor:
