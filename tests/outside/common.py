@@ -1,0 +1,194 @@
+"""What the ports of other libraries' tests share: small models, and a plain twin whose gradients are averaged by hand.
+
+The tests of this folder are written anew for this library. What each demands stands in another library's test, which
+its docstring names; `docs/compatibility.md` lists those tests, all of them, with ours or with the reason for a
+difference. Parity is asked in fp64 (`torch.testing.assert_close`: 1e-7), where no order of summation shows, and bit for
+bit between the plans.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.placement import Plan
+
+PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
+VOCAB = 23
+
+State = dict[str, Tensor]
+
+
+class MLP(nn.Module):
+    """in_proj, ReLU, out_proj, ReLU: what most of FSDP2's tests are built from."""
+
+    def __init__(self, dim: int, factor: int = 4, *, bias: bool = True, with_buffer: bool = False) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(dim, factor * dim, bias=bias)
+        self.out_proj = nn.Linear(factor * dim, dim, bias=bias)
+        if with_buffer:
+            self.register_buffer("buffer", torch.randn(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.out_proj(torch.relu(self.in_proj(x))))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, both around a residual."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.wo = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + self.wo(nn.functional.scaled_dot_product_attention(q, k, v))
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks, norm, output. `tied`: the output is the embedding."""
+
+    def __init__(self, layers: int = 3, dim: int = 16, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.position = nn.Embedding(16, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.output = nn.Linear(dim, VOCAB, bias=False)
+        if tied:
+            self.output.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def tokens(rank: int, step: int = 0, micro_batch: int = 0, length: int = 5) -> Tensor:
+    """Different on every rank, in every step and micro-batch."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+    return torch.randint(VOCAB, (2, length), generator=generator)
+
+
+def numbers(width: int, rank: int, step: int = 0, micro_batch: int = 0, rows: int = 4) -> Tensor:
+    """As `tokens`, normally distributed."""
+    generator = torch.Generator().manual_seed(7 + rank + 10 * micro_batch + 100 * step)
+    return torch.randn(rows, width, generator=generator)
+
+
+def in_fp64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """For a function that runs on a forked rank: tensors are fp64 there, unless it says otherwise."""
+
+    def run(rank: int, *args: Any) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return fn(rank, *args)
+
+    return run
+
+
+def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """p.grad becomes the mean over ranks, as torch DDP leaves it; None stays where no rank has any."""
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        present = torch.tensor(float(parameter.grad is not None))
+        dist.all_reduce(present, group=group)
+        if present:
+            total = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            dist.all_reduce(total, group=group)
+            parameter.grad = total / dist.get_world_size(group)
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def expect_close(found: State, expected: State) -> None:
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, expected)
+
+
+def expect_same_bits(states: Iterable[State]) -> None:
+    first, *others = states
+    for other in others:
+        assert first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first)
+
+
+def expect_same_on_all_ranks(state: State, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank has the same bits."""
+    for name, value in state.items():
+        parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, value.contiguous(), group=group)
+        assert all(torch.equal(part, value) for part in parts), name
+
+
+class Twins:
+    """A model under a plan and its plain copy, which trains as under torch DDP. Collective from the start.
+
+    Args:
+        optimizer: the class; `defaults` are its arguments.
+        shard: arguments of `zeroshard.shard` besides model and plan.
+        groups: model -> param groups; None: all parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
+        *,
+        shard: dict[str, Any] | None = None,
+        groups: Callable[[nn.Module], Any] | None = None,
+        **defaults: Any,
+    ) -> None:
+        defaults = defaults or {"lr": 1e-2}
+        self.plain, self.model = copy.deepcopy(model), model
+        self.handle = zeroshard.shard(model, plan, **(shard or {}))
+        of = groups or (lambda model: model.parameters())
+        self.plain_optimizer = optimizer(of(self.plain), **defaults)
+        self.optimizer = zeroshard.ShardedOptimizer(of(model), optimizer, **defaults)
+
+    def backward(self, loss_of: Callable[[nn.Module], Tensor], *, reduced: bool = True) -> None:
+        """Both models, and both losses must agree. `reduced=False`: under `no_sync`."""
+        expected = loss_of(self.plain)
+        expected.backward()
+        with nullcontext() if reduced else self.handle.no_sync():
+            loss = loss_of(self.model)
+            loss.backward()
+        torch.testing.assert_close(loss, expected)
+
+    def step(self) -> None:
+        average_gradients(self.plain.parameters())
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, loss_of: Callable[[nn.Module, int], Tensor], steps: int = 4) -> State:
+        """`steps` steps; the weights are equal after each. `loss_of(model, step)`."""
+        for step in range(steps):
+            self.backward(lambda model, step=step: loss_of(model, step))
+            self.step()
+            self.expect_equal()
+        return self.handle.full_state_dict()
+
+    def expect_equal(self) -> None:
+        expect_close(self.handle.full_state_dict(), state_of(self.plain))
+
+    def expect_equal_gradients(self) -> None:
+        """Those that are waiting for a step; the plain ones are averaged for it."""
+        average_gradients(self.plain.parameters())
+        for name, parameter in self.plain.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(self.handle.gradient(name), parameter.grad)
