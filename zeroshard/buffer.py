@@ -28,7 +28,18 @@ class FlatBuffer:
         placement: which values are valid now.
     """
 
-    __slots__ = ("_borrowed", "_storage", "_views", "_views_of", "full", "layout", "placement", "rank", "shard")
+    __slots__ = (
+        "_borrowed",
+        "_padding",
+        "_storage",
+        "_views",
+        "_views_of",
+        "full",
+        "layout",
+        "placement",
+        "rank",
+        "shard",
+    )
 
     def __init__(
         self, layout: BufferLayout, rank: int, dtype: torch.dtype, resident: Placement, allocate: Allocate
@@ -36,6 +47,7 @@ class FlatBuffer:
         """`resident`: SHARDED allocates the shard alone, anything else the full buffer. Zeros."""
         self.layout, self.rank, self.placement = layout, rank, resident
         self._views: list[Tensor] = []
+        self._padding: list[Tensor] = []
         self._views_of: Tensor | None = None
         self._borrowed = resident is Placement.SHARDED
         self.full: Tensor | None = None
@@ -66,15 +78,24 @@ class FlatBuffer:
         assert self._borrowed, "the full buffer is held for good"
         self.full = None
         if forget:
-            self._views, self._views_of = [], None
+            self._views, self._padding, self._views_of = [], [], None
 
     def views(self) -> list[Tensor]:
         """One view per slot of the full buffer, in the parameter's shape."""
+        self._look()
+        return self._views
+
+    def padding(self) -> list[Tensor]:
+        """The elements of the full buffer that belong to no slot, as 1-D views."""
+        self._look()
+        return self._padding
+
+    def _look(self) -> None:
         assert self.full is not None, "the full buffer is not here"
         if self._views_of is not self.full:
             self._views = [self.full[slot.world.slice].view(slot.shape) for slot in self.layout.slots]
+            self._padding = [self.full[interval.slice] for interval in self.layout.padding]
             self._views_of = self.full
-        return self._views
 
     def own_part_of_full(self) -> Tensor:
         """[shard_numel]: the own interval inside the full buffer."""

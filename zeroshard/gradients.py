@@ -66,8 +66,9 @@ class Gradients:
         carries = self.state is GradState.REDUCED and self.carries
         if bucket is not None:
             self.buffer.attach(bucket)
-            bucket[self.buffer.layout.used.stop :].zero_()
         assert self.buffer.full is not None, "accumulation needs a bucket"
+        if padding := self.buffer.padding():  # borrowed buckets and unparked ones have any values there
+            torch._foreach_zero_(padding)
         self._carry = carries and not self.buffer.owns_full
         if carries and self.buffer.owns_full:  # the own interval carries the sum so far, the others start anew
             own = self.buffer.layout.shard(self.buffer.rank)

@@ -4,6 +4,9 @@
         world   0        3                       8      ...  16
         shards  |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  equal, contiguous, blind to parameter boundaries
 
+(Drawn with an alignment of 1. In a model slots start at multiples of 64, with padding in between, and shards at
+multiples of 256. Padding is zero, and stays zero.)
+
 A *fragment* is the part of one parameter inside one shard. It has three ranges: *world* (in the full buffer), *local*
 (in the shard) and *param* (in the flattened parameter). Weights, gradients and main of a unit share one layout, so
 "my shard" is the same interval in all three, in the optimizer state and on disk. Everything here is arithmetic on
@@ -17,12 +20,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from zeroshard.interval import Interval, round_up
 
 ALIGNMENT = 256
-"""Elements. Vector kernels see no tail inside a shard, so results do not depend on where a shard is cut; and
+"""Elements, of shards. Vector kernels see no tail inside a shard, so results do not depend on where a shard is cut; and
 block-quantised optimizer states keep whole blocks."""
+
+SLOT_ALIGNMENT = 64
+"""Elements, of slots. Kernels choose by address: some matrix products round differently where a weight starts at an odd
+element, and GPUs load it in smaller pieces. Aligned, a parameter meets the kernels that it meets in the plain model,
+whose allocator aligns each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """`numel` elements cut into `num_shards` equal shards; `slots` lie in order, without gaps, padding at the end."""
+    """`numel` elements cut into `num_shards` equal shards; `slots` lie in order, padding between and after them."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -57,8 +66,8 @@ class BufferLayout:
             raise ValueError(f"{self.numel} elements cannot be cut into {self.num_shards} equal shards")
         end = 0
         for slot in self.slots:
-            if slot.world.start != end or slot.world.numel != math.prod(slot.shape):
-                raise ValueError(f"slot {slot.name} {slot.shape} must start at {end}, found {slot.world}")
+            if slot.world.start < end or slot.world.numel != math.prod(slot.shape):
+                raise ValueError(f"slot {slot.name} {slot.shape} must lie behind {end}, found {slot.world}")
             end = slot.world.stop
         if end > self.numel:
             raise ValueError(f"the slots need {end} elements, the buffer has {self.numel}")
@@ -70,9 +79,10 @@ class BufferLayout:
         num_shards: int,
         *,
         alignment: int = ALIGNMENT,
+        slot_alignment: int = SLOT_ALIGNMENT,
         num_replicas: int = 1,
     ) -> BufferLayout:
-        """Lay `(name, shape)` one after the other, in the order given.
+        """Lay `(name, shape)` one after the other, in the order given, each at a multiple of `slot_alignment`.
 
         The end is padded so that each shard is a multiple of `alignment * num_replicas` elements (under a 2-D mesh a
         shard is itself cut once more, over its replicas).
@@ -80,14 +90,17 @@ class BufferLayout:
         slots: list[Slot] = []
         end = 0
         for name, shape in shapes:
-            slots.append(Slot(name, tuple(shape), Interval(end, end + math.prod(shape))))
-            end = slots[-1].world.stop
+            start = round_up(end, slot_alignment)
+            end = start + math.prod(shape)
+            slots.append(Slot(name, tuple(shape), Interval(start, end)))
         return cls(tuple(slots), round_up(end, num_shards * alignment * num_replicas), num_shards)
 
-    @property
-    def used(self) -> Interval:
-        """The elements that belong to parameters; the rest is padding and stays zero."""
-        return Interval(0, self.slots[-1].world.stop if self.slots else 0)
+    @cached_property
+    def padding(self) -> tuple[Interval, ...]:
+        """World ranges that belong to no parameter, in order, none empty. They stay zero."""
+        ends = [0, *(slot.world.stop for slot in self.slots)]
+        starts = [*(slot.world.start for slot in self.slots), self.numel]
+        return tuple(Interval(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     @property
     def shard_numel(self) -> int:

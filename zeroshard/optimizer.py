@@ -500,9 +500,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.handle.reducer.forget_scale()
 
     def _own_padding(self, unit: Unit) -> int:
-        """Elements of padding in the pieces of the own shard that hold the unit's last slot (they are zero)."""
+        """Elements of padding in the pieces of the own shard (they are zero)."""
         covered = sum(
-            piece.world.numel - (piece.world & unit.layout.used).numel
+            piece.world.numel - sum(fragment.world.numel for fragment in unit.layout.fragments_in(piece.world))
             for stepper in self._steppers
             if isinstance(stepper, FlatStep)
             for piece in stepper.of_unit(unit)

@@ -29,7 +29,7 @@ def cut(
 ) -> Iterator[tuple[Hashable, Interval]]:
     """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
 
-    A slot whose key is None is left out. Padding goes with the last slot.
+    A slot whose key is None is left out. Padding goes with the slot before it.
     """
     for key, section in _sections(layout, keys):
         start = section.start
@@ -47,7 +47,7 @@ def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator
     for index, key in enumerate(keys):
         last = index == len(keys) - 1
         if last or keys[index + 1] != key:
-            stop = layout.numel if last else layout.slots[index].world.stop
+            stop = layout.numel if last else layout.slots[index + 1].world.start
             if key is not None and stop > start:
                 yield key, Interval(start, stop)
             start = stop

@@ -206,6 +206,6 @@ def _pieces(
         cast = plan.external_gradients or spec.precision.grad != main
         joined = spec.precision.main == "remainder"
         for _, world in cut(layout, [group_of(slot.name) for slot in layout.slots]):
-            if (plan.main is REPLICATED or world in layout.shard(rank)) and world & layout.used:
+            if (plan.main is REPLICATED or world in layout.shard(rank)) and any(layout.fragments_in(world)):
                 result.append((world.numel, cast * main.itemsize, joined * main.itemsize))
     return result

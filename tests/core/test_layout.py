@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.interval import Interval, round_up
-from zeroshard.layout import ALIGNMENT, BufferLayout, Fragment, Slot
+from zeroshard.layout import ALIGNMENT, SLOT_ALIGNMENT, BufferLayout, Fragment, Slot
 from zeroshard.pieces import cut
 
 Shapes = list[tuple[int, ...]]
@@ -19,12 +19,21 @@ BOUNDS = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)
 INTERVALS = BOUNDS.map(lambda bounds: Interval(*bounds))
 
 
-def packed(shapes: Shapes, num_shards: int, alignment: int = ALIGNMENT, num_replicas: int = 1) -> BufferLayout:
+def packed(
+    shapes: Shapes,
+    num_shards: int,
+    alignment: int = ALIGNMENT,
+    num_replicas: int = 1,
+    slot_alignment: int = SLOT_ALIGNMENT,
+) -> BufferLayout:
     named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
-    return BufferLayout.pack(named, num_shards, alignment=alignment, num_replicas=num_replicas)
+    return BufferLayout.pack(
+        named, num_shards, alignment=alignment, slot_alignment=slot_alignment, num_replicas=num_replicas
+    )
 
 
-LAYOUTS = st.builds(packed, SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3))
+SLOT_ALIGNMENTS = st.sampled_from([1, 3, 64])
+LAYOUTS = st.builds(packed, SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3), SLOT_ALIGNMENTS)
 
 
 # Intervals ------------------------------------------------------------------------------------------------------------
@@ -76,7 +85,7 @@ def test_an_origin_behind_the_start_is_refused() -> None:
 
 def test_the_example_of_four_parameters_on_four_ranks() -> None:
     """Sixteen elements, no alignment: `b` begins at element 3, has 5 elements, and lies on ranks 0 and 1."""
-    layout = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1)
+    layout = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1, slot_alignment=1)
     assert (layout.numel, layout.shard_numel) == (16, 4)
     of_b = {rank: [f for f in layout.fragments(rank) if f.slot.name == "b"] for rank in range(4)}
     b = Slot("b", (5,), Interval(3, 8))
@@ -112,7 +121,7 @@ def test_fragments_cover_every_element_once(layout: BufferLayout) -> None:
 
 
 def test_the_partition_check_sees_a_lost_and_a_shifted_fragment() -> None:
-    layout = packed([(5,), (7,)], 3, alignment=1)
+    layout = packed([(5,), (7,)], 3, alignment=1, slot_alignment=1)
     good = [list(layout.fragments(rank)) for rank in range(3)]
     expect_partition(layout, good)
     with pytest.raises(AssertionError):
@@ -123,32 +132,46 @@ def test_the_partition_check_sees_a_lost_and_a_shifted_fragment() -> None:
         expect_partition(layout, [[shifted, *good[0][1:]], *good[1:]])
 
 
-@given(SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3))
-def test_shards_are_equal_aligned_and_padded_by_less_than_a_block_each(
-    shapes: Shapes, num_shards: int, alignment: int, num_replicas: int
+@given(SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3), SLOT_ALIGNMENTS)
+def test_slots_and_shards_are_aligned_and_padded_by_less_than_a_block_each(
+    shapes: Shapes, num_shards: int, alignment: int, num_replicas: int, slot_alignment: int
 ) -> None:
-    layout = packed(shapes, num_shards, alignment, num_replicas)
+    layout = packed(shapes, num_shards, alignment, num_replicas, slot_alignment)
     assert [layout.shard(rank).numel for rank in range(num_shards)] == [layout.shard_numel] * num_shards
     assert [layout.shard(rank).start for rank in range(num_shards)] == [
         r * layout.shard_numel for r in range(num_shards)
     ]
     assert layout.shard_numel % (alignment * num_replicas) == 0
-    assert 0 <= layout.numel - layout.used.numel < num_shards * alignment * num_replicas
-    assert layout.used.numel == sum(math.prod(shape) for shape in shapes)
+    end = 0
+    for slot, shape in zip(layout.slots, shapes, strict=True):
+        assert slot.world.start % slot_alignment == 0 and 0 <= slot.world.start - end < slot_alignment
+        assert slot.world.numel == math.prod(shape)
+        end = slot.world.stop
+    assert 0 <= layout.numel - end < num_shards * alignment * num_replicas
+
+
+@given(LAYOUTS)
+def test_padding_is_what_no_slot_holds(layout: BufferLayout) -> None:
+    held = [False] * layout.numel
+    for slot in layout.slots:
+        held[slot.world.slice] = [True] * slot.world.numel
+    assert [i for part in layout.padding for i in range(part.start, part.stop)] == [
+        i for i, is_held in enumerate(held) if not is_held
+    ]
+    assert all(layout.padding)
 
 
 @given(LAYOUTS, INTERVALS)
 def test_fragments_in_any_range_are_those_of_its_elements(layout: BufferLayout, offset: Interval) -> None:
     interval = offset & Interval(0, layout.numel)
-    expected = [slot.name for slot in layout.slots for i in range(slot.world.start, slot.world.stop)
-                if interval.start <= i < interval.stop]  # fmt: skip
+    expected = [(slot.name, i - interval.start) for slot in layout.slots
+                for i in range(slot.world.start, slot.world.stop) if interval.start <= i < interval.stop]  # fmt: skip
     found = [(f.slot.name, i) for f in layout.fragments_in(interval) for i in range(f.local.start, f.local.stop)]
-    assert [name for name, _ in found] == expected
-    assert [i for _, i in found] == list(range(len(found)))
+    assert found == expected
 
 
 def test_more_ranks_than_elements_leaves_whole_ranks_empty() -> None:
-    layout = packed([(), (0, 4), (2,)], 8, alignment=1)
+    layout = packed([(), (0, 4), (2,)], 8, alignment=1, slot_alignment=1)
     assert (layout.numel, layout.shard_numel) == (8, 1)
     assert [[f.slot.name for f in layout.fragments(rank)] for rank in range(8)] == [["p0"], ["p2"], ["p2"], *[[]] * 5]
 
@@ -166,9 +189,9 @@ def test_a_layout_is_checked_at_birth() -> None:
         BufferLayout((slot,), 6, 4)
     with pytest.raises(ValueError, match="the slots need 3 elements, the buffer has 2"):
         BufferLayout((slot,), 2, 1)
-    with pytest.raises(ValueError, match=r"slot b .* must start at 3"):
-        BufferLayout((slot, Slot("b", (2,), Interval(4, 6))), 8, 4)
-    with pytest.raises(ValueError, match=r"slot a .* must start at 0"):
+    with pytest.raises(ValueError, match=r"slot b .* must lie behind 3"):
+        BufferLayout((slot, Slot("b", (2,), Interval(2, 4))), 8, 4)
+    with pytest.raises(ValueError, match=r"slot a .* must lie behind 0"):
         BufferLayout((Slot("a", (4,), Interval(0, 3)),), 8, 4)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), found 4"):
         packed([(3,)], 4).shard(4)
@@ -193,8 +216,9 @@ def test_pieces_cover_what_has_a_key_and_stay_inside_shards(
         owner[world.slice] = [key] * world.numel
     for key, slot in zip(keys, layout.slots, strict=True):
         assert owner[slot.world.slice] == [key] * slot.world.numel
-    padding = owner[layout.used.stop :]
-    assert padding == [keys[-1] if keys else None] * len(padding)
+    for part in layout.padding:
+        before = [key for key, slot in zip(keys, layout.slots, strict=True) if slot.world.start < part.stop]
+        assert owner[part.slice] == [before[-1]] * part.numel
     assert pieces == sorted(pieces, key=lambda piece: piece[1])
 
 
@@ -208,10 +232,10 @@ def test_pieces_start_at_a_block_unless_a_param_group_does(
     """The rule that keeps fused kernels bit-equal: a vector's tail comes only where a group ends."""
     keys = keys[: len(layout.slots)]
     group_starts = {slot.world.start for i, slot in enumerate(layout.slots) if i == 0 or keys[i] != keys[i - 1]}
-    group_ends = {slot.world.stop for i, slot in enumerate(layout.slots[:-1]) if keys[i] != keys[i + 1]}
     for _, world in cut(layout, keys, piece_numel):
         assert world.start % ALIGNMENT == 0 or world.start in group_starts
-        assert world.stop % ALIGNMENT == 0 or world.stop in group_ends
+        assert world.stop % ALIGNMENT == 0 or world.stop in group_starts
+        assert world.start % SLOT_ALIGNMENT == world.stop % SLOT_ALIGNMENT == 0
 
 
 def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:
@@ -220,8 +244,8 @@ def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:
     everything = list(cut(layout, ["a", "b", "b"], 512))
     assert everything == [
         ("a", Interval(0, 512)),
-        ("a", Interval(512, 700)),
-        ("b", Interval(700, 768)),
+        ("a", Interval(512, 704)),  # 700 elements, and padding up to where the next slot starts
+        ("b", Interval(704, 768)),
         ("b", Interval(768, 1280)),
         ("b", Interval(1280, 1536)),
         ("b", Interval(1536, 2048)),

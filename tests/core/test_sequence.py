@@ -28,7 +28,7 @@ from zeroshard.precision import NAMED
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.testing import expect_same_logs, run_ranks
 
-LAYOUT = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1)
+LAYOUT = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1, slot_alignment=1)
 START = torch.linspace(-2, 2, 16)
 FP16, CPU = torch.float16, torch.device("cpu")
 

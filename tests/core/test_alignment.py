@@ -1,0 +1,158 @@
+"""On a CPU of another kind a linear layer with a batch of one gave other last bits than in the plain model, so sharded
+training was not what one process computes. Parameters lay one behind the other, some at odd elements, and kernels
+choose by address.
+
+Slots now start at multiples of 64 elements. What lies between them is padding: zero, and nothing that counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from zeroshard.layout import SLOT_ALIGNMENT
+from zeroshard.placement import Plan
+from zeroshard.testing import run_ranks
+
+BYTES = 64
+"""What torch's CPU allocator aligns a tensor to."""
+
+
+class Odd(nn.Module):
+    """Sizes 1, 3, 7, 19 and numbers of no dimensions, so that nothing is aligned by luck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for width in (1, 3, 7, 16, 19, 33))
+        self.shift = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.shift
+        for layer in self.layers:
+            total = total + (layer(x[:, : layer.in_features]) * self.scale).square().sum()
+        return total
+
+
+def batch_of_one(rank: int) -> Tensor:
+    return torch.randn(1, 33, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_parameters_and_gradients_lie_aligned_and_compute_as_in_the_plain_model(num_ranks: int) -> None:
+    def check(rank: int) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = make(Odd).to(dtype)
+            x = batch_of_one(rank).to(dtype)
+            expected = plain(x)
+            expected.backward()
+            for plan in PLANS:
+                model = make(Odd).to(dtype)
+                handle = zeroshard.shard(model, plan, units=nn.Linear)
+                seen: list[int] = []
+                for layer in model.layers:
+                    layer.register_forward_hook(
+                        lambda m, *_, seen=seen: seen.extend(p.data_ptr() % BYTES for p in m.parameters())
+                    )
+                loss = model(x)
+                assert torch.equal(loss, expected)
+                assert seen == [0] * 12
+                loss.backward()
+                for unit in handle.units:
+                    assert all(slot.world.start % SLOT_ALIGNMENT == 0 for slot in unit.layout.slots)
+                    assert unit.grads is not None and unit.grads.buffer.shard.data_ptr() % BYTES == 0
+                if num_ranks == 1:
+                    for name, parameter in plain.named_parameters():
+                        assert torch.equal(handle.gradient(name).to(dtype), parameter.grad)
+
+    run_ranks(check, num_ranks)
+
+
+def spoil(handle: zeroshard.Handle) -> None:
+    """NaN wherever between two steps values do not matter: in buckets taken in turns, in gradients that are used up."""
+    collectives = handle.collectives
+    collectives.exchange_objects(None)  # nobody writes before everybody has read
+    for storage in handle.reducer.tensors()["buckets"]:
+        storage.view(torch.float32).fill_(torch.nan)
+    for unit in handle.units:
+        if unit.grads is not None and unit.grads.buffer.owns_full:
+            assert unit.grads.buffer.full is not None
+            unit.grads.buffer.full.fill_(torch.nan)
+    collectives.exchange_objects(None)
+
+
+def padding_of(handle: zeroshard.Handle) -> list[Tensor]:
+    """Weights and main of the own shard where no parameter lies."""
+    found = []
+    for unit in handle.units:
+        own = unit.own_shard()
+        assert unit.main is not None
+        for part in (interval & own for interval in unit.layout.padding):
+            if part:
+                found.append(unit.weights.own()[part.relative_to(own.start).slice].float())
+                found.append(unit.main.read(part, torch.empty(part.numel)).clone())
+    return found
+
+
+def run(rank: int, plan: Plan, job: Job, *, spoiled: bool) -> tuple[Any, list[float], list[int]]:
+    model = make(job.model)
+    handle = zeroshard.shard(model, plan, units=Block, precision=job.precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, **job.defaults)
+    norms, zeros = [], []
+    for step in range(3):
+        if spoiled:
+            spoil(handle)
+        loss_of_tokens(model, rank, 0, step).backward()
+        norms.append(optimizer.clip_grad_norm_(1.0).item())
+        zeros.append(optimizer.count_zero_gradients())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(not part.any() for part in padding_of(handle)) and padding_of(handle)
+    return handle.full_state_dict(main=True), norms, zeros
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
+def test_padding_is_zero_whatever_was_there_before_and_does_not_count(precision: str) -> None:
+    """A bucket that was another unit's, and gradients back from being parked, hold any values there."""
+    job = Job(precision=precision, defaults={"lr": 1e-2, "weight_decay": 0.1, "foreach": False})
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        loss = sum(loss_of_tokens(model, other, 0, 0) for other in range(2)) / 2
+        loss.backward()
+        absent = sum(int((p.grad == 0).sum()) for p in model.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        results = [run(rank, plan, job, spoiled=spoiled) for plan in PLANS for spoiled in (False, True)]
+        for weights, norms, zeros in results:
+            assert same_bits(weights, results[0][0]) and norms == results[0][1] and zeros == results[0][2]
+        if precision == "fp32":
+            assert results[0][2][0] == absent
+            torch.testing.assert_close(torch.tensor(results[0][1][0]), norm)
+
+    run_ranks(check, 2)
+
+
+def test_gradients_that_come_back_from_being_parked_hold_no_old_padding() -> None:
+    """Storages that are given back return with whatever the allocator finds there."""
+
+    def check(rank: int) -> None:
+        job = Job(model=Net, steps=1)
+        truth = train_reference(job, 2)[0].weights
+        for plan in PLANS:
+            assert same_bits(train(job, plan, rank).weights, truth)
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, **job.defaults)
+            handle.park()
+            handle.unpark()
+            spoil(handle)
+            optimizer.backward(job.loss(model, rank, 0, 0))
+            optimizer.step()
+            assert same_bits(handle.full_state_dict(), truth)
+
+    run_ranks(check, 2)
