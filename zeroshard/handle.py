@@ -26,6 +26,7 @@ from zeroshard.parking import Parked
 from zeroshard.placement import Plan
 from zeroshard.reduce import Reducer
 from zeroshard.unit import Unit, plain_name
+from zeroshard.unsharded import Part, units_of, unsharded, written
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
 """Parameter -> weak reference to the handle that owns its data. The one piece of global state: a parameter handed to
@@ -88,8 +89,9 @@ class Handle(NotCopied):
         self.check_open("no_sync")
         return self.reducer.no_sync()
 
-    @contextmanager
-    def unsharded(self, *parts: nn.Module | nn.Parameter | str, write: bool = False) -> Iterator[None]:
+    def unsharded(
+        self, *parts: Part, write: bool = False, modifier_rank: int | None = None
+    ) -> AbstractContextManager[None]:
         """Inside, parameters have their full values, under every plan. Collective.
 
         Entering and leaving are; what happens inside need not be: a forward inside gathers nothing, so ranks may call
@@ -97,52 +99,20 @@ class Handle(NotCopied):
 
         Args:
             parts: modules, parameters, or names of either; none: the whole model. Whole units come.
-            write: changes made inside (the same on every rank) become the new weights, and main follows. Without it
-                they must not be changed: what becomes of a change depends on the plan.
+            write: changes made inside, the same on every rank, become the new weights, and main follows. Without it
+                they raise. After an error inside, and where ranks differ, the values are as before.
+            modifier_rank: the rank whose changes are taken, by all; `write` goes without saying. (The name is
+                DeepSpeed's.)
 
         Raises:
-            ValueError: a part that this handle does not have.
+            ValueError: a part that this handle does not have; ranks that have written different values.
+            RuntimeError: a parameter has been written to without `write`.
         """
         self.check_open("unsharded")
-        units = self._units_of(parts)
-        with torch.no_grad():
-            for unit in units:
-                if not unit.weights.in_use:  # else they are here: a scope around this one has gathered them
-                    full = None
-                    if not unit.weights.buffer.owns_full:
-                        full = unit.weights.own().new_empty(unit.layout.numel)
-                    self.gatherer.unshard(unit, full)
-                    unit.weights.show()
-                unit.weights.in_use += 1  # a forward inside leaves them as they are
-        if write:  # nobody writes before everybody has read
-            self.collectives.exchange_objects(None)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for unit in units:
-                    unit.weights.in_use -= 1
-                    if write:
-                        unit.take_full()
-                    if not unit.weights.in_use and not unit.weights.buffer.owns_full:
-                        unit.weights.drop(forget=True)
-
-    def _units_of(self, parts: Sequence[nn.Module | nn.Parameter | str]) -> list[Unit]:
-        wanted: set[int] = set()
-        for part in parts or [self.model]:
-            if isinstance(part, str):
-                named: dict[str, nn.Module | nn.Parameter] = {
-                    **dict(self.model.named_modules()),
-                    **dict(self.model.named_parameters()),
-                }
-                if part not in named:
-                    raise ValueError(f"unsharded: the model has no parameter and no module of the name {part!r}")
-                part = named[part]
-            mine = set(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
-            if not mine <= {id(p) for unit in self.units for p in unit.parameters}:
-                raise ValueError("unsharded: a parameter that is not of this handle's model")
-            wanted |= mine
-        return [unit for unit in self.units if wanted & {id(p) for p in unit.parameters}]
+        units = units_of(parts or [self.model], self.model, self.units, "unsharded")
+        if write or modifier_rank is not None:
+            return written(units, self.gatherer, modifier_rank)
+        return unsharded(units, self.gatherer)
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:

@@ -10,13 +10,13 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
+from zeroshard.digest import digest
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
 from zeroshard.materialize import META, Source, is_on_meta, move
 from zeroshard.materialize import materialize as give_values
@@ -208,21 +208,12 @@ def _expect_same_values(collectives: Collectives, model: nn.Module) -> None:
         ValueError: the first that differs.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    digests = {name: _digest(tensor.detach()) for name, tensor in named.items()}
+    digests = {name: digest(tensor) for name, tensor in named.items()}
     by_rank = collectives.exchange_objects(digests)
     for rank, theirs in enumerate(by_rank):
-        for name, digest in by_rank[0].items():
-            if theirs[name] != digest:
+        for name, of_rank_0 in by_rank[0].items():
+            if theirs[name] != of_rank_0:
                 raise ValueError(
                     f"shard: values='check', and {name} has other values on rank {rank} than on rank 0: load the same "
                     "weights or use the same seed on every rank, or let rank 0's win with values='broadcast'"
                 )
-
-
-def _digest(tensor: Tensor) -> int:
-    """Of the bytes and where they are: a sum of products, modulo 2^64."""
-    total = 0
-    for number, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(1 << 20)):  # type: ignore[no-untyped-call]
-        position = torch.arange(1, piece.numel() + 1, device=piece.device)
-        total = (total * 31 + number + int((piece.to(torch.int64) * position).sum())) % 2**64
-    return total

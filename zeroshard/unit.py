@@ -164,10 +164,33 @@ class Unit:
         else:
             self.weights.own()[world.relative_to(self.own_shard().start).slice] = value
 
-    def take_full(self) -> None:
-        """The full weights have been written to: the own interval, and main, follow."""
+    @property
+    def updated(self) -> Interval:
+        """What this rank updates: the own shard, or everything where main is replicated."""
+        return self.own_shard() if self.main is None else self.main.interval
+
+    def take_full(self, before: Tensor) -> None:
+        """The full weights have been written to: the own interval, and main, follow. `before`: [updated.numel] the
+        weights until then; what has not changed keeps its main, to the last bit."""
         assert self.weights.buffer.full is not None
-        self.set([view.clone() for view in self.weights.buffer.views()])
+        self.edits += 1
+        for fragment in self.layout.fragments_in(self.updated):
+            value = self.weights.buffer.full[fragment.world.slice]
+            old = before[fragment.local.slice]
+            changed = value != old
+            if not changed.any():
+                continue
+            value = value.clone()
+            if self.main is None:
+                self.set_part(fragment.world, value)
+                continue
+            self.weights.buffer.full[fragment.world.slice] = (
+                old  # a remainder completes the weights that it was made of
+            )
+            self.main.weights[fragment.local.slice] = old
+            scratch = self.main.weights.new_empty(value.numel(), dtype=self.main.dtype)
+            main = self.main.read(fragment.world, scratch)
+            self.main.set(fragment.world, torch.where(changed, value.to(main.dtype), main))
 
     def gather_main(self, collectives: Collectives) -> Tensor:
         """[layout.numel] main of all ranks in a new tensor. Collective."""

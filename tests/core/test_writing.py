@@ -1,0 +1,170 @@
+"""Writing weights inside `handle.unsharded(...)`.
+
+Users of DeepSpeed write on one rank (`GatheredParameters(..., modifier_rank=0)`). With `unsharded(write=True)` that
+left the ranks with different weights for good under plans with replicated weights, and with a part of the change under
+ZeRO-3; nothing was said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
+from zeroshard.testing import expect_same_logs, run_ranks
+
+CASES = [(plan, None) for plan in PLANS]
+CASES += [(zeroshard.DDP, "bf16"), (zeroshard.DDP, "bf16-remainder")]
+CASES += [(zeroshard.ZERO1, "bf16-remainder"), (zeroshard.ZERO3, "bf16"), (zeroshard.ZERO3, "bf16-remainder")]
+
+
+def start(plan: Any, rank: int, precision: Any = None, lr: float = 1e-2) -> tuple[Any, Any, Any]:
+    """After one step: main differs from the weights where it is kept."""
+    model = make(lambda: Net(blocks=2))
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=lr, foreach=False)
+    step(model, optimizer, rank, 0)
+    return model, handle, optimizer
+
+
+def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
+    optimizer.backward(loss_of_tokens(model, rank, 0, number))
+    assert optimizer.step().applied
+
+
+def values(handle: Any) -> State:
+    weights, main = handle.full_state_dict(), handle.full_state_dict(main=True)
+    return {**weights, **{f"main {name}": value for name, value in main.items()}}
+
+
+def test_what_one_rank_writes_alone_is_refused_and_undone() -> None:
+    @torch.no_grad()
+    def write(model: Any, rank: int) -> None:
+        if rank == 0:
+            model.blocks[1].up.weight.fill_(0.5)
+            model.head.bias.add_(1.0)
+        model.norm.weight.mul_(2.0)  # the same everywhere, and undone with the rest
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan, precision in CASES:
+            model, handle, optimizer = start(plan, rank, precision)
+            before = values(handle)
+            told = r"than on rank 0 in blocks\.1\.up\.weight \(rank 1, 2\), head\.bias \(rank 1, 2\)\..*modifier_rank="
+            with pytest.raises(ValueError, match=told), handle.unsharded(write=True):
+                write(model, rank)
+            assert same_bits(values(handle), before), (plan, precision)
+            step(model, optimizer, rank, 1)
+            untouched, other, same = start(plan, rank, precision)
+            step(untouched, same, rank, 1)
+            assert same_bits(values(handle), values(other)), (plan, precision)
+            logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_the_values_of_one_rank_become_those_of_all() -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan, precision in CASES:
+            results = []
+            for one_alone in (True, False):
+                model, handle, optimizer = start(plan, rank, precision)
+                parts = ("blocks.1", model.head.bias)
+                with handle.unsharded(*parts, write=True, modifier_rank=1 if one_alone else None), torch.no_grad():
+                    if rank == 1 or not one_alone:
+                        model.blocks[1].up.weight.fill_(0.5)
+                        model.head.bias.clamp_(-1e-3, 1e-3)
+                    elif rank == 2:
+                        model.head.bias.fill_(9.0)  # is lost
+                results += [values(handle)]
+                step(model, optimizer, rank, 1)
+                results += [values(handle)]
+            assert same_bits(results[0], results[2]), (plan, precision)
+            assert same_bits(results[1], results[3]), (plan, precision)
+            assert (results[0]["blocks.1.up.weight"] == 0.5).all()
+            logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_modifier_rank_alone_means_write() -> None:
+    """As in DeepSpeed."""
+
+    def check(rank: int) -> None:
+        model, handle, _ = start("zero3", rank)
+        with handle.unsharded("norm", modifier_rank=0), torch.no_grad():
+            if rank == 0:
+                model.norm.weight.fill_(3.0)
+        assert (handle.full_state_dict()["norm.weight"] == 3.0).all()
+        for wrong in (-1, 2, True, "0"):
+            with pytest.raises(ValueError, match="modifier_rank must be a rank from 0 to 1"):
+                with handle.unsharded(modifier_rank=wrong):
+                    pass
+        before = values(handle)
+        with pytest.raises(ValueError, match="ranks differ in modifier_rank"):
+            with handle.unsharded(write=True, modifier_rank=rank):
+                pass
+        assert same_bits(values(handle), before)
+
+    run_ranks(check, 2)
+
+
+def test_what_is_not_written_keeps_its_main() -> None:
+    """One element was written, and the fp32 master of the whole model became the rounded weights."""
+
+    def check(rank: int) -> None:
+        for plan, precision in CASES[4:]:
+            model, handle, _ = start(plan, rank, precision)
+            before = handle.full_state_dict(main=True)
+            with handle.unsharded(write=True), torch.no_grad():
+                model.blocks[0].up.weight[2, 3] = 0.5
+            before["blocks.0.up.weight"][2, 3] = 0.5
+            assert same_bits(handle.full_state_dict(main=True), before), (plan, precision)
+
+    run_ranks(check, 2)
+
+
+def test_an_error_inside_leaves_the_values_as_they_were() -> None:
+    @torch.no_grad()
+    def write(model: Any, rank: int) -> None:
+        model.head.bias.add_(1.0 + rank)
+        raise KeyError("half way")
+
+    def check(rank: int) -> None:
+        for plan, precision in CASES:
+            model, handle, optimizer = start(plan, rank, precision)
+            before = values(handle)
+            with pytest.raises(KeyError), handle.unsharded(write=True):
+                write(model, rank)
+            assert same_bits(values(handle), before), (plan, precision)
+            step(model, optimizer, rank, 1)
+
+    run_ranks(check, 2)
+
+
+def test_a_write_that_was_not_announced_is_told() -> None:
+    """It was lost under ZeRO-3; under the other plans it reached the weights of this rank, and no master."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, _ = start(plan, rank)
+            before = values(handle)
+            with pytest.raises(RuntimeError, match=r"head\.bias.*Pass write=True"):
+                with handle.unsharded(), torch.no_grad():
+                    model.head.bias.add_(1.0)
+            if plan is zeroshard.ZERO3:
+                assert same_bits(values(handle), before)
+            with handle.unsharded():  # control: to look, and to train, is no write
+                model.head.bias.sum().item()
+                loss_of_tokens(model, rank, 0, 1).backward()
+
+    run_ranks(check, 2)
