@@ -22,6 +22,7 @@ from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.precision import FLOATS, NAMED, MixedPrecision, precision_for
+from zeroshard.readers import has_forward, is_whole, readers
 from zeroshard.weights import Weights
 
 UnitPolicy = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] | int | None
@@ -263,6 +264,10 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
             (neighbouring modules are grouped up to that size; what fits is not divided), or None (a number of bytes
             that suits most models).
 
+    A parameter belongs to the unit of the module that reads it (`readers.py`): what a container without a forward
+    holds, to that of the module around it; and no unit begins inside a module that reads its parts without calling
+    them. If the policy names something inside such a module, the whole of it is the unit.
+
     A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
     frozen and trainable ones, or with some that are kept in fp32, becomes several units, gathered by the same modules.
 
@@ -272,7 +277,8 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
     """
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    groups, whole = _modules_by_unit(model, policy)
+    read_by = readers(model)
+    groups, whole = _modules_by_unit(model, policy, read_by)
     owner: dict[int, str] = {}  # id of parameter -> unit
     users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
     for path, module in model.named_modules(remove_duplicate=False):
@@ -280,7 +286,7 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
             if parameter is not None:
                 unit = groups[path]
                 owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
-                users.setdefault(id(parameter), []).append(path)
+                users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
     members: dict[tuple[str, torch.dtype, bool, bool], list[str]] = {}
     parameters = dict(model.named_parameters())
     kept_in_fp32 = kept_parameters(model, precision)
@@ -315,13 +321,15 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
     return specs
 
 
-def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> tuple[dict[str, str], dict[str, list[str]]]:
+def _modules_by_unit(
+    model: nn.Module, policy: UnitPolicy, read_by: dict[str, str]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Path of each module -> the unit that its own parameters belong to ("" is the root unit); and unit -> paths of the
     modules whose call needs the whole unit."""
     if isinstance(policy, bool):
         raise TypeError("units must be module classes, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
-        return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy)
+        return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
     matches: Callable[[nn.Module], bool]
     if isinstance(policy, type):
         matches = lambda module: isinstance(module, policy)  # noqa: E731
@@ -333,10 +341,15 @@ def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> tuple[dict[str, st
     else:
         raise TypeError(f"units must be module classes, a callable or a number of bytes, found {policy!r}")
     groups: dict[str, str] = {}
+    any_matches = False
     for path, module in model.named_modules(remove_duplicate=False):
-        parent = path.rpartition(".")[0]
-        groups[path] = path if path and matches(module) else groups.get(parent, "")
-    if not any(groups.values()) and not matches(model):
+        if path and is_whole(model.get_submodule(read_by[path])) and read_by[path] != path:
+            groups[path] = groups[read_by[path]]
+            continue
+        matching = any(matches(part) for part in module.modules()) if is_whole(module) else matches(module)
+        any_matches |= matching
+        groups[path] = path if path and matching else groups.get(path.rpartition(".")[0], "")
+    if not any_matches:
         classes_found = sorted({type(module).__name__ for path, module in model.named_modules() if path})
         raise ValueError(
             f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
@@ -345,7 +358,9 @@ def _modules_by_unit(model: nn.Module, policy: UnitPolicy) -> tuple[dict[str, st
     return groups, {unit: [unit] for unit in groups.values()}
 
 
-def _modules_by_size(model: nn.Module, unit_bytes: int) -> tuple[dict[str, str], dict[str, list[str]]]:
+def _modules_by_size(
+    model: nn.Module, unit_bytes: int, read_by: dict[str, str]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`.
 
     A module that fits is not divided: it may use what is inside it without calling it (a fused kernel takes the weights
@@ -356,14 +371,14 @@ def _modules_by_size(model: nn.Module, unit_bytes: int) -> tuple[dict[str, str],
     """
     if unit_bytes <= 0:
         raise ValueError(f"units as a number of bytes must be positive, found {unit_bytes}")
-    own, inside = _bytes_by_module(model)
+    own, inside = _bytes_by_module(model, read_by)
     groups: dict[str, str] = {}
     undivided: dict[str, list[str]] = {}
     current, size = "", 0
 
     def visit(path: str, module: nn.Module) -> None:
         nonlocal current, size
-        fits = inside[path] <= unit_bytes
+        fits = inside[path] <= unit_bytes or (bool(path) and is_whole(module))
         num_bytes = inside[path] if fits else own[path]
         if num_bytes and path and (not current or size + num_bytes > unit_bytes):
             current, size = f"{path}..", 0
@@ -379,17 +394,18 @@ def _modules_by_size(model: nn.Module, unit_bytes: int) -> tuple[dict[str, str],
                 visit(f"{path}.{name}" if path else name, child)
 
     visit("", model)
-    return groups, undivided
+    held = {path: read_by[path] for path, module in model.named_modules(remove_duplicate=False) if module._parameters}
+    return groups | {path: groups[reader] for path, reader in held.items()}, undivided
 
 
-def _bytes_by_module(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the parameters of each module's own, and of all inside it. One that has several places counts in the first."""
-    own: dict[str, int] = {}
+def _bytes_by_module(model: nn.Module, read_by: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the parameters that each module reads, and of all inside it. One in several places counts in the first."""
+    own = dict.fromkeys(read_by, 0)
     seen: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         first = [p for p in module._parameters.values() if p is not None and p not in seen]
         seen.update(first)
-        own[path] = sum(p.numel() * p.element_size() for p in first)
+        own[read_by[path]] += sum(p.numel() * p.element_size() for p in first)
     inside = dict.fromkeys(own, 0)
     for path, num_bytes in own.items():
         inside[""] += num_bytes
@@ -401,7 +417,7 @@ def _bytes_by_module(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
 
 def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
     """The module itself, or, if it is a mere list of others, those."""
-    if type(module).forward is not nn.Module.forward:
+    if has_forward(module):
         yield path
         return
     for name, child in module.named_children():

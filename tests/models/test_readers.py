@@ -1,0 +1,227 @@
+"""A module that reads parameters of its parts without calling these.
+
+What users saw under ZERO3: `nn.ParameterList`s above 32 MiB, read by the model around them, gave NaN in forward. So did
+`nn.MultiheadAttention`, which hands `out_proj.weight` to one function, under `units=nn.Linear` or at a width of 1,450;
+in evaluation there was no error at all. A unit boundary fell inside of what one forward reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Job, same_bits, train, train_reference
+from zeroshard.readers import is_whole, readers
+from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.unit import choose_units
+
+WIDTH, HEADS, CLASSES = 12, 2, 21
+
+
+class Lists(nn.Module):
+    """Parameters in lists and tables that are never called, beside layers that are."""
+
+    class Table(nn.Module):
+        """Used by its methods only."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(7, WIDTH))
+
+        def look_up(self, index: int) -> Tensor:
+            return self.rows[index]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.scales = nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.named = nn.ParameterDict({"a": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)})
+        self.nested = nn.ModuleList([nn.ParameterList([torch.randn(WIDTH)]), nn.Linear(WIDTH, WIDTH)])
+        self.table = self.Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.scales[0] + self.scales[2]
+        x = self.second(x) @ self.named["a"] + self.named["b"]
+        return self.nested[1](torch.tanh(x) * self.nested[0][0]) + self.table.look_up(3)
+
+
+class Stack(nn.Module):
+    """Parts of one class, one after the other."""
+
+    def __init__(self, part: Callable[[], nn.Module], count: int = 3) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(part() for _ in range(count))
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for part in self.parts:
+            x = part(x)
+        return self.after(x)
+
+
+class Attends(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **arguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Encoder(nn.Module):
+    """Torch's own stack, with its own fast path in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.encoder(x))
+
+
+class Adapted(nn.Linear):
+    """A layer with parts of the class that it is derived from."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + self.up.weight @ self.down.weight, self.bias)
+
+
+class Classes(nn.Module):
+    """Which clusters run depends on the targets of the batch: not the same on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, CLASSES, [3, 9], div_value=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        targets = (x[:, 0, 0] * 1000).long().abs() % CLASSES
+        return self.loss(self.before(x[:, 0]), targets).loss
+
+
+def layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1 + rank + 10 * step))
+
+
+def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    out: Tensor = model(data(rank, 100 * micro_batch + step))
+    return (out.square().mean() if out.dim() else out) / micro_batches
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "lists": (Lists, (1, 600, nn.Linear, (nn.Linear, nn.ParameterList), Lists.Table)),
+    "attention": (lambda: Stack(Attends), (1, nn.Linear, nn.MultiheadAttention)),
+    "attention, other keys": (lambda: Stack(lambda: Attends(add_bias_kv=True, bias=False)), (1, nn.Linear)),
+    "encoder layer": (lambda: Stack(layer), (1, nn.Linear, (nn.Linear, nn.LayerNorm), nn.MultiheadAttention)),
+    "encoder": (Encoder, (1, nn.Linear)),
+    "derived layer": (lambda: Stack(Adapted), (1, nn.Linear)),
+    "adaptive softmax": (Classes, (1, nn.Linear)),
+}
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    weights: dict[str, Tensor]
+    evaluated: Tensor
+    log: Any
+
+
+def run(rank: int, model: Callable[[], nn.Module], units: Any, plan: Any) -> Result:
+    trained = train(Job(model=model, units=units, loss_of=loss_of, micro_batches=2), plan, rank)
+    plain = model()
+    plain.load_state_dict(trained.weights)
+    handle = zeroshard.shard(plain.eval(), plan, units=units)
+    with torch.no_grad():
+        evaluated = plain(data(rank, 7))
+    return Result(trained.losses, trained.weights, evaluated, handle.comm_log)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_forward_reads_is_there(name: str) -> None:
+    """Training against one process, and an evaluation of its result against the plain model, bit for bit."""
+    model, policies = CASES[name]
+
+    def expected(rank: int) -> list[Any]:
+        outcomes = train_reference(Job(model=model, loss_of=loss_of, micro_batches=2), 2)
+        plain = model()
+        plain.load_state_dict(outcomes[0].weights)
+        plain.eval()
+        with torch.no_grad():
+            return [(outcome, plain(data(of_rank, 7))) for of_rank, outcome in enumerate(outcomes)]
+
+    truth = run_ranks(expected, 1)[0]
+    plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
+    cases = [(units, plan) for units in policies for plan in plans]
+    found = run_ranks(lambda rank: [run(rank, model, units, plan) for units, plan in cases], 2, collective_timeout=10)
+    for results in zip(*found, strict=True):
+        expect_same_logs([result.log for result in results])
+        for result, (outcome, evaluated) in zip(results, truth, strict=True):
+            assert result.losses == outcome.losses
+            assert same_bits(result.weights, outcome.weights)
+            assert torch.equal(result.evaluated, evaluated)
+
+
+def test_default_units_at_a_size_where_a_module_is_divided() -> None:
+    """A width of 1,700: the attention alone is above 32 MiB, and each of three lists."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lists = nn.ModuleList(nn.ParameterList([torch.empty(3000, 3000)]) for _ in range(3))
+            self.attention = nn.MultiheadAttention(1700, 1)
+            self.last = nn.Linear(4000, 4000)
+
+        def forward(self) -> None: ...
+
+    with torch.device("meta"):
+        specs = choose_units(Large(), None, None)
+    unit_of = {name: spec for spec in specs for name in spec.names}
+    assert unit_of["attention.in_proj_weight"] is unit_of["attention.out_proj.weight"]
+    assert unit_of["attention.in_proj_weight"].modules[0] == "attention"
+    assert {unit_of[f"lists.{i}.0"].name for i in range(3)} == {"root"}
+    assert unit_of["last.weight"] is not unit_of["attention.in_proj_weight"]
+
+
+def test_who_reads_what() -> None:
+    model = nn.Sequential(Lists(), Attends(), layer(), nn.TransformerDecoderLayer(WIDTH, HEADS))
+    read_by = readers(model)
+    assert {path for path, reader in read_by.items() if path != reader} == {
+        *(f"0.{name}" for name in ("scales", "named", "nested", "nested.0", "table")),
+        "1.attention.out_proj",
+        *(f"2.{name}" for name in ("self_attn", "self_attn.out_proj", "linear1", "dropout", "linear2")),
+        *(f"2.{name}" for name in ("norm1", "norm2", "dropout1", "dropout2")),
+        "3.self_attn.out_proj",
+        "3.multihead_attn.out_proj",
+    }
+    assert read_by["2.self_attn.out_proj"] == "2"
+    assert read_by["0.nested.0"] == "0"
+
+
+def test_torch_has_no_other_modules_that_are_taken_to_be_whole_and_are_containers() -> None:
+    """Classes of torch that are made of parts given by the user must be divisible: else a whole model is one unit."""
+    part = nn.Linear(2, 2)
+    stacks = nn.Transformer(4, 2, 1, 1, 4, batch_first=True), Encoder().encoder
+    for module in (nn.Sequential(part), nn.ModuleList([part]), nn.ModuleDict({"a": part}), *stacks):
+        assert not is_whole(module)
+    assert is_whole(Adapted())
+    assert not is_whole(Lists())
