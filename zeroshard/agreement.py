@@ -70,6 +70,7 @@ class Agreement:
             return known[1]
         status = self._status(parameters)
         flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
+        self._sample_weights()
         control = exchange_control(
             self._handle.collectives,
             status,
@@ -87,6 +88,15 @@ class Agreement:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
         self._known = now, control
         return control
+
+    def _sample_weights(self) -> None:
+        """Of one unit whose weights rest in full, another one each time: nothing else may tell that they differ."""
+        samples = self._handle.collectives.samples
+        resting = [unit for unit in self._handle.units if unit.weights.is_resting_in_full]
+        if resting:
+            unit = resting[samples.turn % len(resting)]
+            assert unit.weights.buffer.full is not None
+            samples.take(samples.next_number(), unit.name, unit.weights.buffer.full)
 
     def forget(self) -> None:
         """The gradients it was made of are gone."""

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.autograd.profiler import record_function
 from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, is_gloo
 from zeroshard.messages import Messages, Told, receive, send
+from zeroshard.samples import Samples
 from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.sums import carve, in_shards, sum_in_rank_order
 
@@ -68,6 +70,18 @@ class Pending:
                 self._acknowledgements = finish() or ()
         self._owner.log.wait_seconds += time.perf_counter() - start
 
+    def then(self, look: Callable[[], None]) -> Pending:
+        """This one; `look` is called as soon as the result is there."""
+        before = self._finish
+
+        def finish() -> Sequence[Any] | None:
+            acknowledgements = before() if before is not None else None
+            look()
+            return acknowledgements
+
+        self._finish = finish
+        return self
+
     def release(self) -> None:
         """Waits until the peers have read what this rank gave, too: only then may it be written to."""
         self.wait()
@@ -93,6 +107,7 @@ class Collectives:
         pairwise: whether buffers move by pairwise exchange (gloo) or by the backend's own collectives.
         shared: memory that all ranks can read, where they can: then buffers allocated in it do not move.
         device: where control data travels, and tensors are expected.
+        samples: of what has been gathered.
     """
 
     def __init__(self, mesh: Mesh, log: CommLog) -> None:
@@ -104,6 +119,7 @@ class Collectives:
         self.shared: SharedMemory | None = None
         self._processes: dict[int, Process] = {}  # of the peers, by global rank
         self.messages = Messages(mesh.world.rank)
+        self.samples = Samples(self.device)
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
 
@@ -132,8 +148,9 @@ class Collectives:
         axis = self.mesh.shard
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         location = self.shared.locate(own) if self.shared is not None else None
+        sample = partial(self.samples.take, self.samples.next_number(), unit, full)
         if location is None or axis.size == 1 or not full.numel():
-            return self._all_gather(axis, full, "all_gather", unit, phase)
+            return self._all_gather(axis, full, "all_gather", unit, phase).then(sample)
         self.log.record("all_gather", unit, phase, (full.numel() - own.numel()) * full.element_size())
         with _trace(f"zeroshard::all_gather({unit})"):
             told = self.messages.tell(axis, location, "all_gather", unit)
@@ -144,7 +161,7 @@ class Collectives:
                     place.copy_(self._peer(axis, rank, told.messages[rank], place))
             return self.messages.acknowledge(axis) if acknowledge else []
 
-        return Pending(self, (), copy_from_peers, told)
+        return Pending(self, (), copy_from_peers, told).then(sample)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str

@@ -2,7 +2,7 @@
 
 Each rank contributes one row of float64; every rank reads all rows, in rank order:
 
-    | status | digest of collectives | weight | norm term per param group ... | present slots, 48 per word ... |
+    | status | weight | digest of collectives | of samples | norm term per param group ... | present slots ... |
 
 (An all-gather of rows rather than an all-reduce: sums are taken in rank order on every rank, so they are bit-equal
 there and under every plan; maxima and a rank's name come for free.) Norms are those of the own shard under every plan,
@@ -22,7 +22,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from zeroshard.collectives import Collectives
+from zeroshard.samples import first_difference
 
+_HEAD = 4
+"""Numbers before the norm terms."""
 _WORD_BITS = 48
 _ROW_NUMEL = 1024
 _RECENT = 2000
@@ -89,17 +92,23 @@ def exchange_control(
         present: for each slot, whether it got a gradient on this rank.
 
     Raises:
-        RuntimeError: ranks have not issued the same collectives since the start (with the ranks that differ).
+        RuntimeError: ranks have not issued the same collectives since the start (with the ranks that differ), or have
+            found other values in what they gathered.
     """
     terms = _norm_terms(gradients, num_groups, norm_type, collectives.device)
-    head = torch.tensor([status, collectives.log.digest, weight], dtype=torch.float64, device=terms.device)
+    numbers = [status, weight, collectives.log.digest]
+    head = torch.tensor(numbers, dtype=torch.float64, device=terms.device)
+    samples = collectives.samples.digest().view(1)
     words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
-    rows = collectives.exchange(torch.cat([head, terms, words])).cpu()
-    if len(set(rows[:, 1].tolist())) > 1:
+    rows = collectives.exchange(torch.cat([head, samples, terms, words])).cpu()
+    if len(set(rows[:, 2].tolist())) > 1:
         raise RuntimeError(_first_difference(collectives))
+    if len(set(rows[:, 3].tolist())) > 1:
+        _expect_same_samples(collectives)
+    collectives.samples.forget()
     mesh = collectives.mesh
     shard_ranks = [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
-    sums = rows[shard_ranks, 3 : 3 + num_groups]  # one replica of each shard
+    sums = rows[shard_ranks, _HEAD : _HEAD + num_groups]  # one replica of each shard
     if math.isinf(norm_type):
         norms = sums.amax(0).tolist()
     else:
@@ -107,11 +116,11 @@ def exchange_control(
                  for column in sums.t().tolist()]  # fmt: skip
     return Control(
         status=tuple(Status(int(value)) for value in rows[:, 0].tolist()),
-        weight=sum(rows[:, 2].tolist()),
+        weight=sum(rows[:, 1].tolist()),
         group_norms=tuple(norms),
         norm_type=norm_type,
-        finite=bool(torch.isfinite(rows[:, 3 : 3 + num_groups]).all()),
-        present=_unpack(rows[:, 3 + num_groups :].tolist(), len(present)),
+        finite=bool(torch.isfinite(rows[:, _HEAD : _HEAD + num_groups]).all()),
+        present=_unpack(rows[:, _HEAD + num_groups :].tolist(), len(present)),
     )
 
 
@@ -179,6 +188,20 @@ def _first_difference(collectives: Collectives) -> str:
         f"the ranks have not issued the same collectives: {where}. Their forward or backward took another path through "
         "the units. Nothing has been updated. Every rank must run the same units in the same order"
     )
+
+
+def _expect_same_samples(collectives: Collectives) -> None:
+    """One more exchange, as a digest says that ranks have not seen the same."""
+    difference = first_difference(collectives.exchange_objects(collectives.samples.listing()))
+    if difference is not None:
+        collectives.samples.forget()
+        rank, unit = difference
+        raise RuntimeError(
+            f"the ranks have trained apart: unit {unit} has other values on rank {rank} than on rank 0, and they must "
+            "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
+            "`with handle.unsharded(write=True):`), or does the optimizer draw random numbers? If not, what is sent "
+            "between the ranks does not arrive as it was. Go on from a checkpoint"
+        )
 
 
 def _compare(op: str, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str, str] | None:

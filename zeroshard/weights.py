@@ -117,6 +117,10 @@ class Weights:
         self._point_to(self._absent)
         self.shown = False
 
+    @property
+    def is_resting_in_full(self) -> bool:
+        return self.buffer.owns_full and self.state is Residency.RESIDENT
+
     def own(self) -> Tensor:
         """[shard_numel] the interval that is valid in every state."""
         return self.buffer.shard

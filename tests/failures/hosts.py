@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from zeroshard import watch
 
-_NEWNS, _NEWPID, _NEWNET = 0x00020000, 0x20000000, 0x40000000
+_NEWNS, _NEWUTS, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 _PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
 _PORT = 29400  # each hub has a network of its own
 _HUB = 1000
@@ -170,7 +170,7 @@ def _host(
     timeout: float,
 ) -> None:
     """Becomes the parent of a namespace's first process, and ends with it."""
-    _unshare(_NEWNET | _NEWNS | _NEWPID)
+    _unshare(_NEWNET | _NEWNS | _NEWPID | _NEWUTS)
     os.write(writer, b".")
     os.read(go_reader, 1)
     init = os.fork()

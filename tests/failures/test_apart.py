@@ -1,0 +1,143 @@
+"""Ranks that gathered other bytes than their peers trained apart to the end, with status 0: each had a consistent run
+of its own. Samples of what has been gathered are part of every step's exchange now, and all ranks raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from zeroshard.collectives import Collectives
+from zeroshard.placement import Plan
+from zeroshard.samples import Samples, first_difference
+from zeroshard.shared_memory import SharedMemory
+from zeroshard.testing import run_ranks
+
+
+def steps_until_it_raises(
+    rank: int, plan: Plan, before_step: Callable[[nn.Module, int], None], most: int = 10, **options: Any
+) -> int:
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, foreach=False, **options)
+    for step in range(most):
+        loss_of_tokens(model, rank, 0, step, 1).backward()
+        before_step(model, step)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            if "the ranks have trained apart: unit" not in str(error):
+                raise
+            return step
+    return most
+
+
+def nothing(model: nn.Module, step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_read_their_own_memory_for_that_of_a_peer_raise(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """As in the containers; the probe has been passed here."""
+
+    def own_memory(self: Collectives, axis: Any, rank: int, message: Tensor, like: Tensor) -> Tensor:
+        assert self.shared is not None
+        by_segment = {segment: address for address, (segment, _) in self.shared._own.items()}
+        own: Tensor = known[by_segment[int(message[0])]]
+        return own[int(message[3]) :][: like.nbytes].view(like.dtype).view(like.shape)
+
+    allocate = SharedMemory.allocate
+    known: dict[int, Tensor] = {}
+
+    def remembered(self: SharedMemory, num_bytes: int) -> Tensor:
+        tensor = allocate(self, num_bytes)
+        known[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    monkeypatch.setattr(Collectives, "_peer", own_memory)
+    monkeypatch.setattr(SharedMemory, "allocate", remembered)
+
+    def run(rank: int) -> list[int]:
+        return [steps_until_it_raises(rank, plan, nothing) for plan in PLANS]
+
+    found = run_ranks(run, num_ranks)
+    assert all(steps == found[0] for steps in found)
+    assert max(found[0]) <= 1
+
+
+def test_weights_that_one_rank_has_written_alone_are_noticed() -> None:
+    """Where weights rest in full nobody else reads them; under ZERO1 and ZERO2 the next step overwrites them."""
+
+    def run(rank: int) -> int:
+        def write(model: nn.Module, step: int) -> None:
+            if rank == 1 and step == 2:
+                with torch.no_grad():
+                    model.get_parameter("embed.weight").mul_(1.5)
+
+        return steps_until_it_raises(rank, PLANS[0], write)
+
+    found = run_ranks(run, 3)
+    assert found == [found[0]] * 3 and 2 <= found[0] <= 2 + len(list(Net().blocks)) + 1
+
+
+def test_nan_is_like_nan_and_whoever_does_the_same_does_not_differ() -> None:
+    def run(rank: int) -> list[int]:
+        def poison(model: nn.Module, step: int) -> None:
+            if step == 1:
+                loss_of_tokens(model, rank, 0, step, 1).mul(torch.nan).backward()
+
+        return [steps_until_it_raises(rank, plan, poison, most=4, non_finite="ignore") for plan in PLANS]
+
+    assert run_ranks(run, 2) == [[4] * len(PLANS)] * 2
+
+
+def test_what_has_arrived_on_one_rank_only_is_no_difference() -> None:
+    one, other = Samples(torch.device("cpu")), Samples(torch.device("cpu"))
+    values = torch.arange(1000.0)
+    for samples in (one, other):
+        samples.take(samples.next_number(), "a", values)
+    late = other.next_number(), one.next_number()
+    one.take(late[1], "b", values)
+    assert float(one.digest()) != float(other.digest())
+    assert first_difference([one.listing(), other.listing()]) is None
+    one.forget(), other.forget()
+    other.take(late[0], "b", values)
+    assert first_difference([one.listing(), other.listing()]) is None
+    one.forget(), other.forget()
+    assert float(one.digest()) == float(other.digest()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex128])
+def test_every_element_is_looked_at_in_time(dtype: torch.dtype) -> None:
+    """One that differs is found within as many gathers as there are elements, also in the last place and as a NaN."""
+    for numel in (1, 7, 100, 257):
+        values = torch.ones(numel, dtype=dtype)
+        for index in {0, numel // 2, numel - 1}:
+            wrong = values.clone()
+            wrong[index] = torch.nan if dtype.is_floating_point else 2
+            one, other = Samples(torch.device("cpu")), Samples(torch.device("cpu"))
+            for number in range(2 * numel + 600):
+                one.take(one.next_number(), "u", values)
+                other.take(other.next_number(), "u", wrong)
+                if float(one.digest()) != float(other.digest()):
+                    assert first_difference([one.listing(), other.listing()]) == (1, "u")
+                    break
+                if number % 100 == 99:
+                    one.forget(), other.forget()
+            else:
+                raise AssertionError(f"never found: element {index} of {numel}")
+
+
+def test_more_gathers_than_there_is_room_for() -> None:
+    one, other = Samples(torch.device("cpu")), Samples(torch.device("cpu"))
+    for number in range(1000):
+        one.take(one.next_number(), f"u{number}", torch.zeros(5))
+        other.take(other.next_number(), f"u{number}", torch.full((5,), float(number > 900)))
+    assert first_difference([one.listing(), other.listing()]) == (1, "u901")
