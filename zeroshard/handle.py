@@ -22,6 +22,7 @@ from zeroshard.comm_log import CommLog
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
+from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parked
 from zeroshard.placement import Plan
 from zeroshard.reduce import Reducer
@@ -56,13 +57,22 @@ class Handle(NotCopied):
 
     Attributes:
         plan: where weights, gradients and main rest.
+        managed: which parameters and buffers of the model are the handle's.
         units: in registration order.
         comm_log: what has been communicated.
         background: a checkpoint that is still being written.
     """
 
-    def __init__(self, plan: Plan, units: Sequence[Unit], collectives: Collectives, model: nn.Module | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        collectives: Collectives,
+        model: nn.Module | None,
+        managed: Managed = EVERYTHING,
+    ) -> None:
         self.plan = plan
+        self.managed = managed
         self.collectives = collectives
         self.units = tuple(units)
         self.gatherer = Gatherer(self.units, collectives)
@@ -109,7 +119,7 @@ class Handle(NotCopied):
             RuntimeError: a parameter has been written to without `write`.
         """
         self.check_open("unsharded")
-        units = units_of(parts or [self.model], self.model, self.units, "unsharded")
+        units = units_of(parts, self.model, self.units, "unsharded") if parts else self.units
         if write or modifier_rank is not None:
             return written(units, self.gatherer, modifier_rank)
         return unsharded(units, self.gatherer)
@@ -172,7 +182,7 @@ class Handle(NotCopied):
         """Buffers (the running statistics of BatchNorm, say) become equal on all ranks: the mean of those that are
         floating-point, rank 0's of the others. Without it every rank keeps its own. Collective."""
         self.check_open("average_buffers")
-        for buffer in self.model.buffers():
+        for buffer in self.managed.buffers(self.model).values():
             if not buffer.is_floating_point():
                 self.collectives.broadcast([buffer])
             elif buffer.numel():
@@ -427,7 +437,7 @@ class Handle(NotCopied):
 
     def _expect_known_parameters(self) -> None:
         known = {id(parameter) for unit in self.units for parameter in unit.parameters}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.managed.parameters(self.model).items():
             if id(parameter) not in known:
                 raise RuntimeError(
                     f"parameter {name} has come into the model after shard(), which does not know it: nobody would "

@@ -6,7 +6,7 @@ No rank ever holds more than its own part and the parameters of one module (or t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zeroshard.checked import CheckpointError
 from zeroshard.collectives import Collectives
 from zeroshard.interval import Interval
+from zeroshard.managed import Managed
 from zeroshard.tensor_file import TensorFile, open_model
 from zeroshard.unit import Unit, plain_name
 
@@ -24,8 +25,8 @@ META = torch.device("meta")
 Source = Callable[[nn.Module], None] | str | os.PathLike[str]
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+def is_on_meta(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
@@ -43,7 +44,9 @@ def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device=target)
 
 
-def materialize(model: nn.Module, units: Sequence[Unit], source: Source, collectives: Collectives) -> None:
+def materialize(
+    model: nn.Module, units: Sequence[Unit], source: Source, collectives: Collectives, managed: Managed
+) -> None:
     """Give the units of a model that has left the meta device their values. Weights that rest in full have to be
     gathered then.
 
@@ -53,7 +56,7 @@ def materialize(model: nn.Module, units: Sequence[Unit], source: Source, collect
     if callable(source):
         _initialize(model, units, source, collectives)
     else:
-        _read(model, units, Path(source))
+        _read(model, units, Path(source), managed)
 
 
 def _initialize(
@@ -75,10 +78,12 @@ def _initialize(
         problems = collectives.exchange_objects(problem)
         if any(problems):
             raise ValueError(f"materialize, at a {type(module).__name__}: {next(filter(None, problems))}")
-        collectives.broadcast([*(parameter.data for parameter in own), *module.buffers(recurse=False)])
+        taken = [parameter.data for parameter in own if id(parameter) in place]
+        collectives.broadcast([*taken, *module.buffers(recurse=False)])
         for parameter, before in zip(own, absent, strict=True):
-            unit, index = place[id(parameter)]
-            unit.take(index, partial(_part, parameter.data.reshape(-1)))
+            if id(parameter) in place:
+                unit, index = place[id(parameter)]
+                unit.take(index, partial(_part, parameter.data.reshape(-1)))
             parameter.data = before
 
 
@@ -93,12 +98,12 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _read(model: nn.Module, units: Sequence[Unit], path: Path) -> None:
+def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed) -> None:
     """Of each parameter, the part of a safetensors file, or of several with an index, that this rank keeps."""
     try:
         found = open_model(path, follow_links=True)
         try:
-            _read_from(found, model, units, path)
+            _read_from(found, model, units, path, managed)
         finally:
             for file in set(found.values()):
                 file.close()
@@ -106,14 +111,17 @@ def _read(model: nn.Module, units: Sequence[Unit], path: Path) -> None:
         raise ValueError(f"materialize: {error}") from None
 
 
-def _read_from(found: dict[str, TensorFile], model: nn.Module, units: Sequence[Unit], path: Path) -> None:
+def _read_from(
+    found: dict[str, TensorFile], model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed
+) -> None:
     wanted: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        wanted.setdefault(plain_name(name), tensor)
+        if name not in managed.ignored:
+            wanted.setdefault(plain_name(name), tensor)
     persistent = {plain_name(name) for name in model.state_dict(keep_vars=True)}
     found_as = {id(tensor): name for name, tensor in wanted.items() if name in found}
     missing = sorted(n for n, tensor in wanted.items() if id(tensor) not in found_as and n in persistent)
-    unexpected = sorted(found.keys() - set(wanted))
+    unexpected = sorted(found.keys() - set(wanted) - set(map(plain_name, managed.ignored)))
     if missing or unexpected:
         raise ValueError(f"{path}: missing {missing[:5] or 'nothing'}, unexpected {unexpected[:5] or 'nothing'}")
     for name, tensor in wanted.items():

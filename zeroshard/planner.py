@@ -12,6 +12,7 @@ from torch import nn
 from zeroshard.buffer import Allotment
 from zeroshard.gather import PLACES
 from zeroshard.layout import BufferLayout
+from zeroshard.managed import EVERYTHING, Ignored, Managed
 from zeroshard.owners import balance, cost
 from zeroshard.pieces import BATCH_NUMEL, batches, cut
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
@@ -37,6 +38,7 @@ def plan_memory(
     group_of: Callable[[str], Hashable] = lambda name: 0,
     whole_state_bytes: Callable[[str], int | None] = lambda name: None,
     no_sync: bool = False,
+    ignored: Ignored = (),
 ) -> dict[str, int]:
     """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
 
@@ -48,10 +50,11 @@ def plan_memory(
         whole_state_bytes: parameter name -> state per element of an optimizer that steps it whole, at an owner (Muon:
             4); None where the optimizer is elementwise.
         pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
+        ignored: as for `shard`.
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
     """
     plan = as_plan(plan)
-    specs = choose_units(model, units, as_precision(precision))
+    specs = choose_units(model, units, as_precision(precision), Managed.without(model, ignored))
     layouts = [spec.layout(world_size, num_replicas) for spec in specs]
     kinds = dict.fromkeys(("weights", "grads", "main", "state", "scalars"), 0)
     for spec, layout in zip(specs, layouts, strict=True):
@@ -122,6 +125,7 @@ def fit_units(
     plan: Plan,
     mesh_shape: tuple[int, int],
     pairwise: bool,
+    managed: Managed = EVERYTHING,
 ) -> list[UnitSpec]:
     """Units by size, as large as `limit` bytes of transients allow.
 
@@ -131,7 +135,7 @@ def fit_units(
     unit_bytes = DEFAULT_UNIT_BYTES
     device_type = next(model.parameters()).device.type
     while True:
-        specs = choose_units(model, unit_bytes, precision)
+        specs = choose_units(model, unit_bytes, precision, managed)
         needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
         if needed <= limit:
             return specs

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.digest import digest
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
+from zeroshard.managed import Ignored, Managed
 from zeroshard.materialize import META, Source, is_on_meta, move
 from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
@@ -37,6 +38,7 @@ def shard(
     max_transient_bytes: int | None = None,
     materialize: Source | None = None,
     values: Literal["broadcast", "check"] = "broadcast",
+    ignored: Ignored = (),
 ) -> Handle:
     """Shard a model in place. Collective: every rank passes the same model and arguments.
 
@@ -53,6 +55,9 @@ def shard(
             `model.apply` would, that fills the module's own parameters and buffers; or a `model.safetensors` file, or a
             folder of them with an index. No rank ever holds the whole model.
         values: "broadcast": rank 0's win; "check": they must be the same on every rank already, and nothing is sent.
+        ignored: parameters, modules, or names of either, that are not touched (experts of another group, say): each
+            rank keeps its own values, gradients stay in `p.grad` and are this rank's, and no optimizer of the handle
+            has them.
 
     Raises:
         ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a limit
@@ -60,7 +65,7 @@ def shard(
         RuntimeError: `zeroshard.init()` has not been called.
     """
     collectives = Collectives(Mesh.of(mesh), CommLog())
-    problem, specs, chosen = "", [], OPTIMIZER_ONLY
+    problem, specs, chosen, managed = "", [], OPTIMIZER_ONLY, Managed()
     try:
         chosen = as_plan(plan)
         if chosen.external_gradients:
@@ -68,33 +73,36 @@ def shard(
                 "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "
                 "ShardedOptimizer, without shard()"
             )
-        specs = _choose(model, chosen, units, as_precision(precision), collectives, max_transient_bytes)
-        _refuse_unready(model, collectives, materialize)
+        managed = Managed.without(model, ignored)
+        specs = _choose(model, chosen, units, as_precision(precision), collectives, max_transient_bytes, managed)
+        _refuse_unready(model, managed, collectives, materialize)
         if values not in ("broadcast", "check"):
             raise ValueError(f"values must be 'broadcast' or 'check', found {values!r}")
     except Exception as error:  # also what a user's callable raises: the other ranks must hear of it
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
     collectives.raise_together(problem, "shard")
-    _expect_same_model(collectives, model, specs, chosen)
-    on_meta = is_on_meta(model)
+    parameters, buffers = managed.parameters(model), managed.buffers(model)
+    _expect_same_model(collectives, parameters, specs, chosen)
+    on_meta = is_on_meta([*parameters.values(), *buffers.values()])
     if on_meta:
         move(model, META, collectives.device)
     elif values == "check":
-        _expect_same_values(collectives, model)
-    before = [(parameter, parameter.data) for parameter in model.parameters()]
+        _expect_same_values(collectives, {**parameters, **buffers})
+    before = [(parameter, parameter.data) for parameter in parameters.values()]
     handle, failure = None, None
     try:
         if not on_meta and values == "broadcast":
-            collectives.broadcast([*(data for _, data in before), *model.buffers()])
-        handle = Handle(chosen, _build(model, specs, chosen, collectives, fill=not on_meta), collectives, model)
+            collectives.broadcast([*(data for _, data in before), *buffers.values()])
+        built = _build(parameters, specs, chosen, collectives, fill=not on_meta)
+        handle = Handle(chosen, built, collectives, model, managed)
         if on_meta:
             assert materialize is not None
-            give_values(model, handle.units, materialize, collectives)
+            give_values(model, handle.units, materialize, collectives, managed)
             for unit in handle.units:
                 unit.weights.hide()
                 handle.gatherer.updated(unit)
             handle.gatherer.settle()
-        claim_parameters(handle, model.parameters())
+        claim_parameters(handle, parameters.values())
         handle.attach()
     except Exception as error:
         failure = error
@@ -106,7 +114,7 @@ def shard(
             handle._release()
         for parameter, data in before:
             parameter.data = data
-        give_up_parameters(model.parameters())
+        give_up_parameters(parameters.values())
         if on_meta:
             move(model, collectives.device, META)
         raise
@@ -123,8 +131,9 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
         raise ValueError("none of the parameters requires grad: there is nothing to optimize")
     specs = choose_units(holder, None, None)
     collectives.broadcast([parameter.data for parameter in holder])
-    _expect_same_model(collectives, holder, specs, OPTIMIZER_ONLY)
-    handle = Handle(OPTIMIZER_ONLY, _build(holder, specs, OPTIMIZER_ONLY, collectives), collectives, None)
+    named = dict(holder.named_parameters())
+    _expect_same_model(collectives, named, specs, OPTIMIZER_ONLY)
+    handle = Handle(OPTIMIZER_ONLY, _build(named, specs, OPTIMIZER_ONLY, collectives), collectives, None)
     claim_parameters(handle, holder.parameters())
     collectives.meet()
     return handle
@@ -137,23 +146,28 @@ def _choose(
     precision: MixedPrecision | None,
     collectives: Collectives,
     max_transient_bytes: int | None,
+    managed: Managed,
 ) -> list[UnitSpec]:
     if max_transient_bytes is None:
-        return choose_units(model, units, precision)
+        return choose_units(model, units, precision, managed)
     mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
     if units is None:
-        return fit_units(model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise)
-    specs = choose_units(model, units, precision)
+        return fit_units(model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise, managed)
+    specs = choose_units(model, units, precision, managed)
     device_type = next(model.parameters()).device.type
     check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.pairwise, device_type)
     return specs
 
 
 def _build(
-    model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, collectives: Collectives, *, fill: bool = True
+    parameters: dict[str, nn.Parameter],
+    specs: Sequence[UnitSpec],
+    plan: Plan,
+    collectives: Collectives,
+    *,
+    fill: bool = True,
 ) -> list[Unit]:
     """Allocate, and fill, one unit after the other."""
-    parameters = dict(model.named_parameters())
     units = []
     for index, spec in enumerate(specs):
         of_unit = [parameters[name] for name in reversed(spec.names)]
@@ -164,17 +178,21 @@ def _build(
     return units
 
 
-def _refuse_unready(model: nn.Module, collectives: Collectives, materialize: Source | None) -> None:
+def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives, materialize: Source | None) -> None:
     device_type = collectives.device.type
-    on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    parameters = managed.parameters(model)
+    on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
     if on_meta and materialize is None:
         raise ValueError(
             f"{on_meta[0]} is on the meta device: pass materialize= a function that initialises a module, or a "
             "safetensors file"
         )
-    if materialize is not None and len(on_meta) < len([*model.parameters()]):
+    if materialize is not None and len(on_meta) < len(parameters):
         raise ValueError("materialize= is for models on the meta device; this one has values already")
-    for name, parameter in model.named_parameters():
+    for name, parameter in managed.left_alone(model).items():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is ignored, and on the meta device: give it values before shard()")
+    for name, parameter in parameters.items():
         if handle_of(parameter) is not None:
             raise ValueError(f"parameter {name} is sharded already: close() the other handle first")
         if parameter.device.type not in (device_type, "meta"):
@@ -184,11 +202,12 @@ def _refuse_unready(model: nn.Module, collectives: Collectives, materialize: Sou
             )
 
 
-def _expect_same_model(collectives: Collectives, model: nn.Module, specs: Sequence[UnitSpec], plan: Plan) -> None:
+def _expect_same_model(
+    collectives: Collectives, parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan
+) -> None:
     """Ranks compare a digest of what they are about to shard; where it differs, they look for the first difference."""
-    named = model.named_parameters()
     lines = [f"plan {plan.name}"]
-    lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in named]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
     lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]
     digests = collectives.exchange_objects(hashlib.sha256(json.dumps(lines).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -201,13 +220,12 @@ def _expect_same_model(collectives: Collectives, model: nn.Module, specs: Sequen
             raise ValueError(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
 
 
-def _expect_same_values(collectives: Collectives, model: nn.Module) -> None:
+def _expect_same_values(collectives: Collectives, named: Mapping[str, Tensor]) -> None:
     """Ranks compare a digest of every parameter and buffer.
 
     Raises:
         ValueError: the first that differs.
     """
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     digests = {name: digest(tensor) for name, tensor in named.items()}
     by_rank = collectives.exchange_objects(digests)
     for rank, theirs in enumerate(by_rank):

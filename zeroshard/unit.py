@@ -20,6 +20,7 @@ from zeroshard.gradients import Gradients
 from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
+from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.precision import FLOATS, NAMED, MixedPrecision, precision_for
 from zeroshard.readers import has_forward, is_whole, readers
@@ -256,7 +257,9 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision | None) -> list[UnitSpec]:
+def choose_units(
+    model: nn.Module, policy: UnitPolicy, precision: MixedPrecision | None, managed: Managed = EVERYTHING
+) -> list[UnitSpec]:
     """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
 
     Args:
@@ -275,7 +278,8 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
         ValueError: a model without parameters; a policy that matches no module, with the classes that there are.
         TypeError: a policy that is none of these.
     """
-    if next(model.parameters(), None) is None:
+    parameters = managed.parameters(model)
+    if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     read_by = readers(model)
     groups, whole = _modules_by_unit(model, policy, read_by)
@@ -288,7 +292,6 @@ def choose_units(model: nn.Module, policy: UnitPolicy, precision: MixedPrecision
                 owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
                 users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
     members: dict[tuple[str, torch.dtype, bool, bool], list[str]] = {}
-    parameters = dict(model.named_parameters())
     kept_in_fp32 = kept_parameters(model, precision)
     for name, parameter in parameters.items():
         key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad, id(parameter) in kept_in_fp32)

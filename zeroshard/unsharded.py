@@ -31,18 +31,18 @@ def units_of(parts: Sequence[Part], model: nn.Module, units: Sequence[Unit], wha
     Raises:
         ValueError: a part that the model does not have.
     """
-    wanted = {id(parameter) for part in parts for parameter in _parameters_of(part, model, units, what)}
+    wanted = {id(parameter) for part in parts for parameter in _parameters_of(part, model, what)}
     return [unit for unit in units if wanted & {id(p) for p in unit.parameters}]
 
 
-def _parameters_of(part: Part, model: nn.Module, units: Sequence[Unit], what: str) -> list[nn.Parameter]:
+def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter]:
     if isinstance(part, str):
         named: dict[str, nn.Module | nn.Parameter] = {**dict(model.named_modules()), **dict(model.named_parameters())}
         if part not in named:
             raise ValueError(f"{what}: the model has no parameter and no module of the name {part!r}")
         part = named[part]
     found = list(part.parameters()) if isinstance(part, nn.Module) else [part]
-    known = {id(parameter) for unit in units for parameter in unit.parameters}
+    known = set(map(id, model.parameters()))  # those that are left alone, too: they are always here
     if not all(id(parameter) in known for parameter in found):
         raise ValueError(f"{what}: a parameter that is not of this handle's model")
     return found

@@ -1,0 +1,64 @@
+"""What of a model the engine takes care of: everything, but for what the user wants to be left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+Ignored = Iterable[str | nn.Module | nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Managed:
+    """See the module's note. `ignored`: the names (all of them) of parameters and buffers that are not touched."""
+
+    ignored: frozenset[str] = frozenset()
+
+    @classmethod
+    def without(cls, model: nn.Module, ignored: Ignored) -> Managed:
+        """`ignored`: parameters, modules (with all that is inside them, buffers too), or names of either.
+
+        Raises:
+            ValueError: something that the model does not have.
+            TypeError: something else.
+        """
+        tensors = {id(tensor) for one in ignored for tensor in _tensors_of(one, model)}
+        return cls(frozenset(name for name, tensor in _named(model) if id(tensor) in tensors))
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """By the first name of each."""
+        return {name: parameter for name, parameter in model.named_parameters() if name not in self.ignored}
+
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in model.named_buffers() if name not in self.ignored}
+
+    def left_alone(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The others, by the first name of each."""
+        return {name: parameter for name, parameter in model.named_parameters() if name in self.ignored}
+
+
+EVERYTHING = Managed()
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _tensors_of(one: str | nn.Module | nn.Parameter, model: nn.Module) -> list[Tensor]:
+    found: object = one
+    if isinstance(one, str):
+        found = {**dict(_named(model)), **dict(model.named_modules(remove_duplicate=False))}.get(one)
+        if found is None:
+            raise ValueError(f"ignored: the model has no parameter, buffer or module of the name {one!r}")
+    if isinstance(found, nn.Module):
+        if not any(found is module for module in model.modules()):
+            raise ValueError(f"ignored: a {type(found).__name__} that is not in the model")
+        return [*found.parameters(), *found.buffers()]
+    if not isinstance(found, Tensor):
+        raise TypeError(f"ignored takes names, modules and parameters, found {found!r}")
+    if not any(found is tensor for _, tensor in _named(model)):
+        raise ValueError(f"ignored: a tensor of shape {tuple(found.shape)} that is not in the model")
+    return [found]
