@@ -42,6 +42,14 @@ def plain(job: Job, num_ranks: int) -> tuple[list[float], dict[str, Any]]:
     return losses, model.state_dict()
 
 
+def expect_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal but for the last bits (1.3e-6 of a number, or 1e-5): for gradients added in another order, and an optimizer
+    that is linear in them. Adam is not: where terms cancel it makes a whole step of what rounding leaves, and how large
+    that is depends on the CPU's kernels."""
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1.3e-6, atol=1e-5)
+
+
 def per_step(job: Job, num_ranks: int) -> list[float]:
     """The reference's losses, summed as `plain` sums them."""
     outcomes = train_reference(job, num_ranks)
@@ -62,13 +70,11 @@ def test_one_rank_is_a_plain_loop_bit_for_bit() -> None:
 
 
 def test_several_ranks_are_the_whole_batch_to_rounding_and_exactly_where_sums_are_exact() -> None:
-    """Gradients are added in another order: fp32 differs in the last bits, after 5 steps of AdamW by less than 1e-6."""
-
     def check(rank: int) -> None:
         for num_ranks, k in ((2, 1), (3, 1), (3, 3), (4, 2)):
-            job = Job(steps=5, micro_batches=k)
+            job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=5, micro_batches=k)
             _, weights = plain(job, num_ranks)
-            assert largest_difference(train_reference(job, num_ranks)[0].weights, weights) < 1e-6
+            expect_close(train_reference(job, num_ranks)[0].weights, weights)
             for every in (False, True):
                 exact = Job(model=Counting, loss_of=loss_of_integers, defaults=ADAMW, steps=5, micro_batches=k,
                             reduce_every_micro_batch=every)  # fmt: skip
@@ -76,7 +82,7 @@ def test_several_ranks_are_the_whole_batch_to_rounding_and_exactly_where_sums_ar
                 found = train_reference(exact, num_ranks)[0].weights
                 if num_ranks in (2, 4):  # dividing by 3 and multiplying by 1/3 round differently
                     assert same_bits(found, weights)
-                assert largest_difference(found, weights) < 1e-6
+                expect_close(found, weights)
 
     run_ranks(check, 1)
 
@@ -85,8 +91,9 @@ def test_one_rank_less_is_seen() -> None:
     """The negative control of the two above."""
 
     def check(rank: int) -> None:
-        _, weights = plain(Job(steps=5), 3)
-        assert largest_difference(train_reference(Job(steps=5), 2)[0].weights, weights) > 1e-3
+        job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=5)
+        _, weights = plain(job, 3)
+        assert largest_difference(train_reference(job, 2)[0].weights, weights) > 1e-3
 
     run_ranks(check, 1)
 
@@ -96,9 +103,7 @@ def test_clipping_is_torchs() -> None:
         for max_norm in (1e-2, 1e9):
             job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4, max_norm=max_norm)
             _, weights = plain(job, 3)
-            assert (
-                largest_difference(train_reference(job, 3)[0].weights, weights) < 1e-6
-            )  # norms are summed in another order
+            expect_close(train_reference(job, 3)[0].weights, weights)  # norms are summed in another order
         loose = train_reference(Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4), 3)[0]
         tight = train_reference(Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4, max_norm=1e-2), 3)[0]
         assert largest_difference(loose.weights, tight.weights) > 1e-3
