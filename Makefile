@@ -1,6 +1,7 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
-# make test   lint, types, then the tests
+# make test   lint, types, then the tests, JOBS at a time
+# make test-settings   the tests under every setting that chooses other kernels, and beside a program that keeps all cores busy
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make lint   lint and types only
 # make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models;
@@ -16,7 +17,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: env train test test-everything test-faults lint
+# Tests side by side. Many wait, and each has up to 4 ranks.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 8 ] && n=8; [ $$n -lt 2 ] && n=2; echo $$n)
+SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
+
+.PHONY: env train test test-everything test-faults test-settings lint
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -39,7 +44,10 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict -p zeroshard
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+test-settings: $(STAMP)
+	$(BIN)/python -m tests.settings $(SETTINGS) -- $(SIDE_BY_SIDE) $(TESTS)
 
 test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/core/test_plans.py tests/precision/test_parity.py \

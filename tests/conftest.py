@@ -1,5 +1,7 @@
-"""What every test shares: one thread per rank, a cache of its own, properties that give the same answer each time."""
+"""What every test shares: one thread, folders of its own, properties that give the same answer each time."""
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,23 @@ import torch._dynamo  # the first optimizer imports it, which takes 1.4 s: once 
 # The same examples on every run; a failure in continuous integration is then a failure on the desk.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("repeatable")
+
+
+_OWN_FOLDER = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest's own makes the folder
+def pytest_configure(config: pytest.Config) -> None:
+    """The folder of a run is its own: pytest's are numbered, of which runs that come later keep three."""
+    if config.option.basetemp is None:
+        config.option.basetemp = config.stash[_OWN_FOLDER] = tempfile.mkdtemp(prefix="zeroshard-tests-")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """It stays where something has failed."""
+    folder = session.config.stash.get(_OWN_FOLDER, None)
+    if folder is not None and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -33,12 +33,12 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, collective_timeout: float = 20.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0, collective_timeout: float = 120.0
 ) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` forked gloo ranks; returns what each returned (it is pickled).
 
-    Ranks are forked (0.05 s, where a fresh interpreter takes seconds), each with one thread: do the torch work inside
-    `fn`, not in the process that calls this. They meet in a FileStore: no port is taken.
+    Ranks are forked (0.05 s, where a fresh interpreter takes seconds), each with one thread (or OMP_NUM_THREADS): do
+    the torch work inside `fn`, not in the process that calls this. They meet in a FileStore: no port is taken.
 
     Args:
         timeout: seconds for everything; ranks still running then are killed.
@@ -66,7 +66,7 @@ def _rank_main(
 ) -> None:
     status = 1
     try:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         store = FileStore(str(folder / "store"), world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -95,7 +95,7 @@ def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
 
 def join(folder: str, rank: int, num_ranks: int, timeout: float) -> None:
     """The process group of forked ranks, which meet in a file."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store, limit = FileStore(f"{folder}/store", num_ranks), timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
@@ -103,7 +103,7 @@ def join(folder: str, rank: int, num_ranks: int, timeout: float) -> None:
 class Ranks:
     """Forked gloo ranks that may be killed. `started` of a rank: it has called `ready`."""
 
-    def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 20.0) -> None:
+    def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-faults-")
         self._ready, self._write_end = os.pipe()
         self.pids = fork(num_ranks, lambda rank: self._run(fn, rank, num_ranks, timeout, args))
@@ -133,7 +133,7 @@ class Ranks:
     def finish(self) -> list[int]:
         """Wait for all; once one has been killed the others are killed too, as a launcher does. Statuses."""
         statuses: dict[int, int] = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while len(statuses) < len(self.pids):
             for pid in set(self.pids) - set(statuses):
                 found, status = os.waitpid(pid, os.WNOHANG)

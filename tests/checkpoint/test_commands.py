@@ -200,7 +200,7 @@ import torch
 assert not torch.distributed.is_initialized()
 assert not [name for name in sys.modules if name.startswith("zeroshard.train")]
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "removed step-0" in done.stdout
     assert zeroshard.verify(tmp_path / "run" / "step-1").step == 1

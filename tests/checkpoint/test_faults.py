@@ -16,6 +16,7 @@ from torch import nn
 import zeroshard
 from tests.checkpoint.common import FULL, Run, read_all, same_bits, seed_all
 from tests.checkpoint.faults import Ranks, disk_with, faulty, left_over
+from tests.patience import AT_ONCE
 from zeroshard.checkpoint import files, folders
 from zeroshard.checkpoint.folders import find, steps
 from zeroshard.testing import run_ranks
@@ -176,7 +177,7 @@ def test_an_error_at_every_call_on_each_rank(tmp_path: Path, mode: str) -> None:
                             problems = [problem for problem in problems if "left over" not in problem]
                     else:
                         problems = []
-                    if len(set(messages)) != 1 or "injected" not in message or seconds > 5:
+                    if len(set(messages)) != 1 or "injected" not in message or seconds > AT_ONCE:
                         problems.append(f"{messages} after {seconds:.1f} s")
                     bad += [f"{mode}, rank {victim}, call {at}, {background=}: {problem}" for problem in problems]
         return [f"{trials} errors", *bad]
@@ -205,7 +206,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
                     except zeroshard.CheckpointError as error:
                         message = str(error)
                 seconds = time.perf_counter() - start
-                if "No space left" not in message or f"rank {victim}" not in message or seconds > 5:
+                if "No space left" not in message or f"rank {victim}" not in message or seconds > AT_ONCE:
                     bad.append(f"level {level}: {message!r} after {seconds:.1f} s")
                 run.handle.collectives.exchange_objects(None)
                 if rank == 0 and (left_over(tmp_path / "old") or list(steps(tmp_path / "old")) != [1]):
@@ -213,7 +214,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
                 run.handle.collectives.exchange_objects(None)
         return bad
 
-    assert run_ranks(check, 2, timeout=120) == [[], []]
+    assert run_ranks(check, 2) == [[], []]
     assert problems_after(tmp_path / "old", old, new, "new folder") == []
 
 

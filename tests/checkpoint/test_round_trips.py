@@ -72,7 +72,7 @@ def test_every_plan_and_format_of_main_goes_on_bit_for_bit(tmp_path: Path, num_r
                     results[f"{plan}, {precision}, {name}: {what}"] = good
         return results
 
-    results = run_ranks(check, num_ranks, timeout=1200 if FULL else 100)
+    results = run_ranks(check, num_ranks, timeout=1200)
     print(f"{num_ranks} ranks: {len(results[0])} checks")
     assert [name for result in results for name, good in result.items() if not good] == []
 

@@ -402,7 +402,7 @@ def expect_reference(job: Job, plans: Sequence[Plan] = PLANS, ranks: Sequence[in
 
     for num_ranks in ranks:
         expected = run_ranks(lambda rank, num_ranks=num_ranks: train_reference(job, num_ranks), 1)[0]
-        found = run_ranks(run, num_ranks, collective_timeout=10)
+        found = run_ranks(run, num_ranks)
         for plan_index, plan in enumerate(plans):
             for rank in range(num_ranks):
                 outcome = found[rank][plan_index]
@@ -484,7 +484,7 @@ def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], in
             logs.append(handle.comm_log)
         return logs
 
-    for logs in zip(*run_ranks(check, 3, collective_timeout=10), strict=True):
+    for logs in zip(*run_ranks(check, 3), strict=True):
         expect_same_logs(logs)
 
 
@@ -541,7 +541,7 @@ def test_a_step_that_failed_in_forward_or_backward_can_be_repeated() -> None:
         return results
 
     expected = run_ranks(lambda rank: train_reference(Job(), 3)[0].weights, 1)[0]
-    found = run_ranks(check, 3, collective_timeout=10)
+    found = run_ranks(check, 3)
     for plan_index, plan in enumerate(PLANS):
         for rank in range(3):
             assert same_bits(found[rank][plan_index].weights, expected), plan

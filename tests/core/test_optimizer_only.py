@@ -174,4 +174,4 @@ def test_what_is_wrong_is_said_on_every_rank() -> None:
             torch.distributed.all_reduce(p.grad)
         optimizer.step()
 
-    run_ranks(check, 3, collective_timeout=5)
+    run_ranks(check, 3)

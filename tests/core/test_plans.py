@@ -88,8 +88,8 @@ def expect_identical(by_plan: list[Outcome]) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_plans_are_bit_identical_and_agree_with_the_reference(num_ranks: int) -> None:
     matrix = jobs(num_ranks)
-    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()), timeout=180)[0]
-    found = run_ranks(all_plans, num_ranks, list(matrix.values()), timeout=180)
+    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
+    found = run_ranks(all_plans, num_ranks, list(matrix.values()))
     for index, (optimizer, schedule, precision) in enumerate(matrix):
         for rank in range(num_ranks):
             by_plan, reference = found[rank][index], expected[index][rank]
@@ -124,8 +124,8 @@ def test_where_sums_are_exact_every_schedule_is_the_reference_bit_for_bit(num_ra
                 reduce_every_micro_batch=every,
             )
         )
-    expected = run_ranks(all_references, 1, num_ranks, matrix, timeout=180)[0]
-    found = run_ranks(all_plans, num_ranks, matrix, timeout=180)
+    expected = run_ranks(all_references, 1, num_ranks, matrix)[0]
+    found = run_ranks(all_plans, num_ranks, matrix)
     for index in range(len(matrix)):
         for rank in range(num_ranks):
             expect_identical(found[rank][index])

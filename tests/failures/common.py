@@ -34,8 +34,17 @@ class Ended:
 class Ranks:
     """Forked gloo ranks that end as an interpreter ends: an error that nobody catches goes to `sys.excepthook`."""
 
-    def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> None:
-        """`fn(rank, mark, *args)`; `mark()` notes the moment of the fault. `timeout`: of collectives."""
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        num_ranks: int,
+        *args: Any,
+        timeout: float = 120.0,
+        awaited: Sequence[int] | None = None,
+    ) -> None:
+        """`fn(rank, mark, *args)`; `mark()` notes the moment of the fault. `timeout`: of collectives. `awaited`: whose
+        end `finish` waits for, before it kills the others; None: all."""
+        self._awaited = range(num_ranks) if awaited is None else awaited
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-failures-")
         self._reader, self._writer = os.pipe()
         self._marked: float | None = None
@@ -73,12 +82,12 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def finish(self, limit: float = 30.0) -> Ended:
-        """Until all have ended, or `limit` seconds have passed; whoever is left is killed."""
+    def finish(self, limit: float = 600.0) -> Ended:
+        """Until all that are awaited have ended, or `limit` seconds have passed; whoever is left is killed."""
         return finish_all([self], limit)[0]
 
     def poll(self) -> bool:
-        """Note who has ended; whether all have."""
+        """Note who has ended; whether all that are awaited have."""
         with suppress(BlockingIOError):
             if os.read(self._reader, 1):
                 self._marked = self._marked or time.monotonic()
@@ -87,7 +96,7 @@ class Ranks:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
                     self._statuses[rank], self._ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
-        return len(self._statuses) == len(self.pids)
+        return all(rank in self._statuses for rank in self._awaited)
 
     def close(self) -> Ended:
         for rank, pid in enumerate(self.pids):
@@ -103,7 +112,7 @@ class Ranks:
         return Ended([self._statuses[rank] for rank in order], [self._ends[rank] - began for rank in order], said)
 
 
-def finish_all(groups: Sequence[Ranks], limit: float = 30.0) -> list[Ended]:
+def finish_all(groups: Sequence[Ranks], limit: float = 600.0) -> list[Ended]:
     """Of several at once."""
     deadline = time.monotonic() + limit
     for ranks in groups:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.failures.common import FULL, SEED, Ended, Ranks
+from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import Reader, newest_good, steps
 from zeroshard.train.config import Config, resolve
 from zeroshard.train.loop import train
@@ -143,13 +144,12 @@ def test_told_to_stop_at_a_random_moment(calm: tuple[Path, Path, float], tmp_pat
         config = configuration(text, out, run__save_every=0)
         ranks = Ranks(training_rank, 2, config)
         ranks.wait_mark()
-        while not (out / "metrics.jsonl").exists():
-            time.sleep(0.002)
+        wait_until((out / "metrics.jsonl").exists)
         time.sleep(chosen.uniform(0.0, 0.6) * seconds)
         ranks.signal(chosen.choice([[0], [1], [0, 1]]), signal.SIGTERM)
         ended = ranks.finish()
         assert ended.statuses == [0, 0], ended
-        assert max(ended.seconds) < 10.0
+        assert max(ended.seconds) < 2 * AT_ONCE
         manifest, problems = newest_good(out)
         assert manifest is not None and problems == []
         assert list(steps(out)) == [manifest.step]
@@ -174,7 +174,6 @@ def test_told_twice_they_leave_at_once(calm: tuple[Path, Path, float], tmp_path:
         assert pause == 0.0 or psutil.Process(ranks.pids[1]).status() != psutil.STATUS_ZOMBIE
     ended = ranks.finish()
     assert ended.statuses == [1, 128 + signal.SIGTERM], ended
-    assert max(ended.seconds) < 1.3 + 5.0
     assert (
         "zeroshard: rank 0 leaves, because rank 1 failed: KeyboardInterrupt: told to stop twice (SIGTERM)" in ended.said
     )
@@ -207,10 +206,9 @@ def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "out", "w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
-        while not steps(out) and process.poll() is None:
-            time.sleep(0.01)
+        wait_until(lambda: steps(out) or process.poll() is not None)
         psutil.Process(process.pid).children()[-1].kill()
-        assert process.wait(timeout=100) == 0
+        assert process.wait() == 0
         said.seek(0)
         text_said = said.read()
     assert "resumed after step" in text_said, text_said

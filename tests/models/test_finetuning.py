@@ -68,7 +68,7 @@ def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tm
             assert isinstance(merged, hf.LlamaForCausalLM)
             assert abs(float(loss_of_text(merged, rank, 0, 9) - loss)) < 1e-2
 
-    run_ranks(check, 2, timeout=200)
+    run_ranks(check, 2)
     other = run_ranks(lambda rank: train_reference(ROWS["Llama"].job(precision=precision), 2), 1)[0]
     assert other[0].losses[-1] != expected[0].losses[-1]  # all parameters trained: another result
 
@@ -182,4 +182,4 @@ def test_the_trainer_of_transformers_over_a_sharded_model(tmp_path: Path) -> Non
             early = hf.LlamaForCausalLM.from_pretrained(folder / "checkpoint-3").state_dict()
             assert not same_bits(dict(early), first[1])
 
-    run_ranks(check, 2, timeout=200)
+    run_ranks(check, 2)

@@ -189,7 +189,7 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
         assert all(tensor.is_meta for tensor in model.state_dict().values())  # as it was
         zeroshard.shard(model, "zero3", units=Block, materialize=init)
 
-    run_ranks(check, 2, collective_timeout=5)
+    run_ranks(check, 2)
 
 
 def test_values_are_checked_instead_of_sent_if_asked() -> None:

@@ -399,7 +399,7 @@ def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: boo
             assert found.losses == plain.losses, (plan, found.losses, plain.losses)
             assert same_bits(found.weights, plain.weights), plan
 
-    run_ranks(check, 2, timeout=250)
+    run_ranks(check, 2)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")

@@ -133,10 +133,8 @@ def job_of(seed: int) -> tuple[Job, Any]:
 
 def differences(seeds: list[int], num_ranks: int) -> list[str]:
     jobs = [job_of(seed) for seed in seeds]
-    expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job, _ in jobs], 1, timeout=100)[0]
-    found = run_ranks(
-        lambda rank: [train(job, plan, rank) for job, plan in jobs], num_ranks, timeout=100, collective_timeout=20
-    )
+    expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job, _ in jobs], 1)[0]
+    found = run_ranks(lambda rank: [train(job, plan, rank) for job, plan in jobs], num_ranks)
     result = []
     for index, seed in enumerate(seeds):
         for rank in range(num_ranks):

@@ -693,7 +693,7 @@ def test_low_bit_state_is_the_same_in_every_plan_and_as_small_as_it_says(low_bit
             assert pieces and handle.memory()["state"] <= codes + tables + 8 * short
         assert all(same_bits(results[0], other) for other in results)
 
-    run_ranks(check, 2, timeout=500)
+    run_ranks(check, 2)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -103,8 +103,8 @@ def test_elementwise_optimizers_in_every_precision_and_plan(num_ranks: int) -> N
 
 def steps_skipped_in(matrix: dict[tuple[str, str, str], Job], num_ranks: int) -> list[bool]:
     """Runs and compares these jobs."""
-    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()), timeout=110)[0]
-    found = run_ranks(all_plans, num_ranks, list(matrix.values()), timeout=110)
+    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
+    found = run_ranks(all_plans, num_ranks, list(matrix.values()))
     for index, what in enumerate(matrix):
         for rank in range(num_ranks):
             expect_identical(found[rank][index], what)

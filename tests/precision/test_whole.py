@@ -104,7 +104,7 @@ def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
 def test_every_precision_and_plan_computes_what_one_process_does(num_ranks: int) -> None:
     matrix = jobs(num_ranks)
     expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
-    found = run_ranks(all_plans, num_ranks, list(matrix.values()), timeout=110)
+    found = run_ranks(all_plans, num_ranks, list(matrix.values()))
     for index, what in enumerate(matrix):
         for rank in range(num_ranks):
             expect_identical(found[rank][index], what)

@@ -279,6 +279,7 @@ def crashing_rank(rank: int, config: Config) -> int:
 
     def crashing(run: loop.Run, step: int) -> Any:
         if step == 5:
+            run.handle.finish_background()  # of the save after step 4
             raise ZeroDivisionError
         return take_step(run, step)
 
