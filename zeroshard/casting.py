@@ -1,44 +1,151 @@
-"""What is cast on the way into the model, and into and out of the modules that stay in fp32."""
+"""Which module computes in which precision, and what is cast on the way in and out.
+
+    model       inputs -> param         outputs -> output, if the record names one
+    unit        inputs -> param
+    region      inputs -> its param     outputs -> its output, or param of what is around it
+
+A *region* is a module, with all that is inside it, that has a record of its own. Of the patterns that match a module,
+or a module around it, the first counts. Casts are forward hooks: a block that is recomputed sees the same ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.precision import MixedPrecision
+from zeroshard.precision import NAMED, MixedPrecision, as_precision
 from zeroshard.trees import map_tensors
 
 Remover = Callable[[], None]
+Pattern = str | type[nn.Module]
+Precision = MixedPrecision | str | None
+Precisions = Precision | Mapping[Pattern, Precision]
+"""What `shard` takes: one for the whole model, or one for each pattern (a class, or dotted names with `*` and `?`)."""
 
 
-def kept_modules(model: nn.Module, precision: MixedPrecision | None) -> dict[str, nn.Module]:
-    """Path -> module, of the outermost modules that `precision.keep` names."""
-    kept: dict[str, nn.Module] = {}
-    classes = precision.keep if precision is not None else ()
-    for path, module in model.named_modules() if classes else ():
-        if isinstance(module, classes) and not any(_is_inside(path, other) for other in kept):
-            kept[path] = module
-    return kept
+@dataclass(frozen=True)
+class Region:
+    """`number`: of the pattern; the lower one wins. `label`: for the names of units."""
+
+    number: int
+    label: str
+    precision: MixedPrecision | None
 
 
-def kept_parameters(model: nn.Module, precision: MixedPrecision | None) -> set[int]:
-    """The ids of their parameters."""
-    return {id(p) for module in kept_modules(model, precision).values() for p in module.parameters()}
+@dataclass(frozen=True)
+class Rules:
+    """Patterns, each with its record (None: as the model is), in the order in which they count.
+
+    Raises:
+        ValueError: an unknown name; a pattern that is neither a text nor a class of modules; `keep` of a record that is
+            not for the whole model.
+    """
+
+    patterns: tuple[tuple[Pattern, Region], ...]
+
+    @classmethod
+    def of(cls, precisions: Precisions) -> Rules:
+        if not isinstance(precisions, Mapping):
+            record = as_precision(precisions)
+            kept = [(kind, "kept", NAMED["fp32"]) for kind in (record.keep if record is not None else ())]
+            return cls._numbered([*kept, ("*", "", record)])
+        rules = []
+        for pattern, precision in precisions.items():
+            if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+                raise ValueError(f"precision: a pattern is a text or a class of modules, found {pattern!r}")
+            record = as_precision(precision)
+            if record is not None and record.keep:
+                raise ValueError(
+                    "precision: beside patterns, name what is kept in fp32 by a pattern of its own, in front"
+                )
+            rules.append((pattern, pattern if isinstance(pattern, str) else pattern.__name__, record))
+        return cls._numbered(rules)
+
+    @classmethod
+    def _numbered(cls, rules: Iterable[tuple[Pattern, str, MixedPrecision | None]]) -> Rules:
+        return cls(tuple((pattern, Region(i, label, record)) for i, (pattern, label, record) in enumerate(rules)))
+
+    def regions(self, model: nn.Module) -> dict[str, Region]:
+        """Path of each module -> its region.
+
+        Raises:
+            ValueError: a pattern of a text that matches no module.
+        """
+        rest = Region(len(self.patterns), "", None)
+        found: dict[str, Region] = {}
+        unmatched = {pattern for pattern, _ in self.patterns if isinstance(pattern, str)} - {"*"}
+        for path, module in model.named_modules(remove_duplicate=False):
+            around = found[path.rpartition(".")[0]] if path else rest
+            matching = [(pattern, region) for pattern, region in self.patterns if _matches(pattern, path, module)]
+            unmatched -= {pattern for pattern, _ in matching if isinstance(pattern, str)}
+            found[path] = min([around, *(region for _, region in matching)], key=lambda region: region.number)
+        if unmatched:
+            raise ValueError(f"precision: {sorted(unmatched)[0]!r} matches no module of {type(model).__name__}")
+        return found
+
+    def parameters(self, model: nn.Module) -> dict[int, Region]:
+        """Id of each parameter -> its region; of one with several places, that which counts first."""
+        found: dict[int, Region] = {}
+        regions = self.regions(model)
+        for path, module in model.named_modules(remove_duplicate=False):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    both = [regions[path], found.get(id(parameter), regions[path])]
+                    found[id(parameter)] = min(both, key=lambda region: region.number)
+        return found
 
 
-def cast_inputs(model: nn.Module, dtype: torch.dtype) -> Remover:
-    """Every floating-point tensor that the model is called with becomes `dtype`."""
-    return model.register_forward_pre_hook(_cast_call(dtype), prepend=True, with_kwargs=True).remove
+def cast_calls(model: nn.Module, rules: Rules, units: Iterable[str]) -> Iterator[Remover]:
+    """Attach the casts of the module's note. `units`: paths of the modules whose calls are those of units."""
+    regions = rules.regions(model)
+    borders = {path: _at_border(model, path, regions) for path in regions}
+    inputs = {path: regions[path].precision for path in dict.fromkeys(["", *units])}
+    for path, module in model.named_modules():
+        into, out = borders[path] or (None, None)
+        precision = inputs.get(path)
+        if into is None and precision is not None:
+            into = precision.param if precision.cast_inputs else None
+        if into is not None:
+            yield module.register_forward_pre_hook(_cast_call(into), prepend=True, with_kwargs=True).remove
+        if out is not None:
+            yield module.register_forward_hook(_cast_output(out)).remove
 
 
-def cast_around_kept(model: nn.Module, precision: MixedPrecision) -> Iterator[Remover]:
-    """fp32 into each kept module, `precision.param` out of it."""
-    for module in kept_modules(model, precision).values():
-        yield module.register_forward_pre_hook(_cast_call(torch.float32), prepend=True, with_kwargs=True).remove
-        yield module.register_forward_hook(lambda _, args, output: cast(output, precision.param)).remove
+def _at_border(
+    model: nn.Module, path: str, regions: Mapping[str, Region]
+) -> tuple[torch.dtype | None, torch.dtype | None] | None:
+    """What a module's inputs and outputs are cast to, where it begins a region."""
+    inner = regions[path].precision
+    if not path:
+        return None, inner.output if inner is not None else None
+    around = path.rpartition(".")[0]
+    if regions[path] == regions[around]:
+        return None
+    into = _dtype_of(inner, model.get_submodule(path))
+    out = inner.output if inner is not None and inner.output is not None else None
+    return (
+        into if inner is None or inner.cast_inputs else None,
+        out or _dtype_of(regions[around].precision, model.get_submodule(around)),
+    )
+
+
+def _dtype_of(precision: MixedPrecision | None, module: nn.Module) -> torch.dtype | None:
+    """In which it computes: as the record says, or as its first parameter is."""
+    if precision is not None:
+        return precision.param
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+
+def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+    if not isinstance(pattern, str):
+        return isinstance(module, pattern)
+    plain = [name for name in path.split(".") if name not in ("_orig_mod", "_checkpoint_wrapped_module")]
+    return fnmatchcase(".".join(plain), pattern)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -50,5 +157,5 @@ def _cast_call(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any,
     return lambda module, args, kwargs: (cast(args, dtype), cast(kwargs, dtype))
 
 
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
+def _cast_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, output: cast(output, dtype)

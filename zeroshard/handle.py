@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.buffer import live_bytes
+from zeroshard.casting import Remover
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.gather import Gatherer
@@ -412,10 +413,10 @@ class Handle(NotCopied):
         self._shards = {}
         self.gatherer.settle()
 
-    def attach(self) -> None:
-        """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
+    def attach(self, casts: Iterable[Remover] = ()) -> None:
+        """Install the hooks. They keep the handle: a model whose handle is dropped trains on. `casts`: come first."""
         model = self.model
-        self.schedule.attach(model)
+        self.schedule.attach(model, casts)
         self._guards = [
             model.register_forward_pre_hook(OutsideGraphs(self._before_forward), prepend=True),
             model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]

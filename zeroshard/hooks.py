@@ -4,7 +4,7 @@
 |---------------------------------------|------------------------------------|-----------------------------------------|
 | forward pre-hook, forward hook        | modules that need a unit's weights | gather and show; hide                   |
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
-| hooks around forward                  | the model, modules kept in fp32    | cast inputs, and outputs of those kept  |
+| hooks around forward                  | the model, units, other precisions | cast inputs and outputs (`casting.py`)  |
 | gradient hook on outputs              | the model                          | mark the start of backward              |
 | post-accumulate-grad hook, grad_dtype | trainable parameters               | move the gradient into its bucket       |
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from zeroshard.casting import cast_around_kept, cast_inputs
+from zeroshard.casting import Remover
 from zeroshard.gather import Gatherer, in_backward
 from zeroshard.reduce import Reducer
 from zeroshard.trees import tensors_in
@@ -85,8 +85,9 @@ class Schedule(NotCopied):
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module) -> None:
-        """Install all hooks. The first are not copied: a copy of the model is refused before it begins."""
+    def attach(self, model: nn.Module, casts: Iterable[Remover] = ()) -> None:
+        """Install all hooks, `casts` (see `casting.py`) before those that gather. The first are not copied: a copy of
+        the model is refused before it begins."""
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
         units = self.gatherer.units
         for unit in units:
@@ -94,12 +95,7 @@ class Schedule(NotCopied):
                 of_module = self._needs.setdefault(model.get_submodule(path), [])
                 if unit not in of_module:
                     of_module.append(unit)
-        computing = [unit for unit in units if not unit.spec.kept]
-        changed = [unit.weights.buffer.dtype for unit in computing if unit.weights.buffer.dtype != unit.spec.dtype]
-        if changed:
-            self._removers.append(cast_inputs(model, changed[0]))
-        if computing:
-            self._removers += cast_around_kept(model, computing[0].spec.precision)
+        self._removers += casts
         for module, needed in self._needs.items():
             self._keep(module.register_forward_pre_hook(_before(self, needed)))
             self._keep(module.register_forward_hook(_after(self, needed), always_call=True))

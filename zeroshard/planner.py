@@ -10,13 +10,13 @@ from collections.abc import Callable, Hashable
 from torch import nn
 
 from zeroshard.buffer import Allotment
+from zeroshard.casting import Precisions
 from zeroshard.gather import PLACES
 from zeroshard.layout import BufferLayout
 from zeroshard.managed import EVERYTHING, Ignored, Managed
 from zeroshard.owners import balance, cost
 from zeroshard.pieces import BATCH_NUMEL, batches, cut
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
-from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.reduce import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import DEFAULT_UNIT_BYTES, UnitPolicy, UnitSpec, choose_units
@@ -28,7 +28,7 @@ def plan_memory(
     world_size: int,
     *,
     units: UnitPolicy = None,
-    precision: MixedPrecision | str | None = None,
+    precision: Precisions = None,
     state_bytes_per_element: int = 8,
     state_scalars: int = 1,
     rank: int = 0,
@@ -54,7 +54,7 @@ def plan_memory(
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
     """
     plan = as_plan(plan)
-    specs = choose_units(model, units, as_precision(precision), Managed.without(model, ignored))
+    specs = choose_units(model, units, precision, Managed.without(model, ignored))
     layouts = [spec.layout(world_size, num_replicas) for spec in specs]
     kinds = dict.fromkeys(("weights", "grads", "main", "state", "scalars"), 0)
     for spec, layout in zip(specs, layouts, strict=True):
@@ -120,7 +120,7 @@ def plan_transients(
 
 def fit_units(
     model: nn.Module,
-    precision: MixedPrecision | None,
+    precision: Precisions,
     limit: int,
     plan: Plan,
     mesh_shape: tuple[int, int],

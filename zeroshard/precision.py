@@ -10,6 +10,8 @@
   (together they are the fp32 number, bit for bit: 2 bytes less).
 - `keep`: classes of modules that stay in fp32 with all that is inside them (norms, for example). What they are called
   with is cast to fp32, what they return to `param`. Their parameters are units of their own.
+- `output`: what the model (or a module that a pattern names) returns is cast to it; None: the model's stays as it is.
+- `cast_inputs`: whether floating-point inputs of the model, and of the modules that are units, are cast to `param`.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ class MixedPrecision:
     reduce: torch.dtype | None = None
     main: torch.dtype | Literal["remainder"] = torch.float32
     keep: tuple[type[nn.Module], ...] = ()
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("param", "grad", "reduce", "main"):
+        for field in ("param", "grad", "reduce", "main", "output"):
             value = getattr(self, field)
-            optional = (field == "reduce" and value is None) or (field == "main" and value == "remainder")
+            optional = (field in ("reduce", "output") and value is None) or (field == "main" and value == "remainder")
             if not optional and value not in FLOATS:
                 raise ValueError(f"precision: {field} must be one of {', '.join(map(str, FLOATS))}, found {value!r}")
         for item in self.keep:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.casting import cast_around_kept, cast_inputs, kept_parameters
-from zeroshard.precision import NAMED, MixedPrecision, as_precision, precision_for
+from zeroshard.casting import Precisions, Rules, cast_calls
+from zeroshard.precision import MixedPrecision, precision_for
+from zeroshard.unit import UnitPolicy, choose_units
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 """(model, rank, micro-batch) -> the loss whose gradient counts: divide by the number of micro-batches yourself."""
@@ -44,7 +45,7 @@ class Reference:
         model: changed in place: it holds the weights, in the compute dtype.
         optimizer_class: any of torch.optim; `defaults` are its arguments.
         params: as for the optimizer, over the model's parameters; None: all that require grad.
-        precision: as for `shard`.
+        precision, units: as for `shard` (inputs are cast where a unit is called).
 
     Raises:
         ValueError: a wire narrower than the gradient (the engine does not round the term of a shard's owner, so its sum
@@ -57,20 +58,22 @@ class Reference:
         optimizer_class: type[torch.optim.Optimizer],
         *,
         num_ranks: int,
-        precision: MixedPrecision | str | None = None,
+        precision: Precisions = None,
+        units: UnitPolicy = None,
         params: Iterable[dict[str, Any]] | None = None,
         **defaults: Any,
     ) -> None:
         self.model, self.num_ranks = model, num_ranks
         self.precisions: dict[nn.Parameter, MixedPrecision] = {}
         self.main: dict[nn.Parameter, nn.Parameter] = {}
-        record = as_precision(precision)
-        kept = kept_parameters(model, record)
-        original = next(model.parameters()).dtype
+        rules = Rules.of(precision)
+        regions = rules.parameters(model)
+        called = [path for spec in choose_units(model, units, precision) for path in spec.calls]
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 continue
-            of_parameter = precision_for(parameter.dtype, NAMED["fp32"] if id(parameter) in kept else record)
+            record = regions[id(parameter)].precision
+            of_parameter = precision_for(parameter.dtype, record)
             if parameter.requires_grad:
                 self._adopt(parameter, of_parameter)
             elif record is not None:
@@ -78,10 +81,7 @@ class Reference:
         groups = params if params is not None else [{"params": list(self.main)}]
         main_groups = [{**group, "params": [self.main[p] for p in group["params"]]} for group in groups]
         self.optimizer = optimizer_class(main_groups, **defaults)
-        if record is not None and record.param != original:
-            cast_inputs(model, record.param)
-        if record is not None:
-            list(cast_around_kept(model, record))
+        list(cast_calls(model, rules, called))
 
     def _adopt(self, parameter: nn.Parameter, precision: MixedPrecision) -> None:
         if precision.wire.itemsize < precision.grad.itemsize:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.casting import Precisions, Rules, cast_calls
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.digest import digest
@@ -24,7 +25,6 @@ from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
-from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.unit import Unit, UnitPolicy, UnitSpec, choose_units
 
 
@@ -33,7 +33,7 @@ def shard(
     plan: Plan | str,
     *,
     units: UnitPolicy = None,
-    precision: MixedPrecision | str | None = None,
+    precision: Precisions = None,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     max_transient_bytes: int | None = None,
     materialize: Source | None = None,
@@ -47,7 +47,8 @@ def shard(
         plan: DDP, ZERO1, ZERO2 or ZERO3, or the lower-case name.
         units: what is gathered, reduced and freed together: module classes, a callable `module -> bool`, or a number
             of bytes; None groups neighbouring modules up to 32 MiB. The rest of the model is the root unit.
-        precision: a `MixedPrecision`, "fp32", "bf16", ..., or None: as the model is.
+        precision: a `MixedPrecision`, "fp32", "bf16", ..., or None: as the model is. Or one for each pattern, in the
+            order in which they count: `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
         mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard". None: all ranks.
         max_transient_bytes: the most that full-size places, buckets and scratch may take. With `units=None` units are
             made small enough.
@@ -74,7 +75,7 @@ def shard(
                 "ShardedOptimizer, without shard()"
             )
         managed = Managed.without(model, ignored)
-        specs = _choose(model, chosen, units, as_precision(precision), collectives, max_transient_bytes, managed)
+        specs = _choose(model, chosen, units, precision, collectives, max_transient_bytes, managed)
         _refuse_unready(model, managed, collectives, materialize)
         if values not in ("broadcast", "check"):
             raise ValueError(f"values must be 'broadcast' or 'check', found {values!r}")
@@ -103,7 +104,8 @@ def shard(
                 handle.gatherer.updated(unit)
             handle.gatherer.settle()
         claim_parameters(handle, parameters.values())
-        handle.attach()
+        called = [path for unit in built for path in unit.spec.calls]
+        handle.attach(cast_calls(model, Rules.of(precision), called))
     except Exception as error:
         failure = error
     try:
@@ -143,7 +145,7 @@ def _choose(
     model: nn.Module,
     plan: Plan,
     units: UnitPolicy,
-    precision: MixedPrecision | None,
+    precision: Precisions,
     collectives: Collectives,
     max_transient_bytes: int | None,
     managed: Managed,

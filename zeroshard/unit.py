@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.buffer import Borrower, FlatBuffer
-from zeroshard.casting import kept_parameters
+from zeroshard.casting import Precisions, Region, Rules
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients
 from zeroshard.interval import Interval
@@ -22,7 +22,7 @@ from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.placement import REPLICATED, SHARDED, Plan
-from zeroshard.precision import FLOATS, NAMED, MixedPrecision, precision_for
+from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 from zeroshard.readers import has_forward, is_whole, readers
 from zeroshard.weights import Weights
 
@@ -37,7 +37,7 @@ class UnitSpec:
     Attributes:
         names: parameter names in registration order, as the model has them now (slots have plain ones).
         modules: dotted paths of the modules whose forward needs the weights.
-        kept: whether it stays in fp32 beside units of less precision (see `MixedPrecision.keep`).
+        calls: of those, the ones that are the unit: their inputs are cast.
         outer: whether other units run while this one is in use (the root unit, or a unit around units): it keeps a
             full-size place of its own, the others take turns.
     """
@@ -50,7 +50,7 @@ class UnitSpec:
     trainable: bool
     modules: tuple[str, ...]
     outer: bool
-    kept: bool = False
+    calls: tuple[str, ...] = ()
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -59,7 +59,7 @@ class UnitSpec:
 
     def weight_borrower(self, numel: int) -> Borrower:
         """Of a full-size place to gather into. Units of one kind may be needed together: kinds do not share."""
-        kind = (self.weight_dtype, self.trainable)
+        kind = (self.weight_dtype, self.trainable, self.precision)
         return Borrower(self.name, kind, numel * self.weight_dtype.itemsize, self.outer)
 
     def bucket_borrower(self, numel: int) -> Borrower:
@@ -258,7 +258,7 @@ def plain_name(name: str) -> str:
 
 
 def choose_units(
-    model: nn.Module, policy: UnitPolicy, precision: MixedPrecision | None, managed: Managed = EVERYTHING
+    model: nn.Module, policy: UnitPolicy, precision: Precisions, managed: Managed = EVERYTHING
 ) -> list[UnitSpec]:
     """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
 
@@ -272,7 +272,7 @@ def choose_units(
     them. If the policy names something inside such a module, the whole of it is the unit.
 
     A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
-    frozen and trainable ones, or with some that are kept in fp32, becomes several units, gathered by the same modules.
+    frozen and trainable ones, or of several precisions, becomes several units, gathered by the same modules.
 
     Raises:
         ValueError: a model without parameters; a policy that matches no module, with the classes that there are.
@@ -291,21 +291,21 @@ def choose_units(
                 unit = groups[path]
                 owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
                 users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
-    members: dict[tuple[str, torch.dtype, bool, bool], list[str]] = {}
-    kept_in_fp32 = kept_parameters(model, precision)
+    members: dict[tuple[str, torch.dtype, bool, Region], list[str]] = {}
+    regions = Rules.of(precision).parameters(model)
     for name, parameter in parameters.items():
-        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad, id(parameter) in kept_in_fp32)
+        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)])
         members.setdefault(key, []).append(name)
     order = list(dict.fromkeys([*groups.values(), ""]))
     specs = []
-    for (unit, dtype, trainable, kept), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
+    for (unit, dtype, trainable, region), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
         _refuse_unsupported(names, [parameters[name] for name in names])
         alone = sum(key[0] == unit for key in members) == 1
         label = unit or "root"
         if not alone:
-            marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), *["kept"] * kept]
-            label += f" ({', '.join(marks)})"
-        record = NAMED["fp32"] if kept else precision
+            marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
+            label += f" ({', '.join(filter(None, marks))})"
+        record = region.precision
         modules = [*whole.get(unit, ()), *([] if unit else [""])]
         modules += [path for name in names for path in users[id(parameters[name])]]
         specs.append(
@@ -318,7 +318,7 @@ def choose_units(
                 trainable=trainable,
                 modules=tuple(dict.fromkeys(modules)),
                 outer=_runs_around_others(unit, modules, groups),
-                kept=kept,
+                calls=tuple(whole.get(unit, ())) or ("",) * (not unit),
             )
         )
     return specs

@@ -1,0 +1,210 @@
+"""What is cast where: at the model, at each unit, around modules of another precision.
+
+`b(a(x).float())` raised under `precision="bf16"` (a matrix product of fp32 and bf16), where FSDP2 casts the inputs of
+each unit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.core.models import PLANS, State, make, same_bits
+from zeroshard.planner import plan_memory
+from zeroshard.precision import MixedPrecision
+from zeroshard.reference import Reference
+from zeroshard.testing import expect_same_logs, run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Block(nn.Module):
+    """Gives fp32 to whoever comes next."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 40)
+        self.router = nn.Sequential(nn.Linear(40, 8), nn.Linear(8, 40))
+        self.down = nn.Linear(40, width)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        gate = self.router(hidden)
+        self.seen.update(x=x.dtype, hidden=hidden.dtype, gate=gate.dtype, weight=self.router[0].weight.dtype)
+        return x + self.down(hidden * gate.to(hidden.dtype)).float() + (0 if bias is None else bias)
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(24, 5)
+        self.reentrant = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x, bias=torch.full((24,), 0.1))
+            else:
+                x = checkpoint(block, x.requires_grad_(), use_reentrant=self.reentrant)  # type: ignore[assignment]
+        return self.head(x.to(self.head.weight.dtype))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 24, generator=torch.Generator().manual_seed(9 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(batch(rank, step)).float().square().mean()
+
+
+def train(rank: int, plan: Any, precision: Any, units: Any = Block, **options: Any) -> tuple[State, Any, Any]:
+    model = make(lambda: Model(**options))
+    handle = zeroshard.shard(model, plan, units=units, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    for step in range(2):
+        optimizer.backward(loss_of(model, rank, step))
+        optimizer.step()
+    return handle.full_state_dict(main=True), model, (handle.memory(), handle.comm_log)
+
+
+def reference(num_ranks: int, precision: Any, units: Any = Block, **options: Any) -> State:
+    model = make(lambda: Model(**options))
+    truth = Reference(
+        model, torch.optim.AdamW, num_ranks=num_ranks, precision=precision, units=units, lr=1e-2, foreach=False
+    )
+    for step in range(2):
+        truth.step(lambda model, rank, _, step=step: loss_of(model, rank, step))
+    return {name: truth.main[parameter].detach() for name, parameter in model.named_parameters()}
+
+
+PATTERNS: Any = {"blocks.*.router": "fp32", "head": "fp32", "*": "bf16"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", PATTERNS], ids=["bf16", "patterns"])
+def test_inputs_are_cast_at_units_and_around_patterns(precision: Any) -> None:
+    expected = run_ranks(lambda rank: reference(2, precision), 1)[0]
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            state, model, (memory, log) = train(rank, plan, precision)
+            assert same_bits(state, expected), plan
+            inside = FP32 if precision is PATTERNS else BF16
+            for block in model.blocks:
+                assert block.seen == {"x": BF16, "hidden": BF16, "gate": BF16, "weight": inside}, plan
+            planned = plan_memory(make(Model), plan, 2, units=Block, precision=precision, rank=rank)
+            assert memory == planned
+            logs.append(log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_same_logs(logs)
+
+
+def test_without_casts_it_raises_as_plain_torch_does() -> None:
+    """The control: a block gets fp32 into its bf16 weights."""
+
+    def check(rank: int) -> None:
+        with pytest.raises(RuntimeError, match=r"must have the same dtype|expected .* to have the same dtype"):
+            train(rank, "zero3", MixedPrecision(cast_inputs=False))
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_block_sees_the_same_casts(reentrant: bool) -> None:
+    """fp32 goes into each block; hooks cast it again when backward recomputes the block."""
+    expected = run_ranks(lambda rank: reference(2, PATTERNS, checkpointed=reentrant), 1)[0]
+
+    def check(rank: int) -> None:
+        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+            state, _, _ = train(rank, plan, PATTERNS, checkpointed=reentrant)
+            assert same_bits(state, expected), plan
+
+    run_ranks(check, 2)
+
+
+def test_classes_and_names_the_first_that_matches_counts() -> None:
+    def dtypes(rank: int, precision: Any) -> dict[str, torch.dtype]:
+        model = make(Model)
+        zeroshard.shard(model, "zero3", precision=precision)
+        return {name: p.dtype for name, p in model.named_parameters() if "bias" in name and "blocks.0" in name}
+
+    def check(rank: int) -> None:
+        router = {"blocks.0.router.0.bias", "blocks.0.router.1.bias"}
+        for precision, expected in (
+            ({"*.router": "fp32", nn.Linear: "bf16"}, router),  # what is inside a router stays with it
+            ({nn.Linear: "bf16", "*.router": "fp32"}, set()),
+            ({"*.router.0": "bf16", nn.Sequential: "fp32", "*": "bf16"}, {"blocks.0.router.1.bias"}),
+            ({"blocks.?.up": "bf16"}, router | {"blocks.0.down.bias"}),  # the rest: as the model is
+        ):
+            found = dtypes(rank, precision)
+            assert {name for name, dtype in found.items() if dtype == FP32} == expected, precision
+
+    run_ranks(check, 1)
+
+
+def test_output() -> None:
+    """Of the model, and of a module that a pattern names."""
+
+    def check(rank: int) -> None:
+        for precision, dtype in (("bf16", BF16), (MixedPrecision(output=FP32), FP32)):
+            model = make(Model)
+            zeroshard.shard(model, "zero3", units=Block, precision=precision)
+            assert model(batch(rank, 0)).dtype == dtype
+        model = make(Model)
+        zeroshard.shard(model, "zero3", precision={"head": MixedPrecision(output=torch.float64), "*": "fp32"})
+        out = model(batch(rank, 0))
+        assert out.dtype == torch.float64 and model.head.weight.dtype == BF16
+
+    run_ranks(check, 2)
+
+
+def test_the_casts_are_those_of_fsdp2() -> None:
+    """Outputs and gradients, bit for bit, with torch's own policy at the same modules."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def check(rank: int) -> None:
+        theirs = make(Model)
+        mesh = init_device_mesh("cpu", (2,))
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
+        for block in theirs.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(theirs, mesh=mesh, mp_policy=policy)
+        ours = make(Model)
+        handle = zeroshard.shard(ours, "zero3", units=Block, precision=MixedPrecision(output=FP32))
+        outputs = [model(batch(rank, 0)) for model in (theirs, ours)]
+        assert outputs[0].dtype == outputs[1].dtype == FP32
+        assert torch.equal(*outputs)
+        for out in outputs:
+            out.square().mean().backward()
+        for name, parameter in theirs.named_parameters():
+            torch.testing.assert_close(handle.gradient(name), parameter.grad.full_tensor(), rtol=1e-6, atol=1e-7)
+
+    run_ranks(check, 2)
+
+
+def test_bad_precisions() -> None:
+    def check(rank: int) -> None:
+        for wrong, told in (
+            ({"blocks.*.rooter": "fp32"}, r"'blocks\.\*\.rooter' matches no module of Model"),
+            ({3: "fp32"}, "a pattern is a text or a class of modules, found 3"),
+            ({int: "fp32"}, "a pattern is a text or a class of modules"),
+            ({"*": "bf17"}, "unknown precision 'bf17'"),
+            ({"*": MixedPrecision(keep=(nn.LayerNorm,))}, "by a pattern of its own, in front"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                zeroshard.shard(make(Model), "zero3", precision=wrong)
+        with pytest.raises(ValueError, match="output must be one of"):
+            MixedPrecision(output=torch.int8)
+
+    run_ranks(check, 1)
