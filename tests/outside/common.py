@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.placement import Plan
+from zeroshard.testing import run_ranks
 
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB = 23
@@ -175,16 +176,18 @@ class Twins:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train(self, loss_of: Callable[[nn.Module, int], Tensor], steps: int = 4) -> State:
-        """`steps` steps; the weights are equal after each. `loss_of(model, step)`."""
+    def train(self, loss_of: Callable[[nn.Module, int], Tensor], steps: int = 3) -> State:
+        """`steps` steps; the losses are equal in each, and the weights after all. `loss_of(model, step)`."""
         for step in range(steps):
             self.backward(lambda model, step=step: loss_of(model, step))
             self.step()
-            self.expect_equal()
-        return self.handle.full_state_dict()
+        return self.expect_equal()
 
-    def expect_equal(self) -> None:
-        expect_close(self.handle.full_state_dict(), state_of(self.plain))
+    def expect_equal(self) -> State:
+        """The weights are. Returns them."""
+        weights = self.handle.full_state_dict()
+        expect_close(weights, state_of(self.plain))
+        return weights
 
     def expect_equal_gradients(self) -> None:
         """Those that are waiting for a step; the plain ones are averaged for it."""
@@ -192,3 +195,17 @@ class Twins:
         for name, parameter in self.plain.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(self.handle.gradient(name), parameter.grad)
+
+
+def under_all_plans(train: Callable[[int, Plan], State], num_ranks: int = 2) -> None:
+    """`train(rank, plan)`, in fp64, returns weights: all plans give the same bits."""
+
+    @in_fp64
+    def check(rank: int) -> None:
+        states = []
+        for plan in PLANS:
+            torch.manual_seed(0)
+            states.append(train(rank, plan))
+        expect_same_bits(states)
+
+    run_ranks(check, num_ranks)
