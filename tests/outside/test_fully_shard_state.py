@@ -1,0 +1,433 @@
+"""torch: test/distributed/_composable/fsdp/test_fully_shard_init.py, test_fully_shard_state.py and
+test_fully_shard_state_dict.py: what may be sharded, over which ranks, from which values, and how it is read again.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeroshard
+from tests.outside.common import (
+    MLP,
+    PLANS,
+    Block,
+    State,
+    Transformer,
+    Twins,
+    expect_close,
+    expect_same_on_all_ranks,
+    numbers,
+    state_of,
+    tokens,
+    under_all_plans,
+)
+from zeroshard.placement import Plan
+from zeroshard.testing import run_ranks
+
+
+def units_of(handle: zeroshard.Handle) -> dict[str, set[str]]:
+    return {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.units}
+
+
+# What belongs together -----------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_belongs_to_the_innermost_unit_around_it() -> None:
+    """TestFullyShardManagedModulesAndStates, TestFullyShardLazyInit.test_fully_shard_is_root,
+    ..._module_and_param_fqns: what is no unit's belongs to the root, and names are those of the model."""
+
+    def check(rank: int) -> None:
+        model = nn.Sequential(MLP(8), MLP(8))
+        inner = (model[0].in_proj, model[0].out_proj)
+        handle = zeroshard.shard(model, "zero3", units=lambda module: module in inner)
+        assert units_of(handle) == {
+            "0.in_proj": {"0.in_proj.weight", "0.in_proj.bias"},
+            "0.out_proj": {"0.out_proj.weight", "0.out_proj.bias"},
+            "root": {"1.in_proj.weight", "1.in_proj.bias", "1.out_proj.weight", "1.out_proj.bias"},
+        }
+
+    run_ranks(check, 1)
+
+
+def test_shared_parameters_and_modules_count_once() -> None:
+    """test_managed_modules_duplicate, test_managed_states_shared_params_and_buffers, TestFullyShardParamModuleInfos: a
+    parameter with several names is one slot, and `tied` knows the other names."""
+
+    def check(rank: int) -> None:
+        mlp = MLP(8)
+        twice = nn.Sequential(mlp, mlp)
+        handle = zeroshard.shard(twice, "zero3", units=MLP)
+        assert sum(len(names) for names in units_of(handle).values()) == 4
+        assert set(handle.tied()) == {f"1.{name}" for name, _ in mlp.named_parameters()}
+        shared = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(3)))
+        shared[0].in_proj.weight = shared[1].in_proj.weight
+        shared[2].in_proj.weight = shared[1].in_proj.weight
+        shared[1].buffer = shared[2].buffer
+        plain = state_of(shared)
+        handle = zeroshard.shard(shared, "zero3", units=MLP)
+        assert sum(len(names) for names in units_of(handle).values()) == 10
+        expect_close(handle.full_state_dict(), plain)
+
+    run_ranks(check, 2)
+
+
+def test_shards_cut_a_flat_buffer() -> None:
+    """TestFullyShardShardedParameterTensor.test_shard_tensor_parameters, TestFullyShardShardPlacementFn: every rank
+    has an equal part, and the parts in rank order are the parameters; there is no dimension to choose. Odd sizes."""
+
+    def check(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(MLP(3, 3) for _ in range(3)))
+        model[0].in_proj = model[1].in_proj
+        plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+        handle = zeroshard.shard(model, "zero3")
+        for unit in handle.units:
+            own = unit.weights.own()
+            parts = [torch.empty_like(own) for _ in range(3)]
+            dist.all_gather(parts, own)
+            flat = torch.cat(parts)
+            for slot in unit.layout.slots:
+                assert torch.equal(flat[slot.world.slice].view(slot.shape), plain[slot.name])
+
+    run_ranks(check, 3)
+
+
+def test_scalars_other_strides_and_8_bit_floats_are_parameters_too() -> None:
+    """test_raise_scalar_parameter, test_raise_noncontiguous_parameter: refused there, trained here.
+    TestFullyShardMixedDtypeParam.test_mixed_dtypes_no_grad_param: a frozen fp8 parameter beside fp32 ones."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) * self.scale
+
+    def train(rank: int, plan: Plan) -> State:
+        twins = Twins(Model(), plan)
+        return twins.train(lambda model, step: model(numbers(25, rank, step).view(2, 2, 5, 5)).sum())
+
+    under_all_plans(train)
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = nn.Linear(4, 4)
+            model.frozen = nn.Parameter(torch.ones(8, 8).to(torch.float8_e4m3fn), requires_grad=False)
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            frozen = handle.full_state_dict()["frozen"]
+            assert frozen.dtype == torch.float8_e4m3fn and frozen.float().eq(1).all()
+
+    run_ranks(check, 2)
+
+
+# A handle, not a class -----------------------------------------------------------------------------------------------
+
+
+def test_the_model_keeps_its_class_and_is_sharded_once() -> None:
+    """test_fully_shard_reapply, test_fully_shard_cls, test_fully_shard_deepcopy: classes stay, a slice of a
+    Sequential is an ordinary one, copying is refused."""
+
+    def check(rank: int) -> None:
+        model = nn.Sequential(*(MLP(8) for _ in range(3)))
+        classes = [type(module) for module in model.modules()]
+        zeroshard.shard(model, "zero3")
+        assert [type(module) for module in model.modules()] == classes
+        assert type(model[:2]) is nn.Sequential
+        with pytest.raises(ValueError, match="sharded already"):
+            zeroshard.shard(model, "zero3")
+        with pytest.raises((RuntimeError, TypeError), match=r"close\(\)|full_state_dict"):
+            copy.deepcopy(model)
+        with pytest.raises((RuntimeError, TypeError), match=r"close\(\)|full_state_dict"):
+            pickle.dumps(model)
+
+    run_ranks(check, 2)
+
+
+def test_containers_without_a_forward() -> None:
+    """test_fully_shard_unsupported_module_cls: refused there; here a ModuleList or ModuleDict may be sharded,
+    because its members are what is called, and their units gather by themselves."""
+
+    class Caller(nn.Module):
+        def __init__(self, container: nn.Module) -> None:
+            super().__init__()
+            self.container = container
+
+        def forward(self, x: Tensor) -> Tensor:
+            members = self.container.values() if isinstance(self.container, nn.ModuleDict) else self.container
+            for member in members:
+                x = member(x)
+            return x
+
+    def train(rank: int, plan: Plan) -> State:
+        result = {}
+        for number, make in enumerate(
+            (lambda: nn.ModuleList([MLP(8), MLP(8)]), lambda: nn.ModuleDict({"a": MLP(8), "b": MLP(8)}))
+        ):
+            twins = Twins(make(), plan, shard={"units": MLP})
+            weights = twins.train(lambda container, step: Caller(container)(numbers(8, rank, step)).sum())
+            result.update({f"{number}.{name}": value for name, value in weights.items()})
+        return result
+
+    under_all_plans(train)
+
+
+# Meshes --------------------------------------------------------------------------------------------------------------
+
+
+def test_which_meshes_are_refused() -> None:
+    """TestFullyShardMeshArg: three axes; two axes without names."""
+
+    def check(rank: int) -> None:
+        for shape, names in (((4, 1, 1), None), ((2, 2), None), ((2, 2), ("a", "b"))):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            model = MLP(8)
+            with pytest.raises(ValueError, match="mesh"):
+                zeroshard.shard(model, "zero3", mesh=mesh)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh from a group", "mesh of a mesh"])
+def test_a_group_of_some_ranks(kind: str) -> None:
+    """TestFullyShardProcessGroupInit.test_1d_process_group_init: ranks 0 and 2, ranks 1 and 3, each pair its own
+    model."""
+
+    def check(rank: int) -> None:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh: Any = groups[rank % 2]
+        if kind == "mesh from a group":
+            mesh = DeviceMesh.from_group(groups[rank % 2], "cpu", mesh_dim_names=("dp",))
+        elif kind == "mesh of a mesh":
+            mesh = whole["dp"]
+        torch.manual_seed(rank)
+        model = MLP(8)
+        handle = zeroshard.shard(model, "zero3", mesh=mesh)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-2)
+        first = handle.full_state_dict()["in_proj.weight"]
+        torch.manual_seed(rank % 2)
+        assert torch.equal(first, MLP(8).in_proj.weight)
+        for step in range(2):
+            model(numbers(8, rank, step)).sum().backward()
+            optimizer.step()
+        expect_same_on_all_ranks(handle.full_state_dict(), groups[rank % 2])
+
+    run_ranks(check, 4)
+
+
+def test_two_groups_make_a_mesh_of_replicas() -> None:
+    """TestFullyShardProcessGroupInit.test_2d_process_group_init: the mesh that is made of the two groups, and the same
+    training as with a mesh of torch's own."""
+
+    def check(rank: int) -> None:
+        shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        names = ("replicate", "shard")
+        ranks = torch.tensor([[0, 1], [2, 3]])
+        of_groups = DeviceMesh.from_group(
+            [replicas[rank % 2], shards[rank // 2]], "cpu", mesh=ranks, mesh_dim_names=names
+        )
+        of_torch = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        results = []
+        for mesh in (of_groups, of_torch):
+            torch.manual_seed(0)
+            model = MLP(8)
+            handle = zeroshard.shard(model, "zero3", mesh=mesh)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-2)
+            for step in range(2):
+                model(numbers(8, rank, step)).sum().backward()
+                optimizer.step()
+            results.append(handle.full_state_dict())
+        expect_same_on_all_ranks(results[0])
+        assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+    run_ranks(check, 4)
+
+
+def test_replicas_start_with_rank_0s_values() -> None:
+    """TestFullyShardHSDPBroadcast.test_hsdp_broadcast_across_replicas: there the user broadcasts; here `shard` does."""
+
+    def check(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        torch.manual_seed(rank)
+        model = Transformer(layers=1)
+        model.register_buffer("buf", torch.randn(5))
+        handle = zeroshard.shard(model, "zero3", units=Block, mesh=mesh)
+        torch.manual_seed(0)
+        plain = Transformer(layers=1)
+        assert torch.equal(handle.full_state_dict()["embed.weight"], plain.embed.weight)
+        expect_same_on_all_ranks(handle.full_state_dict())
+        model(tokens(rank)).sum().backward()
+
+    run_ranks(check, 4)
+
+
+# From the meta device ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_built_on_the_meta_device(precision: str | None) -> None:
+    """TestFullyShardMetaDeviceInit.test_meta_device_1d_init: even, uneven and almost empty shards, a buffer; every
+    value comes from `reset_parameters`, and a step works."""
+
+    class Buffered(MLP):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim, 1, bias=False, with_buffer=True)
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        if isinstance(module, Buffered):
+            module.buffer.fill_(2.0)
+
+    def check(rank: int) -> None:
+        for dim in (8, 3, 1):
+            for plan in PLANS:
+                torch.manual_seed(0)
+                with torch.device("meta"):
+                    model = nn.Sequential(Buffered(dim), MLP(dim, 1, bias=False))
+                handle = zeroshard.shard(model, plan, units=MLP, precision=precision, materialize=init)
+                state = handle.full_state_dict(main=True)
+                assert state["0.buffer"].eq(2).all()
+                assert all(value.isfinite().all() and value.any() for value in state.values())
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-2)
+                model(numbers(dim, rank)).sum().backward()
+                optimizer.step()
+                expect_same_on_all_ranks(handle.full_state_dict(main=True))
+
+    run_ranks(check, 3)
+
+
+def test_a_model_on_the_meta_device_without_values_is_refused() -> None:
+    """test_invalid_meta_device_init: already by `shard`, with a name."""
+
+    def check(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(MLP(8), MLP(8))
+        with pytest.raises(ValueError, match=r"0\.in_proj\.weight is on the meta device"):
+            zeroshard.shard(model, "zero3")
+
+    run_ranks(check, 2)
+
+
+def test_only_rank_0_has_the_values() -> None:
+    """test_rank0_broadcast_meta_device_init: a state dict on rank 0, the meta device everywhere; then parity of one
+    step."""
+
+    def check(rank: int) -> None:
+        torch.manual_seed(42)
+        plain = Transformer()
+        full = plain.state_dict() if rank == 0 else None
+
+        for plan in PLANS:
+            with torch.device("meta"):
+                model = Transformer()
+            names = {id(module): name for name, module in model.named_modules()}
+
+            def init(module: nn.Module, names: dict[int, str] = names) -> None:
+                for name, parameter in module.named_parameters(recurse=False):
+                    if full is not None:
+                        parameter.copy_(full[f"{names[id(module)]}.{name}"])
+                    else:
+                        parameter.fill_(1337)
+
+            handle = zeroshard.shard(model, plan, units=Block, materialize=init)
+            expect_close(handle.full_state_dict(), state_of(plain))
+            torch.testing.assert_close(model(tokens(rank)), plain(tokens(rank)))
+
+    run_ranks(check, 2)
+
+
+def test_a_parameter_that_is_computed_from_others_is_written_afterwards() -> None:
+    """test_reset_sharded_param_in_lazy_init: a norm of two other weights, after they have their values."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer1, self.layer2 = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.norm = nn.Parameter(torch.empty(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer2(self.layer1(x)).sum() + self.norm.sum()
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        elif isinstance(module, Model):
+            module.norm.zero_()
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            with torch.device("meta"):
+                model = Model()
+            handle = zeroshard.shard(model, plan, units=nn.Linear, materialize=init)
+            with handle.unsharded(write=True), torch.no_grad():
+                expected = model.layer1.weight.norm(dim=1) + model.layer2.weight.norm(dim=1)
+                model.norm.copy_(expected)
+            assert torch.equal(handle.full_state_dict()["norm"], expected)
+            model(numbers(3, rank)).backward()
+
+    run_ranks(check, 2)
+
+
+# State dicts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["one axis", "replicas"])
+def test_state_dicts_go_out_and_in(mesh: str) -> None:
+    """test_dp_state_dict_save_load, test_cached_state_dict: before and after a forward, of uneven sizes; what is loaded
+    is there afterwards, and what was taken out does not change with it."""
+    shape = (2,) if mesh == "one axis" else (2, 2)
+
+    def check(rank: int) -> None:
+        device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for dim in (2, 3, 5):
+            for plan in PLANS:
+                torch.manual_seed(42)
+                model = nn.Sequential(MLP(dim), nn.Sequential(MLP(dim), nn.Linear(dim, dim)), MLP(dim))
+                plain = state_of(model)
+                handle = zeroshard.shard(model, plan, units=MLP, mesh=device_mesh)
+                first = handle.full_state_dict()
+                expect_close(first, plain)
+                model(numbers(dim, rank))
+                expect_close(handle.full_state_dict(), plain)
+                handle.load_full_state_dict({name: torch.full_like(value, 42.0) for name, value in plain.items()})
+                assert all(value.eq(42).all() for value in handle.full_state_dict().values())
+                expect_close(first, plain)
+
+    run_ranks(check, 2 if mesh == "one axis" else 4)
+
+
+def test_a_state_dict_without_the_handle_raises_where_it_would_be_wrong() -> None:
+    """test_dp_state_dict_save_load takes `model.state_dict()`, of shards; here it is whole, or it raises."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            torch.manual_seed(0)
+            model = nn.Sequential(MLP(4), MLP(4))
+            plain = state_of(model)
+            handle = zeroshard.shard(model, plan)
+            with handle.unsharded():
+                expect_close(state_of(model), plain)
+            if plan is zeroshard.ZERO3:
+                with pytest.raises(RuntimeError, match="full_state_dict"):
+                    model.state_dict()
+            else:
+                expect_close(state_of(model), plain)
+            with pytest.raises(RuntimeError, match="load_full_state_dict"):
+                model.load_state_dict(plain)
+
+    run_ranks(check, 2)
