@@ -228,8 +228,8 @@ class Collectives:
         axis = axis or self.mesh.world
         for tensor in tensors if axis.size > 1 else ():
             if tensor.numel():
-                dense = tensor.contiguous()
-                dist.broadcast(dense, group=axis.group, group_src=source)
+                dense = tensor.contiguous()  # its bytes travel: gloo knows no 8-bit floats
+                dist.broadcast(dense.view(-1).view(torch.uint8), group=axis.group, group_src=source)
                 if dense is not tensor:
                     tensor.copy_(dense)
 
