@@ -41,7 +41,7 @@ class Agreement:
         self.half_done = self.used_up = False
         self._handle, self._scaling = handle, scaling
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
-        self._known: tuple[int, Control] | None = None  # and the number of backwards it was made after
+        self._known: tuple[tuple[int, ...], Control] | None = None  # and the version of the gradients it is about
 
     def control(
         self,
@@ -64,11 +64,12 @@ class Agreement:
         self._handle.check_open("use the optimizer")
         if norm_type is None:
             norm_type = self._known[1].norm_type if self._known else 2.0
-        now = self._handle.reducer.num_backwards
+        by_hand = {} if self._handle.plan.external_gradients else self._handle.reducer.notice()
+        now = self._handle.reducer.visible.version
         known = None if self._handle.plan.external_gradients else self._known
-        if known is not None and known[0] == now and known[1].norm_type == norm_type:
+        if known is not None and known[0] == now and known[1].norm_type == norm_type and not by_hand:
             return known[1]
-        status = self._status(parameters)
+        status = self._status(parameters, by_hand=bool(by_hand))
         flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
         self._sample_weights()
         control = exchange_control(
@@ -84,6 +85,9 @@ class Agreement:
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
             if ranks:
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
+        if Status.BY_HAND in control.status:
+            self._handle.reducer.reduce_by_hand(by_hand)
+            return self.control(parameters, gradients, num_groups, norm_type)
         if control.weight == 0:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
         self._known = now, control
@@ -102,7 +106,7 @@ class Agreement:
         """The gradients it was made of are gone."""
         self._known = None
 
-    def _status(self, parameters: Iterable[nn.Parameter]) -> Status:
+    def _status(self, parameters: Iterable[nn.Parameter], *, by_hand: bool) -> Status:
         if self.half_done:
             return Status.HALF_DONE
         updated = {id(p) for unit in self._handle.units if unit.main is not None for p in unit.parameters}
@@ -110,6 +114,8 @@ class Agreement:
             return Status.UNFROZEN
         if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in self.units):
             return Status.NOT_REDUCED
+        if by_hand:
+            return Status.BY_HAND
         if self._handle.plan.external_gradients:
             has_any = any(p.grad is not None for unit in self.units for p in unit.parameters)
         else:
@@ -122,9 +128,8 @@ class Agreement:
     # What follows from it --------------------------------------------------------------------------------------------
 
     def mean_factor(self, control: Control) -> float:
-        """Buffers hold sums over ranks (torch DDP's gradients are means already) of scaled losses."""
-        total = control.weight / (len(control.status) if self._handle.plan.external_gradients else 1)
-        return 1.0 / (total * (self._handle.reducer.scale or 1.0))
+        """Buffers hold means over ranks of scaled, weighted losses."""
+        return len(control.status) / (control.weight * (self._handle.reducer.scale or 1.0))
 
     def active(self, control: Control) -> dict[Unit, list[bool]]:
         """The slots that have a gradient on any rank."""

@@ -33,7 +33,7 @@ from zeroshard.mesh import Axis, Mesh, is_gloo
 from zeroshard.messages import Messages, Told, receive, send
 from zeroshard.samples import Samples
 from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
-from zeroshard.sums import carve, in_shards, sum_in_rank_order
+from zeroshard.sums import carve, divide, in_shards, sum_in_rank_order
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -164,29 +164,33 @@ class Collectives:
         return Pending(self, (), copy_from_peers, told).then(sample)
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str
+        self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str, divisor: int = 1
     ) -> Pending:
-        """PARTIAL -> SHARDED: `out` becomes the sum over ranks of the own shard of `full`.
+        """PARTIAL -> SHARDED: `out` becomes the sum over ranks of the own shard of `full`, divided.
 
         Args:
             full: [numel], this rank's terms. Nothing may write to it until the result has been waited for.
             out: [numel / d], `full`'s dtype; may be the own shard inside `full` (then it happens in place).
             scratch: `reduce_scratch_bytes(...)` bytes of uint8 or more, exclusive until the result is waited for.
             wire: the dtype that travels. Sums are taken in the wider of `wire` and `full.dtype`.
+            divisor: of the sum, once it has been rounded to `full.dtype`.
 
-        Under a 2-D mesh the shard is then summed over its replicas as well.
+        Under a 2-D mesh the shard is then summed over its replicas as well, before it is divided.
         """
         axis, replicas = self.mesh.reduce, self.mesh.replicate
         own = in_shards(full, axis.size)[axis.rank]
+        of_shards, of_replicas = (divisor, 1) if replicas.size == 1 else (1, divisor)
         pending = Pending()
         if axis.size > 1 and full.numel():
             self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
             with _trace(f"zeroshard::reduce_scatter({unit})"):
-                shared = self._reduce_shared(axis, full, out, scratch, unit) if wire == full.dtype else None
+                shared = self._reduce_shared(axis, full, out, scratch, unit, of_shards) if wire == full.dtype else None
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
-                pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter", unit)
-        elif out.data_ptr() != own.data_ptr():
-            out.copy_(own)
+                pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter", unit, of_shards)
+        else:
+            if out.data_ptr() != own.data_ptr():
+                out.copy_(own)
+            divide(out, of_shards)
         if replicas.size == 1 or not full.numel():
             return pending
 
@@ -195,7 +199,7 @@ class Collectives:
             part = in_shards(out, replicas.size)[replicas.rank]
             self.log.record("reduce_replicas", unit, phase, 2 * (out.numel() - part.numel()) * wire.itemsize)
             start = self._reduce_pairwise if self.pairwise else self._reduce_native
-            start(replicas, out, part, scratch, wire, "replicate", unit).wait()
+            start(replicas, out, part, scratch, wire, "replicate", unit, of_replicas).wait()
             self._all_gather(replicas, out, "replicate", unit, phase, log=False).wait()
 
         return Pending(self, (), sum_over_replicas)
@@ -285,7 +289,9 @@ class Collectives:
                 works.append(send(axis, own, target, kind))
             return Pending(self, works, told=told)
 
-    def _reduce_shared(self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, unit: str) -> Pending | None:
+    def _reduce_shared(
+        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, unit: str, divisor: int
+    ) -> Pending | None:
         """None where `full` does not lie in shared memory."""
         location = self.shared.locate(full) if self.shared is not None else None
         if location is None:
@@ -299,7 +305,7 @@ class Collectives:
                 if rank != axis.rank
             ]
             own = in_shards(full, axis.size)[axis.rank]
-            sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out)
+            sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out, divisor)
             return self.messages.acknowledge(axis)
 
         return Pending(self, (), sum_from_peers, told)
@@ -333,7 +339,15 @@ class Collectives:
         self.log.clear()
 
     def _reduce_pairwise(
-        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str, unit: str
+        self,
+        axis: Axis,
+        full: Tensor,
+        out: Tensor,
+        scratch: Tensor,
+        wire: torch.dtype,
+        kind: str,
+        unit: str,
+        divisor: int,
     ) -> Pending:
         shards = in_shards(full, axis.size)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
@@ -350,30 +364,35 @@ class Collectives:
         own = shards[axis.rank]
         narrow = wire.itemsize < full.element_size()
         total = rest.view(full.dtype)[: out.numel()] if narrow and len(peers) > 1 else received[0]
-        return Pending(self, works, lambda: sum_in_rank_order(own, received, axis.rank, total, out), told)
+        return Pending(self, works, lambda: sum_in_rank_order(own, received, axis.rank, total, out, divisor), told)
 
     def _reduce_native(
-        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, wire: torch.dtype, kind: str, unit: str
+        self,
+        axis: Axis,
+        full: Tensor,
+        out: Tensor,
+        scratch: Tensor,
+        wire: torch.dtype,
+        kind: str,
+        unit: str,
+        divisor: int,
     ) -> Pending:
         own = in_shards(full, axis.size)[axis.rank]
         if wire == full.dtype:
-            return Pending(self, [_reduce_scatter(out, full, group=axis.group, async_op=True)])
+            work = _reduce_scatter(out, full, group=axis.group, async_op=True)
+            return Pending(self, [work], lambda: divide(out, divisor))
         cast, rest = carve(scratch, 1, full.numel(), wire)
         received, _ = carve(rest, axis.size, out.numel(), wire)
         cast[0].copy_(full)
         if wire.itemsize > full.element_size():
             work = _reduce_scatter(received[0], cast[0], group=axis.group, async_op=True)
-            return Pending(self, [work], lambda: _copy(out, received[0]))
+            return Pending(self, [work], lambda: divide(out.copy_(received[0]), divisor))
         work = dist.all_to_all_single(rest[: cast[0].nbytes].view(wire), cast[0], group=axis.group, async_op=True)
         terms = [term for rank, term in enumerate(received) if rank != axis.rank]
         total = scratch[: out.nbytes].view(out.dtype)  # what was sent has been sent
-        return Pending(self, [work], lambda: sum_in_rank_order(own, terms, axis.rank, total, out))
+        return Pending(self, [work], lambda: sum_in_rank_order(own, terms, axis.rank, total, out, divisor))
 
 
 def _trace(name: str) -> AbstractContextManager[Any]:
     """A named range in the profiler's trace, where one is on."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
-
-
-def _copy(out: Tensor, value: Tensor) -> None:
-    out.copy_(value)

@@ -41,6 +41,7 @@ class Status(IntEnum):
     UNFROZEN = 3
     HALF_DONE = 4
     USED_UP = 5
+    BY_HAND = 6  # gradients have been set by hand: they are reduced first
 
 
 @dataclass(frozen=True)

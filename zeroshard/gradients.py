@@ -5,8 +5,9 @@
                          +------------- open(), next micro-batch -----+
 
 The *bucket* is the full-size buffer that backward writes to. Plans whose gradients rest in full own it; plans with
-sharded gradients borrow one and keep the shard alone. Reducing at every micro-batch follows one rule under all plans,
-so that they stay bit-identical: what has been reduced so far enters the next sum as part of the owner's own term.
+sharded gradients borrow one and keep the shard alone. A reduction leaves the mean over ranks, as torch DDP does.
+Reducing at every micro-batch follows one rule under all plans, so that they stay bit-identical: what has been reduced
+so far enters the next sum, times the number of ranks, as part of the owner's own term.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Gradients:
     """See the module's note.
 
     Attributes:
-        buffer: the flat buffer in the gradient dtype. Holds sums over ranks and micro-batches, not means: the step
-            divides, once.
+        buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
+            REDUCED: the mean over ranks of such sums.
+        num_ranks: that the mean is over.
         carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
+        replicates: whether all of the mean is gathered on every rank once it has been reduced.
         state: the life cycle above.
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
         ready: slots accumulated in the backward under way.
@@ -44,10 +47,21 @@ class Gradients:
         waiting: slots that no step has used yet; the same on every rank, as `present` need not be.
     """
 
-    def __init__(self, unit: str, buffer: FlatBuffer, wire: torch.dtype, carries: bool = True) -> None:
-        self._unit, self._wire, self.carries = unit, wire, carries
+    def __init__(
+        self,
+        unit: str,
+        buffer: FlatBuffer,
+        wire: torch.dtype,
+        *,
+        num_ranks: int = 1,
+        carries: bool = True,
+        replicates: bool = False,
+    ) -> None:
+        self._unit, self._wire = unit, wire
+        self.num_ranks, self.carries, self.replicates = num_ranks, carries, replicates
         self._pending = Pending()
         self._carry = False
+        self._reduced_before = False
         self.buffer = buffer
         self.state = GradState.EMPTY
         self.stale: set[int] = set()
@@ -63,7 +77,8 @@ class Gradients:
     def open(self, bucket: Tensor | None = None) -> None:
         """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
-        carries = self.state is GradState.REDUCED and self.carries
+        self._reduced_before = self.state is GradState.REDUCED
+        carries = self._reduced_before and self.carries
         if bucket is not None:
             self.buffer.attach(bucket)
         assert self.buffer.full is not None, "accumulation needs a bucket"
@@ -74,6 +89,7 @@ class Gradients:
             own = self.buffer.layout.shard(self.buffer.rank)
             self.buffer.full[: own.start].zero_()
             self.buffer.full[own.stop :].zero_()
+            self.buffer.shard.mul_(self.num_ranks)
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
         self.waiting = set(range(len(self.buffer.layout.slots)))
@@ -94,6 +110,11 @@ class Gradients:
         self.ready.add(index)
         self.present.add(index)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the bucket holds this rank's terms and nothing else."""
+        return self.state is GradState.PARTIAL and not self._reduced_before
+
     def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
         """PARTIAL -> REDUCING. Slots without a gradient take part with zeros."""
         self._expect((GradState.PARTIAL,), "reduce")
@@ -102,14 +123,20 @@ class Gradients:
             self.buffer.views()[index].zero_()
         self.stale.clear()
         if self._carry:
-            self.buffer.own_part_of_full().add_(self.buffer.shard)
+            self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.num_ranks))
         self._pending = collectives.reduce_scatter(
-            self.buffer.full, self.buffer.shard, scratch, wire=self._wire, unit=self._unit, phase="backward"
+            self.buffer.full,
+            self.buffer.shard,
+            scratch,
+            wire=self._wire,
+            unit=self._unit,
+            phase="backward",
+            divisor=self.num_ranks,
         )
         self.state = GradState.REDUCING
 
     def arrive(self) -> None:
-        """REDUCING -> REDUCED: the shard holds the sum. A borrowed bucket may be given back (`close`)."""
+        """REDUCING -> REDUCED: the shard holds the mean. A borrowed bucket may be given back (`close`)."""
         self._expect((GradState.REDUCING,), "wait for")
         self._pending.wait()
         self._carry = False
@@ -125,17 +152,19 @@ class Gradients:
         if not self.buffer.owns_full:
             self.buffer.detach(forget=forget)
 
-    def replicate(self, collectives: Collectives) -> Pending:
-        """SHARDED -> REPLICATED, for a plan whose optimizer updates everything on every rank."""
+    def replicate(self, collectives: Collectives) -> None:
+        """SHARDED -> REPLICATED, started, where the plan's gradients rest in full: then `release` waits for it. No peer
+        may still be reading the bucket."""
         self._expect((GradState.REDUCED,), "replicate")
-        assert self.buffer.full is not None, "replicated gradients own their buffer"
-        if self.buffer.placement is REPLICATED:
-            return Pending()
-        self.buffer.placement = REPLICATED
-        return collectives.all_gather(self.buffer.full, unit=self._unit, phase="step", acknowledge=True)
+        if self.replicates:
+            assert self.buffer.full is not None, "replicated gradients own their buffer"
+            self.buffer.placement = REPLICATED
+            self._pending = collectives.all_gather(
+                self.buffer.full, unit=self._unit, phase="backward", acknowledge=True
+            )
 
     def consume(self, slots: set[int]) -> None:
-        """REDUCED -> EMPTY for these slots: the step has used them, or `zero_grad` discards them."""
+        """-> EMPTY for these slots: the step has used them, or somebody discards them."""
         if self.state is GradState.EMPTY:
             return
         self.present -= slots
@@ -146,13 +175,39 @@ class Gradients:
         for index in slots:
             if self.buffer.full is not None:
                 self.buffer.views()[index].zero_()
-            else:
-                part = self.buffer.layout.slots[index].world & self.own_interval
-                self.buffer.shard[part.relative_to(self.own_interval.start).slice].zero_() if part else None
+            if self.buffer.full is None or self._carry:
+                self.own_part(index).zero_()
+
+    def assign(self, index: int, part: Tensor) -> None:
+        """The reduced gradient of one slot becomes `part`: flat, of the elements that `held_interval` has of it."""
+        if self.state is GradState.EMPTY:
+            for held in (self.buffer.shard, self.buffer.full):
+                held.zero_() if held is not None else None
+            self.stale.clear()
+            self.buffer.placement = REPLICATED if self.replicates else SHARDED
+            self.state = GradState.REDUCED
+        self._expect((GradState.REDUCED,), "assign")
+        self.held_part(index).copy_(part)
+        self.present.add(index)
+        self.waiting.add(index)
 
     @property
     def own_interval(self) -> Interval:
         return self.buffer.layout.shard(self.buffer.rank)
+
+    @property
+    def held_interval(self) -> Interval:
+        """Where reduced values are valid on this rank."""
+        return Interval(0, self.buffer.layout.numel) if self.replicates else self.own_interval
+
+    def own_part(self, index: int) -> Tensor:
+        """Flat: what this rank's shard has of the reduced gradient of one slot; perhaps nothing."""
+        world = self.buffer.layout.slots[index].world & self.own_interval
+        return self.buffer.shard[world.relative_to(self.own_interval.start).slice] if world else self.buffer.shard[:0]
+
+    def held_part(self, index: int) -> Tensor:
+        """Flat: what this rank holds of the reduced gradient of one slot."""
+        return self.buffer.views()[index].view(-1) if self.replicates else self.own_part(index)
 
     def piece(self, world: Interval) -> Tensor:
         """[world.numel] of the reduced gradient; `world` must lie in what this rank holds."""

@@ -141,6 +141,7 @@ class Handle(NotCopied):
             raise ValueError(f"gradient: the model has no trainable parameter of the name {name!r}")
         unit, slot = found[0]
         assert unit.grads is not None
+        self.reducer.notice()
         if unit.grads.state is not GradState.REDUCED:
             raise RuntimeError(
                 f"gradient: that of {name} is {unit.grads.state.value}; call backward (not under no_sync)"
@@ -149,8 +150,27 @@ class Handle(NotCopied):
         own = unit.own_shard()
         unit.read_gradient(own, full[own.slice])
         self.collectives.all_gather(full, unit=unit.name, phase="unshard").wait()
-        factor = self.collectives.mesh.world.size * (self.reducer.scale or 1.0)
-        return full[slot.world.slice].view(slot.shape).div(factor)
+        return full[slot.world.slice].view(slot.shape).div(self.reducer.scale or 1.0)
+
+    @torch.no_grad()
+    def set_gradient(self, name: str, values: Tensor) -> None:
+        """Between backward and step: the reduced gradient of a parameter becomes `values`, the mean over ranks in full
+        (as `gradient` gives it), the same on every rank. Collective.
+
+        Raises:
+            ValueError: no trainable parameter of that name; values of another shape.
+            RuntimeError: gradients of its unit that are only accumulated (`no_sync`); weighted losses.
+        """
+        self.check_open("set_gradient")
+        found = [(unit, index) for unit in self.units for index, s in enumerate(unit.layout.slots) if s.name == name]
+        if not found or found[0][0].grads is None:
+            raise ValueError(f"set_gradient: the model has no trainable parameter of the name {name!r}")
+        unit, index = found[0]
+        slot, grads = unit.layout.slots[index], unit.grads
+        assert grads is not None
+        if tuple(values.shape) != slot.shape:
+            raise ValueError(f"set_gradient: {name} has the shape {slot.shape}, found {tuple(values.shape)}")
+        self.reducer.set_gradient(unit, index, values)
 
     @torch.no_grad()
     def main_parts(self) -> list[Tensor]:
@@ -329,10 +349,15 @@ class Handle(NotCopied):
         if unfinished is not None:
             unfinished.settle()
 
+    def has_gradients(self, *, reduced: bool = False) -> bool:
+        """Whether any wait for a step; `reduced`: only those that have been reduced."""
+        self.reducer.notice()
+        return self.reducer.has_gradients(reduced=reduced)
+
     def expect_no_gradients(self, what: str) -> None:
         """Raises:
         RuntimeError: gradients are waiting for a step."""
-        if any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in self.units):
+        if self.has_gradients():
             raise RuntimeError(
                 f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
                 "between a step (or zero_grad) and the next backward"
@@ -349,7 +374,7 @@ class Handle(NotCopied):
         frozen = [unit for unit in self.units if unit.main is None and any(p.requires_grad for p in unit.parameters)]
         if not frozen:
             return
-        if any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in self.units):
+        if self.has_gradients():
             raise RuntimeError(
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
@@ -359,9 +384,7 @@ class Handle(NotCopied):
                 unit.weights.drop(forget=True)
         for unit in frozen:
             unit.thaw(self.collectives)
-        before = self.reducer
         self.gatherer, self.reducer = Gatherer(self.units, self.collectives), Reducer(self.units, self.collectives)
-        self.reducer.num_backwards = before.num_backwards
         self.schedule.take(self.gatherer, self.reducer, frozen)
         self.collectives.meet()
         for owner in self.owners():
@@ -377,7 +400,7 @@ class Handle(NotCopied):
             RuntimeError: gradients are waiting for a step.
         """
         self.check_open("park")
-        if any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in self.units):
+        if self.has_gradients():
             raise RuntimeError("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()
         self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
@@ -429,8 +452,7 @@ class Handle(NotCopied):
             self._expect_known_parameters()
         self.thaw()
         self.expect_in_place()
-        reduced = not self._claims and any(unit.grads is not None and unit.grads.present for unit in self.units)
-        if reduced and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._claims and self.has_gradients(reduced=True):
             raise RuntimeError(
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"

@@ -6,6 +6,7 @@
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
 | hooks around forward                  | the model, units, other precisions | cast inputs and outputs (`casting.py`)  |
 | gradient hook on outputs              | the model                          | mark the start of backward              |
+| gradient hook                         | trainable parameters               | the same, and empty `p.grad`            |
 | post-accumulate-grad hook, grad_dtype | trainable parameters               | move the gradient into its bucket       |
 
 Module hooks keep the schedule alive; parameter hooks refer to it weakly (a parameter must not own its owner).
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.casting import Remover
 from zeroshard.gather import Gatherer, in_backward
@@ -77,6 +79,7 @@ class Schedule(NotCopied):
         self.gatherer, self.reducer = gatherer, reducer
         self._removers: list[Callable[[], None]] = []
         self._backward: int | None = None  # the graph task under way
+        self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, list[Unit]] = {}
         self._entered: dict[Unit, int] = {}
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
@@ -113,6 +116,7 @@ class Schedule(NotCopied):
                 frozen = not parameter.requires_grad  # in a unit of which others train; it takes a hook only while not
                 parameter.requires_grad_(True)
                 self._keep(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._keep(parameter.register_hook(_before_gradient(weakref.ref(self), parameter)))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
                 if unit.spec.precision.grad.itemsize > parameter.element_size():  # uses in one backward add up, too
                     parameter.grad_dtype = unit.spec.precision.grad
@@ -203,39 +207,55 @@ class Schedule(NotCopied):
         """Backward runs the graph in the reverse of the order in which forward made it: it is done with the units that
         it came to before. (If peers have gradients of a unit, and this rank has not, they wait for its reduction here
         before they gather the next.)"""
-        for unit in self._at:
+        for unit in self._at if self._accumulates else ():
             if unit not in units and all(visit.unit is not unit for visit in self._visits):
                 self.reducer.complete(unit)
         self._at = list(units)
         self.gatherer.enter_backward(units)
 
+    def before_gradient(self, parameter: Tensor) -> None:
+        """Autograd is about to add to `p.grad`, or to give a gradient to `torch.autograd.grad`."""
+        if not self._accumulates and _is_accumulated(parameter):
+            self.begin_backward(accumulates=True)
+
     def on_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
-        self.begin_backward()
+        self.begin_backward(accumulates=True)
         self.reducer.accumulate(unit, index, parameter)
 
-    def begin_backward(self) -> None:
-        """The first hook of a backward asks for a call at its end (whatever the graph of this rank contains)."""
+    def begin_backward(self, *, accumulates: bool | None = None) -> None:
+        """The first hook of a backward asks for a call at its end (whatever the graph of this rank contains).
+
+        Args:
+            accumulates: whether it is known to leave gradients in parameters; None: look at the graph. (A reentrant
+                checkpoint hides its parameters from it until a backward of its own comes to them.)
+        """
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
-            self.reducer.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if accumulates is None:
+                accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
+        if accumulates and not self._accumulates:
+            self._accumulates = True
+            self.reducer.begin_backward()
 
     def abandon_backward(self) -> None:
         """If the last backward raised, and so never came to its end: what is under way arrives, to be discarded."""
         if self._backward is not None and not in_backward():
-            self._backward = None
+            self._backward, self._accumulates = None, False
             self._visits.clear()
             self._at.clear()
             self.reducer.abandon_backward()
             self.gatherer.end_backward()
 
     def _end_backward(self) -> None:
+        accumulates, self._accumulates = self._accumulates, False
         self._backward = None
         with torch.no_grad():
             self._visit_from(0)  # before the reductions: peers that wait for these have not reduced theirs
         self._trains = False
         self._at.clear()
-        self.reducer.end_backward()
+        if accumulates:
+            self.reducer.end_backward()
         self.gatherer.end_backward()
 
 
@@ -256,6 +276,28 @@ def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, A
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         schedule.after_module(units, output)
+
+    return hook
+
+
+def _is_accumulated(parameter: Tensor) -> bool:
+    """Whether the backward under way comes to the parameter, and adds to its `grad`."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # it is one of those that torch.autograd.grad was asked for
+        return False
+
+
+def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Callable[[Tensor], None]:
+    """The hook's argument is the gradient."""
+    of_parameter = weakref.ref(parameter)
+
+    def hook(grad: Tensor) -> None:
+        alive, target = schedule(), of_parameter()
+        if alive is not None and target is not None:
+            alive.before_gradient(target)
 
     return hook
 

@@ -468,15 +468,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self, control: Control, update: Update) -> None:
         units, active = self.agreement.units, self.agreement.active(control)
-        arriving = {}
-        for unit in units:
-            if unit.grads is not None and unit.plan.main is not SHARDED:
-                arriving[unit] = unit.grads.replicate(self.handle.collectives)
         steppers_left = {unit: sum(unit in stepper.groups for stepper in self._steppers) for unit in units}
 
         def start(unit: Unit) -> None:
-            if unit in arriving:
-                arriving[unit].release()
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
 
@@ -496,7 +490,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip, self._clip_value = 1.0, None
         for unit in self.handle.units:
             if unit.grads is not None:
-                unit.grads.consume(self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit))
+                slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
+                unit.grads.consume(slots)
+                self.handle.reducer.visible.forget(unit, slots)
         self.handle.reducer.forget_scale()
 
     def _own_padding(self, unit: Unit) -> int:

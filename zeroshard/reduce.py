@@ -24,6 +24,7 @@ from zeroshard.gradients import Gradients, GradState
 from zeroshard.loss_scale import LossScaler, ScaleState
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import Unit
+from zeroshard.visible import VisibleGradients
 
 IN_FLIGHT = 2
 """Reductions under way at a time: one arriving, one starting. Each has its own scratch (and bucket)."""
@@ -39,7 +40,7 @@ class Reducer:
         order: trainable units, in the order in which they are reduced.
         sync: whether the backward under way reduces (else it accumulates locally, see `no_sync`).
         scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
-        num_backwards: how many have ended.
+        visible: what the user finds in `p.grad`.
         settled: scalers that have been adjusted since the last backward: the state before, and whether any optimizer of
             the model has found an overflow.
     """
@@ -49,11 +50,13 @@ class Reducer:
         self.collectives = collectives
         self.sync = True
         self.scale: float | None = None
-        self.num_backwards = 0
+        self.visible = VisibleGradients(self.order, collectives)
         self.settled: dict[LossScaler, tuple[ScaleState, bool]] = {}
         self._backward_scale = 1.0
         self._watch: Watch | None = None
+        self._weighted = False
         self._cursor = 0
+        self._complete_but_seen = False  # a unit whose last gradient hooks of the user still look at
         self._in_flight: deque[tuple[Unit, Tensor]] = deque()
         self._read_by_peers: deque[Unit] = deque()  # reduced here, perhaps not yet everywhere
         self._buckets: dict[Hashable, list[Place]] = {}  # that units take turns in; a free one has no holder
@@ -81,28 +84,119 @@ class Reducer:
             self.sync = before
 
     @contextmanager
-    def scaled(self, scale: float, watch: Watch | None) -> Iterator[None]:
-        """The backward inside is that of a loss times `scale`; `watch(name, gradient)` sees each gradient first."""
+    def scaled(self, scale: float, watch: Watch | None, *, weighted: bool = False) -> Iterator[None]:
+        """The backward inside is that of a loss times `scale`; `watch(name, gradient)` sees each gradient first.
+        `weighted`: it is also multiplied by a weight, and the step divides by the sum of them."""
         self.settled.clear()
-        self._backward_scale, self._watch = scale, watch
+        self._backward_scale, self._watch, self._weighted = scale, watch, weighted
         try:
             yield
         finally:
-            self._backward_scale, self._watch = 1.0, None
+            self._backward_scale, self._watch, self._weighted = 1.0, None, False
 
     def begin_backward(self) -> None:
+        """Gradients are going to be accumulated."""
+        self.visible.withdraw()
+        self.forget_scale()
         if self.scale is None:
             self.scale = self._backward_scale
+        self.visible.final &= self.scale == 1.0 and not self._weighted
 
     def forget_scale(self) -> None:
         """Once all gradients have been used or discarded."""
-        if all(unit.grads is None or unit.grads.state is GradState.EMPTY for unit in self.order):
-            self.scale = None
+        if not self.has_gradients():
+            self.scale, self.visible.final = None, True
+
+    def has_gradients(self, *, reduced: bool = False) -> bool:
+        """Whether any wait for a step; `reduced`: only those that have been reduced."""
+        states = {unit.grads.state for unit in self.order if unit.grads is not None} - {GradState.EMPTY}
+        return GradState.REDUCED in states if reduced else bool(states)
+
+    def notice(self) -> dict[tuple[int, int], Tensor]:
+        """See `VisibleGradients.notice`."""
+        by_hand = self.visible.notice()
+        self.forget_scale()
+        return by_hand
+
+    @torch.no_grad()
+    def reduce_by_hand(self, terms: dict[tuple[int, int], Tensor]) -> None:
+        """Gradients that were set by hand become the mean over ranks of what each has set (zeros where it has not).
+        Collective.
+
+        Args:
+            terms: (index of the unit, slot) -> this rank's.
+        """
+        wanted = {tuple(key) for keys in self.collectives.exchange_objects(sorted(terms)) for key in keys}
+        for unit in self.order:
+            slots = sorted(index for of_unit, index in wanted if of_unit == unit.index)
+            if slots:
+                self._reduce_slots(unit, {index: terms.get((unit.index, index)) for index in slots})
+
+    def set_gradient(self, unit: Unit, index: int, values: Tensor) -> None:
+        """The reduced gradient of one slot becomes `values` (in its shape, unscaled, the same on every rank).
+
+        Raises:
+            RuntimeError: the step would not take it as it is.
+        """
+        grads, world = unit.grads, unit.layout.slots[index].world
+        assert grads is not None
+        self.notice()
+        if not self.visible.final and self.scale in (None, 1.0):
+            raise RuntimeError("set_gradient: this step's losses were weighted, and the step divides by their weights")
+        held = (world & grads.held_interval).relative_to(world.start)
+        self._assign(unit, index, values.reshape(-1)[held.slice] * (self.scale or 1.0))
+        self.collectives.log.record("set gradient", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
+        self.visible.show()
+
+    def _assign(self, unit: Unit, index: int, part: Tensor) -> None:
+        grads = unit.grads
+        assert grads is not None
+        if grads.state is GradState.EMPTY:
+            self._close(unit, grads)
+        self.visible.assign(unit, index, part)
+
+    def _reduce_slots(self, unit: Unit, terms: dict[int, Tensor | None]) -> None:
+        """In storage of its own: this is rare, and buckets may hold what other slots wait with."""
+        grads = unit.grads
+        assert grads is not None
+        dtype, device, numel = grads.buffer.dtype, unit.weights.own().device, unit.layout.numel
+        full = self.collectives.allocate(numel * dtype.itemsize, device).view(dtype)
+        for index, term in terms.items():
+            if term is not None:
+                view = full[unit.layout.slots[index].world.slice].view(term.shape)
+                view.copy_(term.to_dense() if term.layout is not torch.strided else term)
+        own = full[grads.own_interval.slice]
+        scratch = torch.empty(_scratch_bytes(unit, self.collectives), dtype=torch.uint8, device=device)
+        self.collectives.meet()
+        self.collectives.reduce_scatter(
+            full, own, scratch, wire=unit.spec.precision.wire, unit=unit.name, phase="step", divisor=grads.num_ranks
+        ).release()
+        if grads.replicates:
+            self.collectives.all_gather(full, unit=unit.name, phase="step", acknowledge=True).release()
+        for index in terms:
+            self._assign(unit, index, full[(unit.layout.slots[index].world & grads.held_interval).slice])
+        self.collectives.exchange_objects(None)  # nobody reads any more what is freed here
 
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Backward has left a parameter's gradient: move it into the unit's bucket."""
         grads = unit.grads
-        assert grads is not None and parameter.grad is not None, "only trainable units accumulate"
+        assert grads is not None, "only trainable units accumulate"
+        if self._complete_but_seen:  # hooks of the user have seen, by now, the last gradient of the unit before
+            self._advance()
+        seen_by_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
+        if not seen_by_others:
+            self._take(unit, index, grads)
+        grads.ready.add(index)
+        if self.sync and len(grads.ready) == len(unit.parameters):
+            self._complete_but_seen = seen_by_others
+            if not seen_by_others:
+                self._advance()
+
+    def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
+        """Move what lies in `p.grad` into the bucket."""
+        parameter = unit.parameters[index]
+        if parameter.grad is None:
+            return
         grad, parameter.grad = parameter.grad.detach(), None
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
             grad = grad.to_dense()
@@ -113,8 +207,6 @@ class Reducer:
         if self.scale is not None and self.scale != self._backward_scale:  # losses with scales of their own
             grad = grad.to(grads.buffer.dtype, copy=True).mul_(self.scale / self._backward_scale)
         grads.accumulate(index, grad)
-        if self.sync and len(grads.ready) == len(unit.parameters):
-            self._advance()
 
     def complete(self, unit: Unit) -> None:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank (unless the graph
@@ -125,30 +217,45 @@ class Reducer:
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
         if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
             return
-        if grads.state is not GradState.PARTIAL:
-            self._open(unit, grads)
         grads.ready.update(range(len(unit.parameters)))
         self._advance()
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Reduce what is left, with zeros for what is missing, and wait for all of it."""
-        for unit in self.order[self._cursor :] if self.sync else ():
+        """Reduce what is left, with zeros for what is missing, and wait for all of it. Then `p.grad` shows it."""
+        for unit in self.order[self._cursor :]:
+            if self.sync:
+                self._launch(unit)
+            else:
+                self._take_all(unit)
+        self._finish()
+        for unit in self.order:  # all have been started: they arrive together
             assert unit.grads is not None
-            if unit.grads.state is not GradState.PARTIAL:
-                self._open(unit, unit.grads)
-            self._launch(unit)
-        self.num_backwards += 1
-        self.abandon_backward()
+            if unit.grads.state is GradState.REDUCED:
+                unit.grads.release()
+        self.visible.show()
 
     @torch.no_grad()
     def abandon_backward(self) -> None:
-        """Wait for what is under way, and be ready for the next backward."""
+        """A backward has raised half way: wait for what is under way, and discard all gradients, as they are no sum of
+        whole losses. (Plain torch keeps them, and `zero_grad` of any kind discards them; what the user has called
+        meanwhile cannot be told.)"""
+        self._finish()
+        for unit in self.order:
+            assert unit.grads is not None
+            unit.grads.consume(set(unit.grads.waiting))
+            for parameter in unit.parameters:
+                parameter.grad = None
+        self.visible.changed()
+        self.forget_scale()
+
+    def _finish(self) -> None:
         while self._in_flight:
             self._finish_oldest()
         while self._read_by_peers:
             self._release_oldest()
         self._cursor = 0
+        self._complete_but_seen = False
         for unit in self.order:
             assert unit.grads is not None
             unit.grads.ready.clear()
@@ -168,8 +275,17 @@ class Reducer:
             self._launch(unit)
             self._cursor += 1
 
+    def _take_all(self, unit: Unit) -> None:
+        """What hooks of the user have left in `p.grad`, or the user has put there before this backward."""
+        assert unit.grads is not None
+        for index in range(len(unit.parameters)):
+            self._take(unit, index, unit.grads)
+
     def _launch(self, unit: Unit) -> None:
         assert unit.grads is not None
+        self._take_all(unit)
+        if unit.grads.state is not GradState.PARTIAL:
+            self._open(unit, unit.grads)
         if not self._free_scratch:
             self._finish_oldest()
         scratch = self._free_scratch.pop()
@@ -187,7 +303,12 @@ class Reducer:
         unit = self._read_by_peers.popleft()
         assert unit.grads is not None
         unit.grads.release()
-        unit.grads.close()
+        unit.grads.replicate(self.collectives)
+        self._close(unit, unit.grads)
+
+    def _close(self, unit: Unit, grads: Gradients) -> None:
+        """Give a borrowed bucket back."""
+        grads.close()
         if unit in self._borrowed:
             self._borrowed.pop(unit).holder = None
 

@@ -4,7 +4,8 @@ One process plays all ranks, one after the other, on one plain model:
 
     for each rank, each micro-batch     total[rank] += p.grad after loss.backward()         in the gradient dtype
     sum over ranks                      gradient = ((total[0] + total[1]) + total[2]) ...   in the wire's dtype
-    one multiply                        main.grad = gradient * (1 / num_ranks * clip)       in main's dtype
+    mean                                gradient / num_ranks                                in the gradient dtype
+    one multiply, where it is clipped   main.grad = gradient * clip                         in main's dtype
     a plain torch optimizer on main     weights = main, rounded to the compute dtype
 
 No flat buffer, no layout, no shard, no hook that matters: a parameter is a tensor with a main beside it. What the
@@ -107,23 +108,23 @@ class Reference:
         """One step of all ranks.
 
         Args:
-            reduce_every_micro_batch: sum over ranks after each micro-batch, not once. What has been summed so far then
-                enters as part of rank 0's term. (In the engine it is the term of whoever owns the element: the two are
-                bit-equal where sums are exact.)
+            reduce_every_micro_batch: reduce after each micro-batch, not once. The mean so far, times the number of
+                ranks, then enters as part of rank 0's term. (In the engine it is the term of whoever owns the element:
+                the two are bit-equal where sums are exact.)
             max_norm: clip the mean gradient to this 2-norm.
         """
         losses: list[list[float]] = [[] for _ in range(self.num_ranks)]
-        sums: dict[nn.Parameter, Tensor] = {}
+        means: dict[nn.Parameter, Tensor] = {}
         rounds = [[m] for m in range(micro_batches)] if reduce_every_micro_batch else [list(range(micro_batches))]
         for members in rounds:
             totals = [self._accumulate(loss_of, rank, members, losses[rank]) for rank in range(self.num_ranks)]
             for parameter in self.main:
                 terms = [total[parameter] for total in totals if parameter in total]
                 if terms:
-                    sums[parameter] = self._sum(parameter, terms, sums.get(parameter))
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in sums.values())) / self.num_ranks
+                    means[parameter] = self._mean(parameter, terms, means.get(parameter))
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in means.values()))
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        self._update(sums, 1.0 / self.num_ranks * clip)
+        self._update(means, clip)
         return ReferenceStep(tuple(map(tuple, losses)), norm)
 
     def _accumulate(
@@ -143,18 +144,18 @@ class Reference:
                     parameter.grad = None
         return total
 
-    def _sum(self, parameter: nn.Parameter, terms: Sequence[Tensor], so_far: Tensor | None) -> Tensor:
+    def _mean(self, parameter: nn.Parameter, terms: Sequence[Tensor], so_far: Tensor | None) -> Tensor:
         precision = self.precisions[parameter]
-        first = terms[0] if so_far is None else terms[0] + so_far
+        first = terms[0] if so_far is None else terms[0] + so_far * self.num_ranks
         total = first.to(precision.wire)
         for term in terms[1:]:
             total = total + term.to(precision.wire)
-        return total.to(precision.grad)
+        return total.to(precision.grad) / self.num_ranks
 
     @torch.no_grad()
-    def _update(self, sums: dict[nn.Parameter, Tensor], factor: float) -> None:
+    def _update(self, means: dict[nn.Parameter, Tensor], factor: float) -> None:
         for parameter, main in self.main.items():
-            main.grad = sums[parameter].to(main.dtype) * factor if parameter in sums else None
+            main.grad = means[parameter].to(main.dtype) * factor if parameter in means else None
         self.optimizer.step()
         for parameter, main in self.main.items():
             main.grad = None

@@ -57,7 +57,8 @@ class LossScaling:
                 one._looked.append((scaler, one._num_backwards - 1, name, finite))
 
         scale = scaler.scale if scaler is not None else 1.0
-        with reducer.scaled(scale, look if own or any(one._suspicious for one in together) else None):
+        watch = look if own or any(one._suspicious for one in together) else None
+        with reducer.scaled(scale, watch, weighted=weight is not None):
             yield scale * (1.0 if weight is None else weight)
 
     def _note(self, scaler: LossScaler | None, own: bool, weight: float | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CAST_NUMEL = 1 << 16
-"""Elements that a mixed-dtype sum on CPU casts at a time (they stay in cache)."""
+_CACHED_NUMEL = 1 << 16
+"""Elements that a sum on CPU takes at a time: what is cast, and what is divided, stays in cache."""
 
 
 def reduce_scratch_bytes(
@@ -22,18 +22,29 @@ def reduce_scratch_bytes(
     return 0 if wire == grad else 2 * numel * wire.itemsize
 
 
-def sum_in_rank_order(own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor) -> None:
-    """out = ((g0 + g1) + g2) + ..., the own term in its place; `out` may be `own`.
+def sum_in_rank_order(
+    own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor, divisor: int = 1
+) -> None:
+    """out = (((g0 + g1) + g2) + ...) / divisor, the own term in its place; `out` may be `own`.
 
     `total` holds the sum so far, in the wider of the two dtypes, and may be `received[0]`: that one is always among
     the first two terms.
     """
     terms = [*received[:rank], own, *received[rank:]]
-    so_far = terms[0]
-    for index, term in enumerate(terms[1:], start=1):
-        target = out if index == len(terms) - 1 else total
-        add(so_far, term, out=target)
-        so_far = target
+    numel = _CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    pieces = [tensor.split(numel) for tensor in (total, out, *terms)]  # type: ignore[no-untyped-call]
+    for total_piece, out_piece, so_far, *others in zip(*pieces, strict=True):
+        for index, term in enumerate(others, start=1):
+            target = out_piece if index == len(others) else total_piece
+            add(so_far, term, out=target)
+            so_far = target
+        divide(out_piece, divisor)
+
+
+def divide(tensor: Tensor, divisor: int) -> None:
+    """In place, and rounded correctly: the quotient times the divisor is the number again, for 2, 3, 4, 5, 6, 8, ..."""
+    if divisor != 1:
+        tensor.div_(divisor)
 
 
 def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
@@ -43,7 +54,7 @@ def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
         torch.add(a, b, out=out)
         return
-    for piece in zip(out.split(_CAST_NUMEL), a.split(_CAST_NUMEL), b.split(_CAST_NUMEL), strict=True):  # type: ignore[no-untyped-call]
+    for piece in zip(out.split(_CACHED_NUMEL), a.split(_CACHED_NUMEL), b.split(_CACHED_NUMEL), strict=True):  # type: ignore[no-untyped-call]
         torch.add(piece[1], piece[2], out=piece[0])
 
 

@@ -113,7 +113,14 @@ class Unit:
         if not self.plan.external_gradients:
             allocate = partial(collectives.allocate, device=held.device)
             grads = FlatBuffer(self.layout, rank, precision.grad, self.plan.grads, allocate)
-            self.grads = Gradients(self.spec.name, grads, precision.wire, carries=mesh.replicate.rank == 0)
+            self.grads = Gradients(
+                self.spec.name,
+                grads,
+                precision.wire,
+                num_ranks=mesh.world.size,
+                carries=mesh.replicate.rank == 0,
+                replicates=REPLICATED in (self.plan.grads, self.plan.main),
+            )
 
     @torch.no_grad()
     def thaw(self, collectives: Collectives) -> None:

@@ -156,8 +156,8 @@ def test_one_other_batch_on_one_rank_is_seen() -> None:
 def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Own term first, as a straightforward exchange would do it: plans agree among themselves, not with the truth."""
 
-    def own_first(own: torch.Tensor, received: list[torch.Tensor], rank: int, total: Any, out: torch.Tensor) -> None:
-        out.copy_(sum(received, start=own))
+    def own_first(own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int) -> None:
+        out.copy_(sum(received, start=own)).div_(divisor)
 
     expected = run_ranks(all_references, 1, 3, [Job()])[0][0][0]
     monkeypatch.setattr(collectives, "sum_in_rank_order", own_first)

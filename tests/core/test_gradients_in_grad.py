@@ -1,0 +1,408 @@
+"""What a user finds in `p.grad`, and what becomes of what is done to it.
+
+The story: after backward `p.grad` was None under every plan. So `model.zero_grad()` discarded nothing and the bad batch
+was stepped with; `torch.nn.utils.clip_grad_norm_` returned 0 and clipped nothing (weights moved by 4000 instead of
+0.89); `p.grad.mul_()`, `p.grad = None` and gradients set by hand were ignored, all without a word.
+
+Each loop below is written as for plain torch. It runs in one process on the mean of all ranks' losses, and under every
+plan with the losses of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.testing import expect_same_logs, run_ranks
+
+PLANS = ("ddp", "zero1", "zero2", "zero3")
+NUM_RANKS = 3
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+
+class Run:
+    """A model and its optimizer, plain (all ranks in one process) or sharded, behind the names that a loop uses."""
+
+    def __init__(self, rank: int | None, plan: str, **options: Any) -> None:
+        self.model = build()
+        self.rank = rank
+        self.handle = None if rank is None else zeroshard.shard(self.model, plan, units=nn.Linear)
+        if self.handle is None:
+            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        else:
+            self.optimizer = zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+
+    def loss(self, step: int) -> Tensor:
+        if self.rank is not None:
+            return self.model(batch(self.rank, step)).square().mean()
+        return torch.stack([self.model(batch(rank, step)).square().mean() for rank in range(NUM_RANKS)]).mean()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict() if self.handle is None else self.handle.full_state_dict()
+
+
+def clip_the_norm(run: Run) -> None:
+    for step in range(3):
+        run.optimizer.zero_grad()
+        (1000 * run.loss(step)).backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+
+def clip_groups_and_values(run: Run) -> None:
+    for step in range(3):
+        run.optimizer.zero_grad()
+        (1000 * run.loss(step)).backward()
+        torch.nn.utils.clip_grad_norm_(run.model[0].parameters(), 0.3, norm_type=torch.inf)
+        torch.nn.utils.clip_grad_norm_(run.model[2].parameters(), 0.2, norm_type=1.0, foreach=False)
+        torch.nn.utils.clip_grad_value_(run.model[4].parameters(), 0.1)
+        run.optimizer.step()
+
+
+def edit_in_place(run: Run) -> None:
+    for step in range(3):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        for p in run.model[0].parameters():
+            p.grad.mul_(0.5)
+        for p in run.model[2].parameters():
+            p.grad.data.div_(torch.tensor(4.0))
+            p.grad.clamp_(-0.01, 0.01)
+        run.optimizer.step()
+
+
+def discard_a_bad_batch(run: Run) -> None:
+    run.loss(0).backward()
+    run.model.zero_grad()
+    run.loss(1).backward()
+    run.optimizer.step()
+    run.model.zero_grad()
+    (1e6 * run.loss(2)).backward()
+    for p in run.model.parameters():
+        p.grad = None
+    run.loss(3).backward()
+    run.optimizer.step()
+
+
+def discard_a_part(run: Run) -> None:
+    for step in range(3):
+        run.model.zero_grad(set_to_none=True)
+        run.loss(step).backward()
+        for p in run.model[2].parameters():
+            p.grad = None
+        if step == 1:
+            for p in run.model[4].parameters():
+                p.grad.zero_()
+        run.optimizer.step()
+
+
+def zero_in_place(run: Run) -> None:
+    for step in range(3):
+        run.optimizer.zero_grad(set_to_none=False)
+        run.loss(step).backward()
+        run.model.zero_grad(set_to_none=False)
+        run.loss(step + 10).backward()
+        run.optimizer.step()
+
+
+def discard_between_micro_batches(run: Run) -> None:
+    """Accumulate two, throw one in between away."""
+    for step in range(2):
+        run.optimizer.zero_grad()
+        run.loss(3 * step).backward()
+        for p in run.model[0].parameters():
+            p.grad = None
+        run.loss(3 * step + 1).backward()
+        run.loss(3 * step + 2).backward()
+        run.optimizer.step()
+
+
+def set_by_hand(run: Run) -> None:
+    """A step without any backward, as pipelines with delayed weight gradients take it."""
+    for step in range(3):
+        run.optimizer.zero_grad()
+        if step == 1:
+            run.loss(step).backward()
+        for number, p in enumerate(run.model.parameters()):
+            if step != 1 or number % 2:
+                ranks = range(NUM_RANKS) if run.rank is None else [run.rank]
+                p.grad = torch.stack([torch.full(p.shape, 0.1 * (r + number), dtype=p.dtype) for r in ranks]).mean(0)
+        run.optimizer.step()
+
+
+def add_to_what_was_set(run: Run) -> None:
+    for step in range(2):
+        run.optimizer.zero_grad()
+        for number, p in enumerate(run.model.parameters()):
+            ranks = range(NUM_RANKS) if run.rank is None else [run.rank]
+            p.grad = torch.stack([torch.full(p.shape, 0.1 * (r + number), dtype=p.dtype) for r in ranks]).mean(0)
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None, "a hook after shard() sees the gradient that has been accumulated"
+    parameter.grad.mul_(2)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad / 2
+
+
+def drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def post_accumulate_hooks(run: Run) -> None:
+    for p in run.model[0].parameters():
+        p.register_post_accumulate_grad_hook(double)
+    for p in run.model[2].parameters():
+        p.register_post_accumulate_grad_hook(halve)
+    run.model[4].bias.register_post_accumulate_grad_hook(drop)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def gradients_of_their_own(run: Run) -> None:
+    """`torch.autograd.grad` leaves nothing in `p.grad`, and nothing for the step."""
+    for step in range(2):
+        run.optimizer.zero_grad()
+        x = batch(run.rank or 0, step).requires_grad_()
+        (of_x,) = torch.autograd.grad(run.model(x).square().mean(), x)
+        assert of_x.shape == x.shape and bool(of_x.any())
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def a_failed_backward(run: Run) -> None:
+    """What a backward that raised half way has left is discarded by `model.zero_grad()`, as in plain torch."""
+    for step in range(2):
+        hook = run.model[0].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            (1e6 * run.loss(step)).backward()
+        hook.remove()
+        run.model.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def fail(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+LOOPS: list[Callable[[Run], None]] = [
+    clip_the_norm,
+    clip_groups_and_values,
+    edit_in_place,
+    discard_a_bad_batch,
+    discard_a_part,
+    zero_in_place,
+    discard_between_micro_batches,
+    set_by_hand,
+    add_to_what_was_set,
+    post_accumulate_hooks,
+    gradients_of_their_own,
+    a_failed_backward,
+]
+
+
+def plain(rank: int) -> list[dict[str, Tensor]]:
+    results = []
+    for loop in LOOPS:
+        run = Run(None, "")
+        loop(run)
+        results.append(run.weights())
+    return results
+
+
+def sharded(rank: int, plan: str) -> tuple[list[dict[str, Tensor]], list[Any]]:
+    results, logs = [], []
+    for loop in LOOPS:
+        run = Run(rank, plan)
+        try:
+            loop(run)
+        except Exception as error:
+            error.add_note(f"in {loop.__name__} under {plan}")
+            raise
+        results.append(run.weights())
+        assert run.handle is not None
+        logs.append(run.handle.comm_log)
+    return results, logs
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, Tensor]]:
+    return run_ranks(plain, 1)[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_loops_of_plain_torch_do_the_same(plan: str, expected: list[dict[str, Tensor]]) -> None:
+    results = run_ranks(sharded, NUM_RANKS, plan)
+    for number, loop in enumerate(LOOPS):
+        expect_same_logs([logs[number] for _, logs in results])
+        for weights, _ in results:
+            for name, value in expected[number].items():
+                difference = (weights[number][name] - value).abs().max().item()
+                assert difference < 1e-10, f"{loop.__name__}: {name} differs by {difference}"
+
+
+def test_the_loops_are_sensitive(expected: list[dict[str, Tensor]]) -> None:
+    """Negative control: no two of them end with the same weights, so that ignoring what they do would be seen."""
+    first = [weights["0.weight"].flatten()[:3].tolist() for weights in expected]
+    same = {("gradients_of_their_own", "a_failed_backward")}
+    for i, a in enumerate(first):
+        for j, b in enumerate(first[:i]):
+            assert a != b or (LOOPS[j].__name__, LOOPS[i].__name__) in same, (LOOPS[j], LOOPS[i])
+
+
+# What it is, and what it is not ---------------------------------------------------------------------------------------
+
+
+def as_torch_ddp(rank: int) -> None:
+    plain_model = nn.parallel.DistributedDataParallel(build(), gradient_as_bucket_view=True)
+    plain_model(batch(rank, 0)).square().mean().backward()
+    run = Run(rank, "ddp")
+    run.loss(0).backward()
+    for ours, theirs in zip(run.model.parameters(), plain_model.parameters(), strict=True):
+        assert type(ours.grad) is Tensor
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    assert run.model[0].weight.grad.untyped_storage().data_ptr() == run.model[0].bias.grad.untyped_storage().data_ptr()
+    run.optimizer.step()
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_under_ddp_it_is_the_mean_as_torch_ddp_leaves_it() -> None:
+    run_ranks(as_torch_ddp, 3)
+
+
+def local_terms(rank: int, plan: str) -> None:
+    run = Run(rank, plan)
+    plain_model = build()
+    for step in range(2):
+        plain_model(batch(rank, step)).square().mean().backward()
+    assert run.handle is not None
+    with run.handle.no_sync():
+        run.loss(0).backward()
+        run.loss(1).backward()
+    for ours, theirs in zip(run.model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    run.model.zero_grad()
+    assert not run.handle.has_gradients()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_under_no_sync_it_is_this_ranks_own(plan: str) -> None:
+    run_ranks(local_terms, 2, plan)
+
+
+def speaks_up(rank: int, plan: str) -> None:
+    run = Run(rank, plan)
+    run.loss(0).backward()
+    grad = run.model[0].weight.grad
+    assert "handle.gradient" in repr(grad)
+    readers: list[Callable[[], object]] = [
+        lambda: grad + 1,
+        lambda: grad.clone(),
+        lambda: grad.abs().max().item(),
+        lambda: grad.mul_(torch.ones(16, 6)),
+        lambda: grad.add_(torch.ones(())),
+        lambda: torch.optim.SGD(run.model.parameters(), lr=0.1).step(),
+        lambda: torch.optim.Adam(run.model.parameters(), lr=0.1).step(),
+    ]
+    for read in readers:
+        with pytest.raises(RuntimeError, match=r"no rank holds it in full.*handle\.gradient\('.*handle\.set_gradient"):
+            read()
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("plan", PLANS[1:])
+def test_elsewhere_reading_it_says_what_to_write(plan: str) -> None:
+    run_ranks(speaks_up, 2, plan)
+
+
+def scaled(rank: int, plan: str) -> None:
+    run = Run(rank, plan, loss_scale=1024.0)
+    run.optimizer.backward(run.loss(0))
+    for use in (
+        lambda: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1.0),
+        lambda: run.model[0].weight.grad.mul_(2),
+    ):
+        with pytest.raises(RuntimeError, match=r"scaled or weighted.*optimizer\.clip_grad_norm_"):
+            use()
+    run.optimizer.step()
+    run = Run(rank, plan)
+    run.optimizer.backward(run.loss(0), weight=float(rank + 1))
+    with pytest.raises(RuntimeError, match=r"scaled or weighted"):
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+    run.loss(1).backward()  # the next step's losses are neither
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_scaled_gradient_is_not_clipped_at_the_wrong_size(plan: str) -> None:
+    run_ranks(scaled, 2, plan)
+
+
+def written_through_the_handle(rank: int, plan: str) -> dict[str, Tensor]:
+    run = Run(rank, plan)
+    handle = run.handle
+    assert handle is not None
+    run.loss(0).backward()
+    handle.set_gradient("2.weight", 3 * handle.gradient("2.weight"))
+    with pytest.raises(ValueError, match="has the shape"):
+        handle.set_gradient("2.weight", torch.zeros(2))
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        handle.set_gradient("nothing", torch.zeros(2))
+    assert isinstance(run.optimizer.clip_grad_norm_(1e9), Tensor)  # takes the norm of what is there now
+    handle.set_gradient("4.bias", torch.ones(3, dtype=torch.float64))
+    run.optimizer.step()
+    return run.weights()
+
+
+def written_in_plain_torch(rank: int) -> dict[str, Tensor]:
+    run = Run(None, "")
+    run.loss(0).backward()
+    run.model[2].weight.grad.mul_(3)
+    run.model[4].bias.grad.fill_(1)
+    run.optimizer.step()
+    return run.weights()
+
+
+def test_a_reduced_gradient_is_written_through_the_handle() -> None:
+    wanted = run_ranks(written_in_plain_torch, 1)[0]
+    for plan in PLANS:
+        for weights in run_ranks(written_through_the_handle, NUM_RANKS, plan):
+            torch.testing.assert_close(weights, wanted, rtol=1e-9, atol=1e-11)
+
+
+def on_one_rank_only(rank: int, plan: str) -> None:
+    run = Run(rank, plan)
+    run.loss(0).backward()
+    if rank == 0:
+        run.model.zero_grad()
+    with pytest.raises(RuntimeError, match="not issued the same collectives: discard gradients"):
+        run.optimizer.step()
+
+
+def test_discarding_on_one_rank_only_is_an_error_everywhere() -> None:
+    run_ranks(on_one_rank_only, 2, "zero2")

@@ -1,0 +1,114 @@
+"""What `p.grad` is where no rank holds the gradient of a parameter in full.
+
+A tensor of the parameter's shape without values of its own. It bears what torch's own utilities do to gradients
+between backward and step: a norm (collective), and in-place operations that treat every element alike. Those act on the
+part that this rank holds. Everything else raises, and says what to write. So `torch.nn.utils.clip_grad_norm_`,
+`clip_grad_value_`, `p.grad.div_(n)`, `model.zero_grad()` work as in plain torch, and nothing is ignored in silence.
+
+(FSDP2 puts a `DTensor` here, to the same end.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_aten = torch.ops.aten
+
+IN_PLACE = {
+    _aten.mul_.Tensor,
+    _aten.mul_.Scalar,
+    _aten.div_.Tensor,
+    _aten.div_.Scalar,
+    _aten.clamp_.default,
+    _aten.clamp_min_.default,
+    _aten.clamp_max_.default,
+    _aten.nan_to_num_.default,
+    _aten.neg_.default,
+    _aten.sign_.default,
+    _aten.zero_.default,
+}
+"""Operations that treat every element alike, and leave a zero a zero (or are asked for: padding is not touched)."""
+SAME = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
+EACH = {
+    _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
+    _aten._foreach_mul_.Tensor: _aten.mul_.Tensor,
+    _aten._foreach_div_.Scalar: _aten.div_.Scalar,
+    _aten._foreach_div_.Tensor: _aten.div_.Tensor,
+    _aten._foreach_zero_.default: _aten.zero_.default,
+    _aten._foreach_clamp_min_.Scalar: _aten.clamp_min_.default,
+    _aten._foreach_clamp_max_.Scalar: _aten.clamp_max_.default,
+    _aten._foreach_neg_.default: _aten.neg_.default,
+}
+
+
+class Holder(Protocol):
+    """Who has the values. Both raise where the gradient is not what torch would show here."""
+
+    def edit(self, operation: Callable[[Tensor], object], what: str) -> None:
+        """Apply to the flat part that this rank holds; the same on every rank."""
+
+    def norm(self, norm_type: float) -> Tensor:
+        """0-d, of the whole gradient, equal on all ranks. Collective."""
+
+    def explain(self, what: str) -> NoReturn:
+        """Raise: this is not possible here, and what is."""
+
+
+class ShardedGradient(Tensor):
+    """See the module's note."""
+
+    holder: Holder
+
+    @staticmethod
+    def __new__(cls, like: Tensor, dtype: torch.dtype, holder: Holder) -> ShardedGradient:
+        make = Tensor._make_wrapper_subclass
+        gradient: ShardedGradient = make(cls, like.shape, dtype=dtype, device=like.device)
+        gradient.holder = holder
+        return gradient
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, holder: Holder) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in SAME and isinstance(first, ShardedGradient):
+            return first
+        if func in IN_PLACE and isinstance(first, ShardedGradient) and _are_scalars(args[1:], kwargs):
+            first.holder.edit(lambda part: func(part, *args[1:], **kwargs), _name(func))
+            return first
+        if func in EACH and all(isinstance(one, ShardedGradient) for one in args[0]) and _are_scalars(args[1:], kwargs):
+            for one in args[0]:
+                one.holder.edit(lambda part: EACH[func](part, *args[1:], **kwargs), _name(func))
+            return None
+        if func is _aten._foreach_norm.Scalar and all(isinstance(one, ShardedGradient) for one in args[0]):
+            return [one.holder.norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]
+        if func is _aten.linalg_vector_norm.default and isinstance(first, ShardedGradient):
+            dim = args[2] if len(args) > 2 else kwargs.get("dim")
+            if dim is None or len(dim) in (0, first.dim()):
+                return first.holder.norm(float(args[1]) if len(args) > 1 else 2.0)
+        sharded = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGradient)]
+        sharded[0].holder.explain(_name(func))
+
+
+def _are_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all that a gradient is changed by is a number for all of its elements."""
+    return all(
+        not isinstance(leaf, Tensor) or (leaf.dim() == 0 and not isinstance(leaf, ShardedGradient))
+        for leaf in pytree.tree_leaves((args, kwargs))
+    )
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__)

@@ -1,0 +1,239 @@
+"""What the user finds in `p.grad` between backward and step, and what it means if something else is found there later.
+
+| gradients of the unit           | `p.grad`                                                                           |
+|---------------------------------|------------------------------------------------------------------------------------|
+| PARTIAL, nothing reduced before | a view of the bucket: this rank's terms, as torch DDP leaves them under `no_sync`  |
+| REDUCED, in full on every rank  | a view of the bucket: the mean over ranks                                          |
+| all others                      | a `ShardedGradient`                                                                |
+
+Where losses were scaled or weighted, what is REDUCED is not yet what the step uses: it is a `ShardedGradient`, too,
+which says so.
+
+| found later        | means                                                                           |
+|--------------------|---------------------------------------------------------------------------------|
+| what was put there | changed in place or not, it is what the step uses                               |
+| None               | `model.zero_grad()`, `p.grad = None`: this gradient is discarded                |
+| another tensor     | a gradient set by hand, of this rank: the step takes the mean over ranks, and a |
+|                    | backward before it adds to it                                                   |
+
+Nothing of this is in the way of autograd: `withdraw` empties `p.grad` when a backward begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+
+from zeroshard.collectives import Collectives
+from zeroshard.gradients import Gradients, GradState
+from zeroshard.sharded_gradient import ShardedGradient
+from zeroshard.unit import Unit
+
+
+class VisibleGradients:
+    """Of all trainable units of a model.
+
+    Attributes:
+        version: changes whenever a reduced gradient may have changed.
+        final: whether reduced gradients are means of the losses as they are: neither scaled nor weighted.
+    """
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        self._units = [(unit, unit.grads) for unit in units if unit.grads is not None]
+        self._collectives = collectives
+        self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit, _ in self._units}
+        self._sharded: dict[nn.Parameter, ShardedGradient] = {}
+        self._edits = 0
+        self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
+        self.final = True
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        buckets = (grads.buffer.full for _, grads in self._units if grads.replicates)
+        return self._edits, sum(full._version for full in buckets if full is not None)
+
+    def changed(self) -> None:
+        """Reduced gradients are others than they were."""
+        self._edits += 1
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """A backward is over."""
+        self.changed()
+        for unit, grads in self._units:
+            if grads.state is GradState.EMPTY:
+                continue
+            in_full = grads.is_local or (grads.state is GradState.REDUCED and grads.replicates and self.final)
+            for index in sorted(grads.present if grads.is_local else grads.waiting):
+                parameter = unit.parameters[index]
+                if parameter.grad is not None or not parameter.requires_grad:
+                    continue
+                if not in_full or grads.buffer.dtype != _dtype_of_grad(parameter):
+                    shown: Tensor = self._sharded_gradient(unit, index, grads)
+                elif index in grads.present or bool(grads.buffer.views()[index].any()):  # some rank has had one
+                    shown = grads.buffer.views()[index]
+                else:
+                    continue
+                parameter.grad = self._shown[unit][index] = shown
+
+    def withdraw(self) -> None:
+        """A backward begins: `p.grad` is empty, but for what was set by hand, which backward adds to."""
+        for unit, grads in self._units:
+            shown = self._shown[unit]
+            gone = {index for index, gradient in shown.items() if unit.parameters[index].grad is not gradient}
+            for index in shown.keys() - gone:
+                unit.parameters[index].grad = None
+            shown.clear()
+            self._discard(unit, grads, gone)
+
+    # Between backward and step -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def notice(self) -> dict[tuple[int, int], Tensor]:
+        """Discard what has been discarded since. Returns what has been set by hand: (unit, slot) -> this rank's."""
+        by_hand = {}
+        for unit, grads in self._units:
+            shown = self._shown[unit]
+            gone = {index for index, gradient in shown.items() if unit.parameters[index].grad is not gradient}
+            for index in gone:
+                del shown[index]
+            self._discard(unit, grads, gone)
+            for index, parameter in enumerate(unit.parameters):
+                if parameter.grad is not None and index not in shown:
+                    by_hand[unit.index, index] = parameter.grad.detach()
+        return by_hand
+
+    def assign(self, unit: Unit, index: int, part: Tensor) -> None:
+        """The reduced gradient of a slot becomes `part` (see `Gradients.assign`), and is shown."""
+        assert unit.grads is not None
+        unit.parameters[index].grad = None
+        unit.grads.assign(index, part)
+        self.changed()
+
+    def forget(self, unit: Unit, slots: set[int]) -> None:
+        """The gradients of these slots are used up, or discarded."""
+        shown = self._shown.get(unit, {})
+        for index in slots & shown.keys():
+            if unit.parameters[index].grad is shown[index]:
+                unit.parameters[index].grad = None
+            del shown[index]
+
+    def _discard(self, unit: Unit, grads: Gradients, slots: set[int]) -> None:
+        if not slots:
+            return
+        if not grads.is_local and not grads.replicates:  # a rank that keeps its part would go another way
+            names = ", ".join(unit.layout.slots[index].name for index in sorted(slots))
+            self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
+        grads.consume(slots)
+        self.changed()
+
+    # A gradient that no rank holds in full ---------------------------------------------------------------------------
+
+    def _sharded_gradient(self, unit: Unit, index: int, grads: Gradients) -> ShardedGradient:
+        parameter = unit.parameters[index]
+        if parameter not in self._sharded:
+            holder = _Holder(self, unit, index)
+            self._sharded[parameter] = ShardedGradient(parameter, _dtype_of_grad(parameter), holder)
+        return self._sharded[parameter]
+
+    def edit(self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str) -> None:
+        assert unit.grads is not None
+        part = unit.grads.held_part(index)
+        if part.numel():
+            operation(part)
+        self._collectives.log.record(f"gradient.{what}", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
+        self.changed()
+
+    @torch.no_grad()
+    def norm(self, unit: Unit, index: int, norm_type: float) -> Tensor:
+        """Of one gradient; one exchange for those of all."""
+        if self._norms is None or self._norms[:2] != (self.version, norm_type):
+            self._norms = self.version, norm_type, self._all_norms(norm_type)
+        return self._norms[2][unit, index]
+
+    def _all_norms(self, norm_type: float) -> dict[tuple[Unit, int], Tensor]:
+        """Every slot of every unit that has been reduced. Collective."""
+        slots = [
+            (unit, index, grads.own_part(index))
+            for unit, grads in self._units
+            if grads.state is GradState.REDUCED
+            for index in range(len(unit.parameters))
+        ]
+        largest = norm_type == torch.inf
+        parts = [vector_norm(part, norm_type, dtype=torch.float64) if part.numel() else None for *_, part in slots]
+        row = torch.zeros(len(slots), dtype=torch.float64, device=self._collectives.device)
+        for position, value in enumerate(parts):
+            if value is not None:
+                row[position] = value if largest else value**norm_type
+        mesh = self._collectives.mesh
+        rows = self._collectives.exchange(row)[[mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]]
+        norms = rows.amax(0) if largest else rows.sum(0) ** (1 / norm_type)
+        return {
+            (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
+            for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)
+        }
+
+
+def _dtype_of_grad(parameter: nn.Parameter) -> torch.dtype:
+    """What torch lets into `p.grad`."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+class _Holder:
+    """The values behind the `ShardedGradient` of one slot. Weak: a parameter, whose `grad` it is, owns nobody."""
+
+    def __init__(self, visible: VisibleGradients, unit: Unit, index: int) -> None:
+        self._visible_ref, self._unit_ref, self._index = weakref.ref(visible), weakref.ref(unit), index
+
+    @property
+    def _visible(self) -> VisibleGradients:
+        visible = self._visible_ref()
+        if visible is None:
+            raise RuntimeError("the handle of this gradient is gone")
+        return visible
+
+    @property
+    def _unit(self) -> Unit:
+        unit = self._unit_ref()
+        if unit is None:
+            raise RuntimeError("the handle of this gradient is gone")
+        return unit
+
+    def edit(self, operation: Callable[[Tensor], object], what: str) -> None:
+        if what != "zero_":
+            self._expect_final(what)
+        self._visible.edit(self._unit, self._index, operation, what)
+
+    def norm(self, norm_type: float) -> Tensor:
+        self._expect_final("norm")
+        return self._visible.norm(self._unit, self._index, norm_type)
+
+    def explain(self, what: str) -> NoReturn:
+        name = self._unit.layout.slots[self._index].name
+        raise RuntimeError(
+            f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
+            f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "
+            "In place it can be multiplied, divided, clamped and zeroed, its norm can be taken, and torch.nn.utils can "
+            "clip it. A step is that of a zeroshard.ShardedOptimizer, not of a plain one"
+        )
+
+    def _expect_final(self, what: str) -> None:
+        grads, name = self._unit.grads, self._unit.layout.slots[self._index].name
+        if grads is None or grads.state is not GradState.REDUCED:
+            state = "gone" if grads is None else grads.state.value
+            raise RuntimeError(
+                f"{what} on the gradient of {name}, which is {state}: it can be used between a backward outside of "
+                "no_sync() and the step"
+            )
+        if not self._visible.final:
+            raise RuntimeError(
+                f"{what} on the gradient of {name}: this step's losses were scaled or weighted, and so is the gradient "
+                "until the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
+            )
