@@ -81,13 +81,13 @@ class Agreement:
             norm_type,
             flags + self._scaling.overflows(),
         )
+        if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
+            self._handle.reducer.reduce_by_hand(by_hand)
+            return self.control(parameters, gradients, num_groups, norm_type)
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
             if ranks:
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
-        if Status.BY_HAND in control.status:
-            self._handle.reducer.reduce_by_hand(by_hand)
-            return self.control(parameters, gradients, num_groups, norm_type)
         if control.weight == 0:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
         self._known = now, control
@@ -183,6 +183,9 @@ class Agreement:
         names = sorted({name for _, names in found for name in names})
         return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
 
+
+_REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
+"""Whatever else there is."""
 
 _NOT_READY = {
     Status.HALF_DONE: "an earlier update has raised half way, so that some weights are a step ahead of others. Load "

@@ -65,13 +65,13 @@ class ShardedGradient(Tensor):
     holder: Holder
 
     @staticmethod
-    def __new__(cls, like: Tensor, dtype: torch.dtype, holder: Holder) -> ShardedGradient:
-        make = Tensor._make_wrapper_subclass
-        gradient: ShardedGradient = make(cls, like.shape, dtype=dtype, device=like.device)
+    def __new__(cls, like: Tensor, holder: Holder) -> ShardedGradient:
+        """`like`: of the parameter's shape; what would be read if anything went past the dispatch."""
+        gradient = Tensor._make_subclass(cls, like)
         gradient.holder = holder
         return gradient
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, holder: Holder) -> None:
+    def __init__(self, like: Tensor, holder: Holder) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -139,8 +139,8 @@ class VisibleGradients:
     def _sharded_gradient(self, unit: Unit, index: int, grads: Gradients) -> ShardedGradient:
         parameter = unit.parameters[index]
         if parameter not in self._sharded:
-            holder = _Holder(self, unit, index)
-            self._sharded[parameter] = ShardedGradient(parameter, _dtype_of_grad(parameter), holder)
+            nan = torch.full((), torch.nan, dtype=_dtype_of_grad(parameter), device=grads.buffer.shard.device)
+            self._sharded[parameter] = ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
         return self._sharded[parameter]
 
     def edit(self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str) -> None:
