@@ -217,6 +217,11 @@ class _Holder:
 
     def explain(self, what: str) -> NoReturn:
         name = self._unit.layout.slots[self._index].name
+        if "_amp_" in what:
+            raise RuntimeError(
+                f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
+                "loss_scale='dynamic' to ShardedOptimizer, and call optimizer.backward(loss) in place of the scaler"
+            )
         raise RuntimeError(
             f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
             f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "

@@ -87,7 +87,7 @@ def test_ranks_sum_in_fp32_also_when_16_bits_travel() -> None:
         logs = []
         for plan, (name, precision) in itertools.product(PLANS, FP32_SUMS.items()):
             value, log = accumulated(plan, precision, True, [PARTS[rank]])
-            assert value == float(torch.tensor(EXACT) * (1 / 5)), (plan, name)
+            assert value == float(torch.tensor(EXACT) / 5), (plan, name)
             logs.append(log)
         return logs
 
@@ -96,14 +96,15 @@ def test_ranks_sum_in_fp32_also_when_16_bits_travel() -> None:
 
 
 def test_a_wider_wire_sums_16_bit_gradients_once_rounded() -> None:
-    """bf16 gradients, fp32 on the wire: over ranks nothing is lost but the last rounding, here to 1 + 2 / 256."""
+    """bf16 gradients, fp32 on the wire: over ranks nothing is lost but the last roundings, of the sum (here to
+    1 + 2 / 256) and of the mean."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
             wide, _ = accumulated(plan, MixedPrecision(grad=BF16, reduce=FP32), True, [PARTS[rank]])
             narrow, _ = accumulated(plan, MixedPrecision(grad=BF16), True, [PARTS[rank]])
-            assert wide == float(torch.tensor(EXACT) * (1 / 5))
-            assert narrow == float(torch.tensor(1.0) * (1 / 5))
+            assert wide == float(torch.tensor(EXACT).to(BF16) / 5)
+            assert narrow == float(torch.tensor(1.0).to(BF16) / 5)
 
     run_ranks(check, 5)
 

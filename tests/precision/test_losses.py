@@ -195,7 +195,8 @@ def plain_two(num_ranks: int, steps: int, weights: list[float]) -> dict[str, Ten
         for rank in range(num_ranks):
             (weights[rank] * sum(model(batch(rank, step)))).backward()
         for parameter in model.parameters():
-            parameter.grad *= 1 / sum(weights[:num_ranks])
+            parameter.grad /= num_ranks
+            parameter.grad *= num_ranks / sum(weights[:num_ranks])
         for optimizer in optimizers:
             optimizer.step()
     return {name: value.clone() for name, value in model.state_dict().items()}
@@ -340,7 +341,7 @@ def plain_gan(num_ranks: int, steps: int) -> dict[str, Tensor]:
                 for p in model.parameters():
                     sums[p] = p.grad if p not in sums else sums[p] + p.grad
             for p, total in sums.items():
-                p.grad = total * (1 / num_ranks)
+                p.grad = total / num_ranks
             optimizers[which].step()
     return {f"{n}.{key}": v.clone() for n, m in (("g", g), ("d", d)) for key, v in m.state_dict().items()}
 

@@ -350,10 +350,8 @@ def test_torchs_grad_scaler_is_refused_with_the_way_to_do_it() -> None:
             optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(loss_of(model, rank, 0)).backward()
-            if unscale_first:
-                scaler.unscale_(optimizer)
             with pytest.raises(RuntimeError, match=r"loss_scale='dynamic'.*optimizer.backward\(loss\)"):
-                scaler.step(optimizer)
+                scaler.unscale_(optimizer) if unscale_first else scaler.step(optimizer)
             optimizer.zero_grad()
         disabled = torch.amp.GradScaler("cpu", enabled=False)
         disabled.scale(loss_of(model, rank, 0)).backward()
