@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from zeroshard.comm_log import CommLog
-from zeroshard.mesh import Axis, Mesh, is_gloo
+from zeroshard.mesh import Axis, Mesh, problem_of
 from zeroshard.messages import Messages, Told, receive, send
 from zeroshard.samples import Samples
 from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
@@ -113,9 +113,8 @@ class Collectives:
     def __init__(self, mesh: Mesh, log: CommLog) -> None:
         self.mesh = mesh
         self.log = log
-        self.pairwise = is_gloo(mesh.world.group)
-        on_cuda = str(dist.get_backend(mesh.world.group)) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        self.pairwise = mesh.is_pairwise
+        self.device = mesh.device
         self.shared: SharedMemory | None = None
         self._processes: dict[int, Process] = {}  # of the peers, by global rank
         self.messages = Messages(mesh.world.rank)
@@ -242,8 +241,9 @@ class Collectives:
     def exchange(self, row: Tensor) -> Tensor:
         """`row` [n] of every rank of the mesh, as [world, n], equal on all of them."""
         world = self.mesh.world
-        rows = row.new_empty(world.size, row.numel())
-        rows[world.rank] = row
+        rows = row.expand(
+            world.size, -1
+        ).contiguous()  # of all ranks as of this one, where a fake backend sends nothing
         self._all_gather(world, rows.view(-1), "exchange", "control", "step").wait()
         return rows
 
@@ -268,6 +268,17 @@ class Collectives:
             rank = next(rank for rank, text in enumerate(problems) if text)
             where = "" if all(text == problems[0] for text in problems) else f" (on rank {rank})"
             raise ValueError(f"{what}{where}: {problems[rank]}")
+
+    def expect_grid(self) -> None:
+        """Shards and replicas fit together. Collective.
+
+        Raises:
+            ValueError: groups whose ranks are in different orders.
+        """
+        if self.mesh.replicate.size > 1:
+            problem = problem_of(dict(self.exchange_objects(self.mesh.place())))
+            if problem:
+                raise ValueError(f"mesh: {problem}")
 
     # The three ways -----------------------------------------------------------------------------------------------
 

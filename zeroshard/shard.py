@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +50,8 @@ def shard(
             of bytes; None groups neighbouring modules up to 32 MiB. The rest of the model is the root unit.
         precision: a `MixedPrecision`, "fp32", "bf16", ..., or None: as the model is. Or one for each pattern, in the
             order in which they count: `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
-        mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard". None: all ranks.
+        mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard" (or "dp_replicate" and
+            "dp_shard"). None: all ranks. Of a group's backends that of the model's device is used.
         max_transient_bytes: the most that full-size places, buckets and scratch may take. With `units=None` units are
             made small enough.
         materialize: where the values of a model on the meta device come from. A function of a module, called as
@@ -65,7 +67,8 @@ def shard(
             that cannot be kept. On every rank alike; the model is as it was before.
         RuntimeError: `zeroshard.init()` has not been called.
     """
-    collectives = Collectives(Mesh.of(mesh), CommLog())
+    collectives = Collectives(Mesh.of(mesh, _device_of(model.parameters())), CommLog())
+    collectives.expect_grid()
     problem, specs, chosen, managed = "", [], OPTIMIZER_ONLY, Managed()
     try:
         chosen = as_plan(plan)
@@ -127,7 +130,7 @@ def shard(
 
 def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> Handle:
     """A handle under plan OPTIMIZER_ONLY over parameters whose gradients someone else reduces."""
-    collectives = Collectives(Mesh.of(group), CommLog())
+    collectives = Collectives(Mesh.of(group, _device_of(parameters)), CommLog())
     holder = nn.ParameterList([p for p in dict.fromkeys(parameters) if p.requires_grad])
     if not len(holder):
         raise ValueError("none of the parameters requires grad: there is nothing to optimize")
@@ -181,7 +184,7 @@ def _build(
 
 
 def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives, materialize: Source | None) -> None:
-    device_type = collectives.device.type
+    device = collectives.device
     parameters = managed.parameters(model)
     on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
     if on_meta and materialize is None:
@@ -197,11 +200,22 @@ def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives
     for name, parameter in parameters.items():
         if handle_of(parameter) is not None:
             raise ValueError(f"parameter {name} is sharded already: close() the other handle first")
-        if parameter.device.type not in (device_type, "meta"):
+        if parameter.device.type not in (device.type, "meta"):
             raise ValueError(
-                f"parameter {name} is on {parameter.device}, and this process group moves {device_type} tensors: "
-                f"call model.to({device_type!r}) first, or zeroshard.init with another backend"
+                f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "
+                f"call model.to({device.type!r}) first, or zeroshard.init with another backend"
             )
+        if parameter.device not in (device, META):
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
+                "A rank has the whole model on one device"
+            )
+
+
+def _device_of(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Of the first that is on an accelerator, else of the first on any (what is ignored may lie on a CPU)."""
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+    return next(iter(sorted(devices, key=lambda device: device.type == "cpu")), None)
 
 
 def _expect_same_model(

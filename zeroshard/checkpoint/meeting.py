@@ -19,9 +19,9 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from zeroshard.backends import timeout_of
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.collectives import Collectives
-from zeroshard.mesh import timeout_of
 
 BEAT_SECONDS = 0.2
 GRACE_SECONDS = 2.0

@@ -1,0 +1,215 @@
+"""Process groups as DeviceMesh and torchtitan make them. `init_process_group()` without a backend names none, and a
+model on a GPU was refused ("this process group moves cpu tensors"), since the engine asked for a name before it looked
+at the model. Groups in an order of their own, a model on another device than the current one, and one GPU for all ranks
+went unnoticed."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroshard
+from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from zeroshard import backends
+from zeroshard.mesh import Mesh, problem_of
+from zeroshard.testing import expect_same_logs, run_ranks
+
+CUDA = torch.device("cuda", 0)
+
+
+class Group:
+    """A process group, as far as it says what it moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "expected", "pairwise"),
+    [
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu", True),
+        ("cpu:gloo,cuda:nccl", "cuda:0", "cuda:0", False),
+        ("cpu:gloo,cuda:nccl", None, "cpu", True),  # no GPU here
+        ("cpu:gloo,cuda:gloo", "cuda:0", "cpu", True),  # gloo moves none of a GPU: refused later, with the parameter
+        ("cuda:nccl", "cuda:1", "cuda:1", False),
+        ("cpu:mine,cuda:mine", "cpu", "cpu", False),
+        ("cpu:gloo,xpu:xccl", "xpu:2", "xpu:2", False),
+        ("cpu:mpi", "cpu", "cpu", False),
+    ],
+)
+def test_the_models_device_says_which_backend_is_meant(
+    monkeypatch: pytest.MonkeyPatch, config: str, model: str | None, expected: str, pairwise: bool
+) -> None:
+    group: Any = Group(monkeypatch, config)
+    device = backends.device_for(group, None if model is None else torch.device(model))
+    assert device == torch.device(expected)
+    assert backends.is_gloo(group, device) == pairwise
+
+
+def test_where_a_model_without_a_device_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = Group(monkeypatch, "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, current_device=lambda: 3))
+    assert backends.device_for(group, None) == torch.device("cuda", 3)
+
+
+def with_backend(rank: int, backend: str | None) -> list[Any]:
+    store = dist.distributed_c10d._get_default_store()
+    world_size = dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"again {backend}", store), rank=rank, world_size=world_size
+    )
+    return [train(Job(units=Block), plan, rank) for plan in PLANS]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:fake"])
+def test_groups_without_a_named_backend_train_as_with_gloo(backend: str | None) -> None:
+    expected = run_ranks(with_backend, 2, "gloo")
+    found = run_ranks(with_backend, 2, backend)
+    for rank in range(2):
+        for mine, theirs in zip(found[rank], expected[rank], strict=True):
+            assert same_bits(mine.weights, theirs.weights) and mine.losses == theirs.losses
+            assert mine.log.bytes() == theirs.log.bytes()
+
+
+def test_a_fake_group_stands_for_ranks_that_are_all_alike() -> None:
+    """As for estimates of memory: nothing is sent, and every step of the engine runs."""
+
+    def run(rank: int) -> list[tuple[str, dict[str, int]]]:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        zeroshard.init()
+        found = []
+        for plan, mesh in itertools.product(PLANS, (None, init_device_mesh("cpu", (2, 2)))):
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, non_finite="ignore")
+            for step in range(2):
+                loss_of_tokens(model, 1, 0, step, 1).backward()
+                optimizer.step()
+            found.append((plan.name, handle.memory()))
+        return found
+
+    for name, memory in run_ranks(run, 1)[0]:
+        assert memory["weights"] > 0, name
+
+
+def test_a_mesh_named_as_pytorch_and_torchtitan_name_it() -> None:
+    names = [("replicate", "shard"), ("dp_replicate", "dp_shard"), ("dp_replicate", "fsdp")]
+
+    def run(rank: int) -> list[Any]:
+        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=pair) for pair in names]
+        found = [train(Job(units=Block), PLANS[3], rank, mesh) for mesh in meshes]
+        three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        with pytest.raises(ValueError, match=r'found 3: pass the part of it .* mesh\["dp_replicate", "dp_shard"\]'):
+            Mesh.of(three)
+        turned = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate")))
+        assert turned.shard.ranks == ((0, 2), (1, 3))[rank % 2]
+        return [*found, train(Job(units=Block), PLANS[3], rank, three["dp_replicate", "dp_shard"])]
+
+    for outcomes in run_ranks(run, 4):
+        assert all(same_bits(outcome.weights, outcomes[0].weights) for outcome in outcomes)
+
+
+# Groups in an order of their own ------------------------------------------------------------------------------------
+
+
+def hsdp(rank: int, shard_groups: list[list[int]], replicate_groups: list[list[int]]) -> DeviceMesh:
+    """Of process groups made by hand, in the order given."""
+    made = [
+        [dist.new_group(ranks, sort_ranks=False) for ranks in groups] for groups in (replicate_groups, shard_groups)
+    ]
+    mine = [
+        next(group for group, ranks in zip(groups, by_hand, strict=True) if rank in ranks)
+        for groups, by_hand in zip(made, (replicate_groups, shard_groups), strict=True)
+    ]
+    grid = torch.tensor([[0, 1], [2, 3]])
+    return DeviceMesh.from_group(mine, "cpu", mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+def test_replicas_that_hold_different_shards_are_refused() -> None:
+    """Rank 1 held shard 1 and its replica, rank 3, shard 0: gradients of one half were added to those of the other."""
+
+    def run(rank: int) -> None:
+        swapped = hsdp(rank, [[0, 1], [3, 2]], [[0, 2], [1, 3]])
+        with pytest.raises(ValueError, match=r"ranks 0 and 2 are replicas of each other, but rank 0 holds shard 0 of"):
+            zeroshard.shard(make(Net), "zero3", mesh=swapped, units=Block)
+        swapped = hsdp(rank, [[0, 1], [2, 3]], [[0, 2], [3, 1]])
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 hold shards of one replica, but rank 0 is number 0 of"):
+            zeroshard.shard(make(Net), "zero3", mesh=swapped, units=Block)
+
+    run_ranks(run, 4)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_groups_in_any_order_that_fits_train_alike(plan: Any) -> None:
+    """Also checkpoints know whose shard is whose."""
+
+    def run(rank: int) -> list[Any]:
+        job = Job(units=Block)
+        reversed_order = dist.new_group([3, 1, 2, 0], sort_ranks=False)
+        flat = [train(job, plan, rank), train(job, plan, rank, reversed_order)]
+        both = [hsdp(rank, [[0, 1], [2, 3]], [[0, 2], [1, 3]]), hsdp(rank, [[1, 0], [3, 2]], [[2, 0], [3, 1]])]
+        return flat + [train(job, plan, rank, mesh) for mesh in both]
+
+    found = run_ranks(run, 4)
+    for rank in range(4):
+        assert same_bits(found[rank][3].weights, found[0][3].weights)
+        for outcome in found[rank]:
+            torch.testing.assert_close(outcome.losses, found[rank][0].losses)
+    expect_same_logs([outcomes[1].log for outcomes in found])
+    expect_same_logs([outcomes[3].log for outcomes in found])
+
+
+def test_what_is_wrong_with_a_mesh() -> None:
+    good = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert problem_of(dict(enumerate(good))) == ""
+    assert problem_of({rank: good[rank] for rank in (2, 0, 3, 1)}) == ""
+    assert problem_of({1: good[1]}) == ""  # nobody else is there
+    assert problem_of({**dict(enumerate(good)), 3: ([3, 2], [1, 3])})
+    assert problem_of({**dict(enumerate(good)), 0: ([0, 1], [2, 0])})
+
+
+# Devices ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_on_the_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(current_device=lambda: 0))
+    assert backends._not_current(CUDA) == backends._not_current(torch.device("cpu")) == ""
+    expected = "the model is on cuda:1, and the current device is cuda:0: call torch.cuda.set_device(1)"
+    assert expected in backends._not_current(torch.device("cuda", 1))
+
+
+def test_ranks_that_use_one_device_or_several_types_are_told() -> None:
+    good = [("cuda", "node1 GPU-a", ""), ("cuda", "node1 GPU-b", ""), ("cuda", "node2 0", "")]
+    assert backends._shared_or_mixed(good) == ""
+    assert backends._shared_or_mixed([("cpu", "", "")] * 3) == ""
+    shared = backends._shared_or_mixed([*good, good[1]])
+    assert "ranks 1 and 3 use the same cuda device (node1 GPU-b): call torch.cuda.set_device(int(os.environ" in shared
+    mixed = backends._shared_or_mixed([good[0], ("cpu", "", "")])
+    assert "rank 0 on cuda, rank 1 on cpu. Move it to the same type of device" in mixed
+    assert backends._shared_or_mixed([good[0], ("cuda", "node1 GPU-b", "no")]) == "rank 1: no"
+
+
+def test_the_ranks_hear_of_it_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective on a device that two ranks share would not come back."""
+    monkeypatch.setattr(backends, "backends_of", lambda group: {"cpu": "gloo", "cuda": "nccl"})
+
+    def run(rank: int) -> str:
+        monkeypatch.setattr(backends, "_hardware", lambda device: "node1 GPU-a")
+        with pytest.raises(ValueError, match="ranks 0 and 1 use the same cpu device") as caught:
+            zeroshard.shard(make(Net), "zero3")
+        monkeypatch.setattr(backends, "_hardware", lambda device: f"node1 GPU-{rank}")
+        zeroshard.shard(make(Net), "zero3", units=Block)
+        return str(caught.value)
+
+    first, second, third = run_ranks(run, 3)
+    assert first == second == third

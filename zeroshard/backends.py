@@ -1,0 +1,119 @@
+"""Which devices a process group moves tensors of, and which of them this rank is to use.
+
+A group has one backend for each type of device: "cpu:gloo,cuda:nccl", as `init_process_group()` and DeviceMesh make it.
+It is the model's device that says which one is meant.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+DEFAULT_TIMEOUT = timedelta(seconds=120)
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Type of device -> name of the backend that moves its tensors. (gloo takes the place of a backend for CUDA where
+    there is no other, but moves no CUDA tensors between two ranks.)"""
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return {device: backend for device, _, backend in pairs if backend != "gloo" or device == "cpu"}
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks exchange tensors of that device by messages of their own (`Collectives.pairwise`)."""
+    return backends_of(group).get(device.type) == "gloo"
+
+
+def device_for(group: dist.ProcessGroup, model: torch.device | None) -> torch.device:
+    """Where a group's tensors are to be: where the model is, if the group moves such tensors, else where those are that
+    it does move. `model`: None where it is on no device yet."""
+    movable = backends_of(group)
+    if model is not None and model.type in movable:
+        return model
+    for device_type in sorted(movable.keys() - {"cpu"}):
+        module = getattr(torch, device_type, None)
+        if module is not None and module.is_available():
+            return torch.device(device_type, module.current_device())
+    return torch.device("cpu")
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The time after which a collective of this group gives up."""
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without such options
+        timeout = None
+    return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
+
+
+def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Every rank uses the same type of device, the one that is current, and none uses another's. Collective, by way of
+    the store: a collective on the wrong device would not come back.
+
+    Raises:
+        ValueError: on every rank alike.
+    """
+    names = set(backends_of(group).values())
+    if names <= {"gloo"} or "fake" in names or dist.get_world_size(group) == 1:
+        problem = _not_current(device)
+    else:
+        found = _through_store(group, "\n".join([device.type, _hardware(device), _not_current(device)]))
+        problem = _shared_or_mixed([tuple(text.split("\n")) for text in found])
+    if problem:
+        raise ValueError(problem)
+
+
+def _not_current(device: torch.device) -> str:
+    if device.type == "cpu" or device.index is None:
+        return ""
+    current = getattr(torch, device.type).current_device()
+    if device.index == current:
+        return ""
+    return (
+        f"the model is on {device}, and the current device is {device.type}:{current}: call "
+        f"torch.{device.type}.set_device({device.index}) before anything is put there (zeroshard.init() does it, by "
+        "LOCAL_RANK)"
+    )
+
+
+def _hardware(device: torch.device) -> str:
+    """What no other device anywhere is called; empty for a CPU, which ranks may share."""
+    if device.type == "cpu":
+        return ""
+    properties = getattr(torch, device.type).get_device_properties(device)
+    return f"{socket.gethostname()} {getattr(properties, 'uuid', device.index)}"
+
+
+def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
+    """What is wrong with these (type, hardware, problem) of each rank, or nothing."""
+    first: dict[str, int] = {}
+    for rank, (device_type, hardware, problem) in enumerate(found):
+        if problem:
+            return f"rank {rank}: {problem}"
+        if device_type != found[0][0]:
+            return (
+                f"the ranks have the model on different devices: rank 0 on {found[0][0]}, rank {rank} on "
+                f"{device_type}. Move it to the same type of device on every rank before shard()"
+            )
+        if hardware and hardware in first:
+            return (
+                f"ranks {first[hardware]} and {rank} use the same {device_type} device ({hardware}): call "
+                f"torch.{device_type}.set_device(int(os.environ['LOCAL_RANK'])) before the model is put there, or "
+                "zeroshard.init(), which does it"
+            )
+        first[hardware] = rank
+    return ""
+
+
+def _through_store(group: dist.ProcessGroup, value: str) -> list[str]:
+    """That of every rank of the group, in its order."""
+    rank, store = dist.get_rank(group), PrefixStore("zeroshard/devices", _get_process_group_store(group))
+    number = store.add(f"round-{rank}", 1)
+    store.set(f"{number}-{rank}", value)
+    return [store.get(f"{number}-{other}").decode() for other in range(dist.get_world_size(group))]
