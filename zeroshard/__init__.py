@@ -14,6 +14,7 @@ from zeroshard.loss_scale import LossScaler as LossScaler
 from zeroshard.mesh import init as init
 from zeroshard.optimizer import ShardedOptimizer as ShardedOptimizer
 from zeroshard.optimizer import StepResult as StepResult
+from zeroshard.patience import wait_for_all as wait_for_all
 from zeroshard.placement import DDP as DDP
 from zeroshard.placement import OPTIMIZER_ONLY as OPTIMIZER_ONLY
 from zeroshard.placement import ZERO1 as ZERO1
@@ -22,6 +23,7 @@ from zeroshard.placement import ZERO3 as ZERO3
 from zeroshard.placement import Plan as Plan
 from zeroshard.precision import MixedPrecision as MixedPrecision
 from zeroshard.shard import shard as shard
+from zeroshard.watch import LostPeer as LostPeer
 from zeroshard.watch import abort as abort
 from zeroshard.watch import abort_on_error as abort_on_error
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,9 @@ from torch.autograd.profiler import record_function
 
 from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, problem_of
-from zeroshard.messages import Messages, Told, receive, send
+from zeroshard.messages import Messages, Told, label, receive, send
+from zeroshard.patience import wait_for_all
+from zeroshard.positions import HERE, Wait
 from zeroshard.samples import Samples
 from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.sums import carve, divide, in_shards, sum_in_rank_order
@@ -40,7 +42,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Pending:
-    """Communication under way. `wait()` returns when the result may be used (on CUDA: by the current stream)."""
+    """Communication under way. `wait()` returns when the result may be used (on CUDA: by the current stream).
+
+    Attributes:
+        at: which collective this is, for the watch.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class Pending:
         works, for `release`."""
         self._owner, self._works, self._finish, self._told = owner, works, finish, told
         self._acknowledgements: Sequence[Any] = ()
+        self.at: Wait | None = None
 
     def wait(self) -> None:
         works, self._works = self._works, ()
@@ -61,7 +68,7 @@ class Pending:
         if self._owner is None or not (works or finish or told):
             return
         start = time.perf_counter()
-        with self._owner.messages.failing():
+        with self._failing():
             if told is not None:
                 self._owner.messages.hear(told)
             for work in works:
@@ -70,8 +77,8 @@ class Pending:
                 self._acknowledgements = finish() or ()
         self._owner.log.wait_seconds += time.perf_counter() - start
 
-    def then(self, look: Callable[[], None]) -> Pending:
-        """This one; `look` is called as soon as the result is there."""
+    def then(self, look: Callable[[], None], at: Wait) -> Pending:
+        """This one, at that place; `look` is called as soon as the result is there."""
         before = self._finish
 
         def finish() -> Sequence[Any] | None:
@@ -80,14 +87,26 @@ class Pending:
             return acknowledgements
 
         self._finish = finish
+        return self.at_place(at)
+
+    def at_place(self, at: Wait) -> Pending:
+        self.at = at
         return self
 
     def release(self) -> None:
         """Waits until the peers have read what this rank gave, too: only then may it be written to."""
         self.wait()
         works, self._acknowledgements = self._acknowledgements, ()
-        for work in works:
-            work.wait()
+        with self._failing():
+            for work in works:
+                work.wait()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """While it is waited for."""
+        with nullcontext() if self.at is None else HERE.waiting(self.at):
+            with nullcontext() if self._owner is None else self._owner.messages.failing():
+                yield
 
     def __del__(self) -> None:
         """A receive that is dropped before its message arrives would block the connection for everything after it. Once
@@ -118,6 +137,7 @@ class Collectives:
         self.shared: SharedMemory | None = None
         self._processes: dict[int, Process] = {}  # of the peers, by global rank
         self.messages = Messages(mesh.world.rank)
+        self._name = HERE.name_of_mesh(mesh.world.ranks)
         self.samples = Samples(self.device)
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
@@ -145,14 +165,15 @@ class Collectives:
                 are written by a step, and a step begins with an exchange among all ranks.)
         """
         axis = self.mesh.shard
+        at = self._begin("all_gather", axis, unit, phase)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         location = self.shared.locate(own) if self.shared is not None else None
         sample = partial(self.samples.take, self.samples.next_number(), unit, full)
         if location is None or axis.size == 1 or not full.numel():
-            return self._all_gather(axis, full, "all_gather", unit, phase).then(sample)
+            return self._all_gather(axis, full, "all_gather", unit, phase).then(sample, at)
         self.log.record("all_gather", unit, phase, (full.numel() - own.numel()) * full.element_size())
         with _trace(f"zeroshard::all_gather({unit})"):
-            told = self.messages.tell(axis, location, "all_gather", unit)
+            told = self.messages.tell(axis, location, "all_gather", label(unit, phase), full.nbytes)
 
         def copy_from_peers() -> Sequence[Any]:
             for rank, place in enumerate(in_shards(full, axis.size)):
@@ -160,7 +181,7 @@ class Collectives:
                     place.copy_(self._peer(axis, rank, told.messages[rank], place))
             return self.messages.acknowledge(axis) if acknowledge else []
 
-        return Pending(self, (), copy_from_peers, told).then(sample)
+        return Pending(self, (), copy_from_peers, told).then(sample, at)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str, divisor: int = 1
@@ -179,13 +200,14 @@ class Collectives:
         axis, replicas = self.mesh.reduce, self.mesh.replicate
         own = in_shards(full, axis.size)[axis.rank]
         of_shards, of_replicas = (divisor, 1) if replicas.size == 1 else (1, divisor)
-        pending = Pending()
+        pending, at = Pending(), self._begin("reduce_scatter", axis, unit, phase)
         if axis.size > 1 and full.numel():
             self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
             with _trace(f"zeroshard::reduce_scatter({unit})"):
                 shared = self._reduce_shared(axis, full, out, scratch, unit, of_shards) if wire == full.dtype else None
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
                 pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter", unit, of_shards)
+                pending.at_place(at)
         else:
             if out.data_ptr() != own.data_ptr():
                 out.copy_(own)
@@ -201,7 +223,7 @@ class Collectives:
             start(replicas, out, part, scratch, wire, "replicate", unit, of_replicas).wait()
             self._all_gather(replicas, out, "replicate", unit, phase, log=False).wait()
 
-        return Pending(self, (), sum_over_replicas)
+        return Pending(self, (), sum_over_replicas).at_place(at)
 
     def all_to_all(
         self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str
@@ -209,13 +231,14 @@ class Collectives:
         """Over the shard axis: the first `sent[0]` elements of `data` go to rank 0, the next `sent[1]` to rank 1, ...;
         `out` takes `received[r]` elements from each rank r, in rank order."""
         axis = self.mesh.shard
+        at = self._begin("all_to_all", axis, unit, phase)
         total = sum(sent)
         parts, places = torch.split(data[:total], list(sent)), torch.split(out[: sum(received)], list(received))
         self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), uneven=True)
         with _trace(f"zeroshard::all_to_all({unit})"):
             if not self.pairwise and axis.size > 1:
                 arguments = out[: sum(received)], data[:total], list(received), list(sent)
-                return Pending(self, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)])
+                return Pending(self, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)]).at_place(at)
             works = []
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
@@ -224,7 +247,7 @@ class Collectives:
                 if parts[target].numel():
                     works.append(send(axis, parts[target], target, "all_to_all"))
             places[axis.rank].copy_(parts[axis.rank])
-            return Pending(self, works)
+            return Pending(self, works).at_place(at)
 
     def broadcast(self, tensors: Sequence[Tensor], axis: Axis | None = None, source: int = 0) -> None:
         """The values of rank `source` of an axis (all ranks), in place. Not logged: it belongs to no step."""
@@ -244,7 +267,8 @@ class Collectives:
         rows = row.expand(
             world.size, -1
         ).contiguous()  # of all ranks as of this one, where a fake backend sends nothing
-        self._all_gather(world, rows.view(-1), "exchange", "control", "step").wait()
+        at = self._begin("exchange", world, "", "")
+        self._all_gather(world, rows.view(-1), "exchange", "control", "step").at_place(at).wait()
         return rows
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -256,6 +280,18 @@ class Collectives:
         padded[: data.numel()] = data
         rows = self.exchange(padded.to(device)).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    def wait_for_all(self) -> None:
+        """Until every rank has come here, however long one of them works alone (a collective gives up after its
+        timeout): as long as the watch hears of it. Without a watch it returns at once."""
+        world = self.mesh.world
+        wait_for_all(world.ranks, self._name)
+
+    def _begin(self, kind: str, axis: Axis, unit: str, phase: str) -> Wait:
+        """A collective begins here."""
+        key = f"{kind} {self._name}"
+        text = f"{kind} of unit {unit} ({phase})" if unit else "an exchange among all ranks"
+        return Wait(key, HERE.begin(key), axis.ranks, text)
 
     def raise_together(self, problem: str, what: str) -> None:
         """If any rank has a problem, all raise.
@@ -292,7 +328,9 @@ class Collectives:
         with _trace(f"zeroshard::{kind}({unit})"):
             if not self.pairwise:
                 return Pending(self, [_all_gather(full, own, group=axis.group, async_op=True)])
-            told = self.messages.tell(axis, None, kind, unit) if kind == "all_gather" else None
+            told = None
+            if kind == "all_gather":
+                told = self.messages.tell(axis, None, kind, label(unit, phase), full.nbytes)
             works = []
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
@@ -307,7 +345,7 @@ class Collectives:
         location = self.shared.locate(full) if self.shared is not None else None
         if location is None:
             return None
-        told = self.messages.tell(axis, location, "reduce_scatter", unit)
+        told = self.messages.tell(axis, location, "reduce_scatter", unit, full.nbytes)
 
         def sum_from_peers() -> Sequence[Any]:
             terms = [
@@ -323,7 +361,7 @@ class Collectives:
 
     def _peer(self, axis: Axis, rank: int, message: Tensor, like: Tensor) -> Tensor:
         assert self.shared is not None
-        return self.shared.peer(self._processes[axis.ranks[rank]], Location(*message[:-1].tolist()), like)
+        return self.shared.peer(self._processes[axis.ranks[rank]], Location(*message[:4].tolist()), like)
 
     def meet(self) -> None:
         """Map what the peers have allocated so far. A fast rank may free its buffers while a slow one still reads
@@ -363,7 +401,7 @@ class Collectives:
         shards = in_shards(full, axis.size)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
         received, rest = carve(scratch, len(peers), out.numel(), wire)
-        told = self.messages.tell(axis, None, kind, unit) if kind == "reduce_scatter" else None
+        told = self.messages.tell(axis, None, kind, unit, full.nbytes) if kind == "reduce_scatter" else None
         works = [receive(axis, term, peer, kind) for term, peer in zip(received, peers, strict=True)]
         if wire == full.dtype:
             terms = [shards[peer] for peer in peers]

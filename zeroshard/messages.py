@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard import watch
 from zeroshard.mesh import Axis
 from zeroshard.shared_memory import Location
 
@@ -28,6 +29,14 @@ _TAGS = {
 """Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
 
 
+_ON_REQUEST = ("unshard", "state")
+
+
+def label(unit: str, phase: str) -> str:
+    """What is gathered, in a message: weights for the training, or something of the unit that was asked for."""
+    return f"{unit} ({phase})" if phase in _ON_REQUEST else unit
+
+
 @dataclass(eq=False)
 class Told:
     """Messages between all ranks of an axis: which unit this is, and where it lies. `works`: not yet waited for."""
@@ -35,6 +44,7 @@ class Told:
     axis: Axis
     kind: str
     unit: str
+    num_bytes: int
     works: list[Any]
     messages: dict[int, Tensor]
 
@@ -57,15 +67,16 @@ class Messages:
         self._unit_names: dict[int, str] = {}
         self._unheard: dict[str, deque[Told]] = {}
 
-    def tell(self, axis: Axis, location: Location | None, kind: str, unit: str) -> Told:
-        """Tell all peers which unit this is (and where to read it, if they can), and hear it of them."""
+    def tell(self, axis: Axis, location: Location | None, kind: str, unit: str, num_bytes: int) -> Told:
+        """Tell all peers which unit this is, how many bytes of it (and where to read it, if they can), and hear it of
+        them."""
         where = astuple(location) if location is not None else (0, 0, 0, 0)
-        mine = torch.tensor([*where, self._number_of(unit)], dtype=torch.int64)
+        mine = torch.tensor([*where, num_bytes, self._number_of(unit)], dtype=torch.int64)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
         messages = {rank: torch.empty_like(mine) for rank in peers}
         works = [receive(axis, messages[rank], rank, f"tell {kind}") for rank in peers]
         works += [send(axis, mine, rank, f"tell {kind}") for rank in peers]
-        told = Told(axis, kind, unit, works, messages)
+        told = Told(axis, kind, unit, num_bytes, works, messages)
         self._unheard.setdefault(kind, deque()).append(told)
         return told
 
@@ -87,21 +98,35 @@ class Messages:
                     raise RuntimeError(
                         f"{told.kind}: rank {self.rank} is at unit {first.unit}, rank "
                         f"{told.axis.ranks[rank]} at unit {theirs}. Nothing has been updated. Every rank must run the "
-                        "same units in the same order"
+                        "same units in the same order; state_dict, save and load are collective, too"
+                    )
+                if int(message[-2]) != first.num_bytes:
+                    raise RuntimeError(
+                        f"{told.kind}: rank {self.rank} gathers {first.num_bytes} bytes of unit {first.unit}, rank "
+                        f"{told.axis.ranks[rank]} {int(message[-2])} bytes. Nothing has been updated. Every rank must "
+                        "run the same units in the same order; state_dict, save and load are collective, too"
                     )
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """An error inside means that the ranks no longer expect the same messages."""
+        """An error inside means that the ranks no longer expect the same messages.
+
+        Raises:
+            LostPeer: in place of an error of gloo's, where the watch knows whose end has caused it.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.failed = True
+            lost = watch.explain(error) if isinstance(error, RuntimeError) else None
+            if lost is not None:
+                raise lost from error
             raise
 
     def introduce(self, unit: str) -> None:
         """Whose name a message may carry."""
-        self._number_of(unit)
+        for phase in ("forward", *_ON_REQUEST):
+            self._number_of(label(unit, phase))
 
     def acknowledge(self, axis: Axis) -> list[Any]:
         """Tell all peers that their memory has been read; the works are done when they have said so too."""

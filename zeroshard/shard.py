@@ -111,6 +111,7 @@ def shard(
         handle.attach(cast_calls(model, Rules.of(precision), called))
     except Exception as error:
         failure = error
+    collectives.wait_for_all()  # files are read by some more slowly than by others
     try:
         text = str(failure) if isinstance(failure, (ValueError, ImportError)) else repr(failure)
         collectives.raise_together("" if failure is None else text, "shard")

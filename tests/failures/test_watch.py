@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import re
@@ -139,7 +138,7 @@ def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
 def waiting_rank(rank: int, mark: Callable[[], Any], how: str) -> None:
     zeroshard.init()
     run = Run(rank, "zero3", "fp32").train([0])
-    wait_until_noted(rank)
+    wait_until_noted()
     if rank == 1:
         mark()
         if how == "stopped":
@@ -148,15 +147,12 @@ def waiting_rank(rank: int, mark: Callable[[], Any], how: str) -> None:
     run.train([1, 2])
 
 
-def wait_until_noted(rank: int) -> None:
+def wait_until_noted() -> None:
     """Until the watch has written down where this rank is, by a beat that has begun after this call."""
-
-    def beats() -> int:
-        assert watch._current is not None
-        return int(json.loads(watch._current._store.get(f"beat-{rank}"))[0])
-
-    before = beats()
-    wait_until(lambda: beats() > before + 1)
+    current = watch.current()
+    assert current is not None
+    before = current.beats
+    wait_until(lambda: current.beats > before + 1)
 
 
 def elsewhere() -> None:

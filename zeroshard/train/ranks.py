@@ -41,6 +41,7 @@ class Ranks:
             result = action()
         except (UserError, OSError) as error:
             problem = str(error)
+        zeroshard.wait_for_all()  # it may take one of them longer than a collective may
         problems: list[str | None] = [None] * self.world_size
         dist.all_gather_object(problems, problem)
         for rank, text in enumerate(problems):

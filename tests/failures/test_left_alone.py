@@ -1,0 +1,156 @@
+"""Ranks with fewer batches, or that stop early: the others failed with gloo's "Connection closed by peer". A rank that
+calls `optimizer.state_dict()` under `if rank == 0:` waited for the whole timeout, and then had a text of gloo's. Now
+all say in seconds who is where, and what is collective."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.checkpoint.common import Run
+from tests.failures.common import Ended, Ranks, finish_all
+from zeroshard.positions import Here, Position, Wait, knot
+
+ALONE_SECONDS = 12.0
+"""Far below the timeout of a collective, which is a minute here."""
+
+
+def early(rank: int, mark: Callable[[], Any], plan: str, last: int, case: str, folder: Path) -> None:
+    """The rank `last` ends its work after two steps, or does something else than the others."""
+    zeroshard.init()
+    run = Run(rank, plan, "fp32").train([0, 1])
+    if rank == last:
+        mark()
+        in_its_own_way(run, case, folder)
+    else:
+        run.train([2, 3])
+
+
+def in_its_own_way(run: Run, case: str, folder: Path) -> None:
+    if case == "saves":
+        zeroshard.save(folder, run.handle, run.optimizer, step=1)
+    elif case == "asks for the state":
+        run.optimizer.state_dict()
+    elif case == "meets":
+        dist.barrier()
+
+
+def expect(ended: Ended, *patterns: str) -> None:
+    assert ended.statuses[0] == 1 and None not in ended.statuses, ended
+    assert max(ended.seconds) < ALONE_SECONDS, ended
+    for pattern in patterns:
+        assert re.search(pattern, ended.said), (pattern, ended.said)
+
+
+def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> None:
+    cases = [
+        ("zero3", "ends"),
+        ("ddp", "ends"),
+        ("zero1", "asks for the state"),
+        ("zero3", "asks for the state"),
+        ("zero2", "saves"),
+        ("zero3", "meets"),
+        ("ddp", "meets"),
+    ]
+    groups = [Ranks(early, 2, plan, 1, case, tmp_path / str(i)) for i, (plan, case) in enumerate(cases)]
+    everybody = dict(zip(cases, finish_all(groups), strict=True))
+    for (plan, case), ended in everybody.items():
+        if case == "ends":
+            expect(
+                ended,
+                r"rank 0 of 2 failed first:",
+                r"waited in vain in (all_gather|reduce_scatter|an exchange).*: rank 1 \(process \d+ on .*\) has left: "
+                r"its work is done; it was last seen .*are collective: every rank has to call them",
+                r"use `with handle.join\(\):`",
+            )
+        elif case == "meets":
+            expect(
+                ended,
+                r"leaves, because ranks wait for each other without end: rank 0 waits in \w+ of unit \S+ \(\w+\), "
+                r"at test_left_alone.py:\d+ in early|leaves, because ranks wait .*rank 0 waits in \w+ of unit",
+                r"rank 1 waits in torch.distributed.barrier, at test_left_alone.py:\d+ in in_its_own_way",
+                r"are collective: every rank has to call them",
+            )
+        else:
+            assert 0 not in ended.statuses and max(ended.seconds) < ALONE_SECONDS, ended
+            assert re.search(
+                r"ranks wait for each other without end: .*are collective|is at unit .*must run the same units",
+                ended.said,
+            ), (plan, case, ended.said)
+
+
+def patient(rank: int, mark: Callable[[], Any], how: str) -> None:
+    """The first rank works alone for longer than a collective may take."""
+    zeroshard.init()
+    if rank == 0:
+        mark()
+        time.sleep(1.5 if how != "fails" else 0.3)
+        if how == "fails":
+            raise ValueError("nothing to read")
+    if how != "collective":
+        zeroshard.wait_for_all()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+
+
+def test_a_rank_that_works_alone_for_long_is_waited_for() -> None:
+    """And the negative control: in a collective they give up. If it fails, they hear of it."""
+    groups = [Ranks(patient, 3, how, timeout=1.0) for how in ("patient", "collective", "fails")]
+    waited, gave_up, failed = finish_all(groups)
+    assert waited.statuses == [0, 0, 0] and waited.said == "", waited
+    assert 0 not in gave_up.statuses, gave_up
+    assert failed.statuses == [1, 1, 1] and "because rank 0 failed: ValueError: nothing to read" in failed.said, failed
+
+
+# Without processes ----------------------------------------------------------------------------------------------------
+
+
+def at(key: str, number: int, ranks: tuple[int, ...] = (0, 1, 2), **begun: int) -> Position:
+    return Position(Wait(key, number, ranks, key), begun)
+
+
+def test_a_knot_is_a_circle_of_ranks_that_need_each_other() -> None:
+    gathers, reduces = at("gather", 7, gather=8, reduce=3), at("reduce", 3, gather=7, reduce=4)
+    assert knot({0: gathers, 1: reduces}, {}) == [0, 1]
+    assert knot({0: gathers}, {}) == []  # the others are on the way
+    assert knot({0: gathers, 1: at("gather", 7, gather=8, reduce=3)}, {}) == []  # they wait for the third
+    slow = at("reduce", 3, gather=8, reduce=4)  # it has begun the gather, and waits for a reduction that takes time
+    assert knot({0: gathers, 1: slow, 2: slow}, {}) == []
+    circle = {0: at("a", 0, (0, 1), a=1), 1: at("b", 0, (1, 2), b=1), 2: at("c", 0, (2, 0), c=1)}
+    assert knot(circle, {}) == [0, 1, 2]
+    assert knot({1: gathers}, {2: {"gather": 7}}) == [1, 2]  # it has left, and had not begun the gather
+    assert knot({1: gathers}, {2: {"gather": 8}}) == []
+
+
+def test_functions_of_torch_distributed_are_part_of_a_knot_if_all_members_wait() -> None:
+    gathers, barrier = at("gather", 7, gather=8), at("torch.distributed.barrier", -1, gather=7)
+    assert knot({0: gathers, 1: barrier, 2: barrier}, {}) == [0, 1]
+    assert knot({0: gathers, 1: barrier}, {}) == []  # rank 2 may come, to either
+    assert knot({0: barrier, 1: barrier, 2: barrier}, {}) == []
+    assert knot({1: barrier, 2: barrier}, {0: {}}) == [0, 1]
+
+
+def test_where_a_process_is() -> None:
+    here = Here()
+    names = [here.name_of_mesh((0, 1)), here.name_of_mesh((0, 1)), here.name_of_mesh((0, 2))]
+    assert len(set(names)) == 3
+    assert [here.begin("a"), here.begin("a"), here.begin("b")] == [0, 1, 0]
+    wait = Wait("a", 1, (0, 1), "a thing")
+    assert here.position(None) is None
+    with here.waiting(wait):
+        assert here.position(None) is None  # not for long
+        here._since -= 100.0
+        found = here.position(None)
+        assert found is not None and Position.of(found.as_list()) == found == Position(wait, {"a": 2, "b": 1})
+        with here.waiting(Wait("b", 0, (0, 1), "another")):
+            assert here.position(None) is None
+        assert here.position(None) == found
+    assert here.position(None) is None and here.wait is None

@@ -1,0 +1,126 @@
+"""Two hosts whose packets no longer reach each other, timeout 10 s: the side with the store left after 12 to 14 s and
+said that rank 1 "stands still"; the other side was still running 70 s later, in a question to the store that nobody
+answered."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import zeroshard
+from tests.core.models import Block, Net, loss_of_tokens, make
+from tests.failures.hosts import cut_off, on_hosts
+from zeroshard.blame import Seen, blame
+from zeroshard.processes import Who
+from zeroshard.store_line import Silent, StoreLine
+
+TIMEOUT = 3.0
+
+
+def train_until_cut_off(rank: int, culprit: int, plan: str) -> None:
+    zeroshard.init()
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+    for step in range(100_000):
+        loss_of_tokens(model, rank, 0, step, 1).backward()
+        optimizer.step()
+        if step == 3 and rank == culprit:
+            time.sleep(0.7)  # the watch has been heard of
+            cut_off()
+
+
+@pytest.mark.parametrize(("store_on", "plan"), [(0, "zero3"), (1, "ddp")])
+def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, plan: str) -> None:
+    """Two ranks on the first host, one on the second; the store with either."""
+    ended = on_hosts(train_until_cut_off, [0, 0, 1], 0, plan, store_on=store_on, timeout=TIMEOUT, limit=20.0)
+    assert ended.statuses == [1, 1, 1], ended.said
+    assert max(ended.seconds) < TIMEOUT + 5.0, ended
+    here, there = ("node0", "node1") if store_on == 0 else ("node1", "node0")
+    ranks = r"\(rank 2\)" if store_on == 0 else r"\(ranks 0, 1\)"
+    likely = "is the likely cause, not a process"
+    heard = rf"nothing has been heard of {there} {ranks} for \d+ s: the network between {here} and {there} {likely}"
+    store = rf"the store of the process group at 10.77.0.1{store_on}:\d+ has not answered for \d+ s"
+    assert re.search(heard, ended.said), ended.said
+    assert re.search(rf"{store}: the network between {there} and its host {likely}", ended.said), ended.said
+    assert "stands still" not in ended.said
+
+
+# Without namespaces -------------------------------------------------------------------------------------------------
+
+
+def seen(silent: float, where: str = "at train.py:3 in main", left: bool = False) -> Seen:
+    return Seen(7, where, changed=100.0 - silent, looked=100.0, left=left)
+
+
+HERE, ELSEWHERE = "boot pid:[1]", "other pid:[2]"
+
+
+def who(host: str, name: str, pid: int = 999_999_999) -> Who:
+    return Who(host, pid, 1, name)
+
+
+def test_who_is_blamed_when_ranks_are_silent() -> None:
+    everybody = {0: who(HERE, "a"), 1: who(ELSEWHERE, "b"), 2: who(ELSEWHERE, "b"), 3: who("third", "c")}
+    network = blame(0, everybody, {1: seen(9.0), 2: seen(8.4), 3: seen(0.2)})
+    likely = "the network between a and b is the likely cause, not a process"
+    assert network == [f"nothing has been heard of b (ranks 1, 2) for 8 s: {likely}"]
+    process = blame(0, everybody, {1: seen(9.0), 2: seen(0.3), 3: seen(0.2)})
+    assert process == ["rank 1 (process 999999999 on b) has stopped: it stands still, last seen at train.py:3 in main"]
+    nobody = blame(0, everybody, {1: seen(0.1), 2: seen(0.3), 3: seen(0.2)})
+    assert len(nobody) == 3 and all("is at train.py:3" in line for line in nobody)
+    left = blame(0, everybody, {1: seen(9.0, left=True), 2: seen(0.3), 3: seen(0.2)})
+    assert len(left) == 1 and "rank 1 (process 999999999 on b) has left: its work is done" in left[0]
+
+
+def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
+    """Numbers are used again, and mean nothing on another host (or after a machine has been cloned)."""
+    me = Who.this()
+    assert me.state == "runs" and me.is_neighbour_of(me)
+    later = Who(me.host, me.pid, me.started + 1, me.name)
+    assert not later.is_neighbour_of(me) and later.state == "ended"
+    assert not Who("", me.pid, me.started, me.name).is_neighbour_of(Who("", 5, 5, "b"))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it
+    gone = Who(me.host, child, 1, me.name)
+    assert gone.state == "ended"
+    os.waitpid(child, 0)
+    assert gone.is_neighbour_of(me) and gone.state == "ended"
+
+
+def test_whoever_asks_a_store_that_does_not_answer_goes_on() -> None:
+    answering, beats = threading.Event(), []
+
+    def beat(store: Any) -> None:
+        beats.append(time.monotonic())
+        answering.wait(20.0)
+
+    line = StoreLine(HashStore(), beat, 0.05)
+    while not beats:
+        time.sleep(0.005)
+    start = time.monotonic()
+    with pytest.raises(Silent, match="has not answered for"):
+        line.ask(lambda store: store.set("a", "1"), 0.1)
+    assert line.silent_for() > 0.05 and time.monotonic() - start < 10.0
+    answering.set()
+    assert line.ask(lambda store: store.get("a"), 10.0) == b"1"
+    assert not line.gone and line.silent_for() < 5.0
+
+    def broken(store: Any) -> None:
+        raise RuntimeError("connection reset")
+
+    with pytest.raises(Silent, match="is gone"):
+        line.ask(broken, 10.0)
+    with pytest.raises(Silent, match="is gone"):
+        line.ask(lambda store: None, 10.0)
+    assert line.gone
+    line.close(5.0)

@@ -1,0 +1,166 @@
+"""Where the ranks are among their collectives, and whether they wait for each other without end.
+
+A rank that waits says for what: the n-th collective of a kind. It *needs* every member that has not begun that one yet,
+and waits as well. Ranks that need each other in a circle, or one that has left, wait in vain:
+
+    rank 0   if rank == 0: optimizer.state_dict()    waits for gather 7;  rank 1 has begun 6
+    rank 1   dist.barrier()                          waits for rank 0, which is not there
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+LONG_SECONDS = 2.0
+"""A wait that the others are told of."""
+
+_SYNCHRONISING = {
+    *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
+    *("all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor"),
+    "reduce_scatter_single",
+}
+"""Functions of torch.distributed that come back when all members have called them."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For the collective number `number` (from 0) of the kind `key`, among the global ranks `ranks`; `text` says it in
+    words. Of a function of torch.distributed `number` is -1."""
+
+    key: str
+    number: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """Of a rank that has been waiting for long. `begun`: how many collectives of each kind."""
+
+    wait: Wait
+    begun: Mapping[str, int]
+
+    def as_list(self) -> list[Any]:
+        wait = self.wait
+        return [wait.key, wait.number, list(wait.ranks), wait.text, dict(self.begun)]
+
+    @classmethod
+    def of(cls, found: Sequence[Any]) -> Position:
+        key, number, ranks, text, begun = found
+        return cls(Wait(key, number, tuple(ranks), text), begun)
+
+
+@dataclass
+class Here:
+    """Of this process."""
+
+    begun: Counter[str] = field(default_factory=Counter)
+    _wait: Wait | None = None
+    _since: float = 0.0
+    _meshes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _foreign: tuple[object, float] = (None, 0.0)
+
+    def name_of_mesh(self, ranks: tuple[int, ...]) -> str:
+        """The same on all its ranks, and another for each: ranks build their handles in one order."""
+        self._meshes[ranks] += 1
+        return f"{self._meshes[ranks]} of {'-'.join(map(str, ranks))}"
+
+    def begin(self, key: str) -> int:
+        """The number of a collective that begins here."""
+        number = self.begun[key]
+        self.begun[key] = number + 1
+        return number
+
+    @contextmanager
+    def waiting(self, wait: Wait) -> Iterator[None]:
+        before, since = self._wait, self._since
+        self._wait, self._since = wait, time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait, self._since = before, since
+
+    @property
+    def wait(self) -> Wait | None:
+        return self._wait
+
+    def position(self, main: FrameType | None) -> Position | None:
+        """Where nothing has moved for long. `main`: of the main thread, which may wait in torch.distributed itself."""
+        wait, since = self._wait, self._since
+        if wait is None:
+            wait, frame = _foreign_wait(main)
+            if self._foreign[0] is not frame:
+                self._foreign = frame, time.monotonic()
+            since = self._foreign[1]
+        if wait is None or time.monotonic() - since < LONG_SECONDS:
+            return None
+        return Position(wait, dict(self.begun))
+
+
+HERE = Here()
+"""A process is at one place at a time, whoever asks."""
+
+
+def knot(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
+    """Ranks that wait for each other in a circle, or one that waits for a rank that has left, and this; in order. Empty
+    where it cannot be said that anybody waits in vain.
+
+    Args:
+        positions: of the ranks that wait.
+        left: of the ranks that have ended their work: how many collectives of each kind they had begun.
+    """
+    needs = {rank: _needed(rank, positions, left) for rank in positions}
+    for rank, needed in sorted(needs.items()):
+        gone = [other for other in needed if other in left]
+        if gone:
+            return sorted({rank, gone[0]})
+        path = _way_back(rank, needs)
+        if path:
+            return sorted(path)
+    return []
+
+
+def _way_back(start: int, needs: Mapping[int, Sequence[int]]) -> list[int]:
+    """A way from a rank to itself, by those that are needed."""
+    ways, seen = [[start]], set[int]()
+    while ways:
+        way = ways.pop()
+        for rank in reversed(needs.get(way[-1], ())):
+            if rank == start:
+                return way
+            if rank not in seen:
+                seen.add(rank)
+                ways.append([*way, rank])
+    return []
+
+
+def _needed(rank: int, positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
+    """Whom this rank waits for, as far as they wait themselves or have left."""
+    wait = positions[rank].wait
+    others = [other for other in wait.ranks if other != rank]
+    begun = {**{other: position.begun for other, position in positions.items()}, **left}
+    if wait.number >= 0:
+        return [other for other in others if other in begun and begun[other].get(wait.key, 0) <= wait.number]
+    elsewhere = [other for other in others if other not in positions or positions[other].wait.key != wait.key]
+    return elsewhere if all(other in begun for other in elsewhere) else []  # else somebody is on the way
+
+
+def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | None]:
+    """In a function of torch.distributed that somebody else than this engine has called."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _SYNCHRONISING and code.co_filename.endswith("distributed_c10d.py"):
+            group = frame.f_locals.get("group")
+            ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD)
+            text = f"torch.distributed.{code.co_name}"
+            return Wait(text, -1, tuple(ranks), text), frame
+        frame = frame.f_back
+    return None, None

@@ -1,0 +1,66 @@
+"""The ranks' processes, as far as they can be seen from each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class Who:
+    """A rank's process.
+
+    Attributes:
+        host: equal for processes that see each other by number; empty where that cannot be told.
+        pid: its number there.
+        started: when, in ticks since the machine has started: another process with the same number has another.
+        name: of the host, for people.
+    """
+
+    host: str
+    pid: int
+    started: int
+    name: str
+
+    @classmethod
+    def this(cls) -> Who:
+        return cls(_host(), os.getpid(), _stat(os.getpid())[1], socket.gethostname())
+
+    def as_list(self) -> list[str | int]:
+        return list(astuple(self))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.name}"
+
+    def is_neighbour_of(self, other: Who) -> bool:
+        """Whether the two see each other's numbers."""
+        return bool(self.host) and self.host == other.host and _stat(self.pid)[1] in (0, self.started)
+
+    @property
+    def state(self) -> str:
+        """Of a neighbour: "runs", "stopped" (by a signal) or "ended"."""
+        letter, started = _stat(self.pid)
+        if letter in "ZX" or started != self.started:
+            return "ended"
+        return "stopped" if letter in "Tt" else "runs"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start of a process; ("X", 0) where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return "X", 0
+
+
+def _host() -> str:
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc shows the numbers of another namespace
+            return ""
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -1,0 +1,91 @@
+"""A thread that does all the talking to a store, so that nobody else waits for a store that does not answer.
+
+A store's socket waits without end for a host that no packet reaches any more. Here only this thread does: who asks it
+waits as long as it chooses, and anybody can see when the store has answered last.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+
+class Silent(RuntimeError):
+    """The store has not answered in time, or is gone."""
+
+
+class StoreLine:
+    """Attributes:
+    gone: the store has closed the connection.
+    """
+
+    def __init__(self, store: Store, beat: Callable[[Store], None], beat_seconds: float) -> None:
+        """`beat` is called every `beat_seconds`, until `close`."""
+        self.gone = False
+        self._store, self._beat, self._beat_seconds = store, beat, beat_seconds
+        self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._answered = time.monotonic()
+        self._asked: float | None = None  # since when a question is open
+        self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
+        self._thread.start()
+
+    def ask(self, job: Callable[[Store], T], patience: float) -> T:
+        """What `job(store)` gives.
+
+        Raises:
+            Silent: it did not within `patience` seconds.
+        """
+        if self.gone:
+            raise Silent("the store of the process group is gone")
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        try:
+            return future.result(patience)
+        except TimeoutError:
+            raise Silent(f"the store of the process group has not answered for {self.silent_for():.0f} s") from None
+
+    def silent_for(self) -> float:
+        """Seconds since the store has been asked something that it has not answered yet."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
+
+    def close(self, patience: float) -> None:
+        self._jobs.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        next_beat = time.monotonic() + self._beat_seconds
+        while not self.gone:
+            try:
+                entry = self._jobs.get(timeout=max(0.0, next_beat - time.monotonic()))
+            except queue.Empty:
+                next_beat = time.monotonic() + self._beat_seconds
+                with suppress(Silent):
+                    self._do(self._beat)
+                continue
+            if entry is None:
+                return
+            job, future = entry
+            try:
+                future.set_result(self._do(job))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _do(self, job: Callable[[Store], T]) -> T:
+        self._asked = time.monotonic()
+        try:
+            return job(self._store)
+        except RuntimeError as error:
+            self.gone = True
+            raise Silent("the store of the process group is gone") from error
+        finally:
+            self._asked = None
