@@ -16,9 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.inner import (
+    Arguments,
+    OptimizerClass,
+    Options,
+    give_options,
+    is_elementwise_state,
+    run_step,
+    take_options,
+)
 from zeroshard.interval import Interval
 from zeroshard.low_bit import dense, quantise
-from zeroshard.pieces import BATCH_NUMEL, Piece, batches, cut, slots_in
+from zeroshard.pieces import BATCH_NUMEL, Piece, Scratch, batches, cut, scratch_bytes, slots_in
 from zeroshard.unit import Unit
 
 
@@ -49,22 +58,6 @@ class Update:
         return gradient if self.clip_value is None else gradient.clamp_(-self.clip_value, self.clip_value)
 
 
-def take_options(inner: dict[int, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
-    """Hyper-parameters of the user's param groups -> those of the inner optimizer, by index."""
-    for index, group in inner.items():
-        for key, value in options[index].items():
-            if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
-                group[key].fill_(value)  # a class that made a tensor of its learning rate wants to keep it
-            elif key != "params":
-                group[key] = value
-
-
-def give_options(inner: dict[int, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
-    """Back again: some classes keep counts in their groups."""
-    for index, group in inner.items():
-        options[index].update({key: value for key, value in group.items() if key != "params"})
-
-
 class FlatStep:
     """Owns the inner optimizer, whose parameters are the pieces that this rank updates.
 
@@ -76,9 +69,9 @@ class FlatStep:
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
-        options: dict[int, dict[str, Any]],
-        defaults: dict[str, Any],
+        optimizer_class: OptimizerClass,
+        options: dict[int, Options],
+        defaults: Options,
         groups: dict[Unit, list[int | None]],
     ) -> None:
         """`options`: the hyper-parameters of each param group that is this stepper's, by its index."""
@@ -87,8 +80,9 @@ class FlatStep:
         inner_groups = [{**option, "params": self._tensors_of(index)} for index, option in options.items()]
         self.optimizer = optimizer_class(inner_groups, **defaults)
         self._inner = dict(zip(options, self.optimizer.param_groups, strict=True))
-        self._gradient_scratch = torch.empty(0)
-        self._main_scratch = torch.empty(0)
+        self._class, self._defaults = optimizer_class, defaults
+        self._elementwise: dict[int, dict[str, bool]] = {}
+        self._gradient_scratch, self._main_scratch = Scratch(), Scratch()
         self._batches: tuple[Batch, ...] = ()
         self._active: dict[Unit, list[bool]] = {}
         self._plan_batches()
@@ -115,6 +109,8 @@ class FlatStep:
     def refine(self, unit: Unit, marks: Sequence[Hashable]) -> None:
         """Cut the pieces of a unit also where the marks (one per slot) of neighbours differ. Values do not change."""
         old = self.of_unit(unit)
+        if not old:
+            return
         new: list[Piece] = []
         keys = [None if group is None else (group, mark) for group, mark in zip(self.groups[unit], marks, strict=True)]
         fresh = list(_pieces(unit, self.groups[unit], keys))
@@ -135,13 +131,26 @@ class FlatStep:
             group["params"] = self._tensors_of(index)
         self._plan_batches()
 
+    def is_elementwise(self, piece: Piece, key: str, value: Tensor) -> bool:
+        """Whether an item of a piece's state has a value for every element of it."""
+        if value.shape != piece.tensor.shape:
+            return False
+        return value.numel() != 1 or self.elementwise_state(piece.group).get(key, True)
+
+    def elementwise_state(self, group: int) -> dict[str, bool]:
+        """What the class's state is made of, whatever the shapes say (see `inner.is_elementwise_state`)."""
+        if group not in self._elementwise:
+            options = {key: value for key, value in self._inner[group].items() if key != "params"}
+            self._elementwise[group] = is_elementwise_state(self._class, options, self._defaults)
+        return self._elementwise[group]
+
     def as_held(self, piece: Piece, key: str, value: Any) -> Any:
         """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method; fused
         and capturable kernels want step counts on the device."""
         if not isinstance(value, Tensor):
             return value
         options = self._inner[piece.group]
-        if not value.dim():
+        if value.shape != piece.tensor.shape:
             return value.to(piece.tensor.device) if options.get("fused") or options.get("capturable") else value
         if not self.quantises:
             return value
@@ -177,12 +186,14 @@ class FlatStep:
         update: Update,
         start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
+        arguments: Options,
     ) -> None:
         """One step of all active pieces.
 
         Args:
             options: the user's param groups; their hyper-parameters take effect (and changes by the class go back).
             start: called before the first piece of a unit is read; updated: after its last one is written.
+            arguments: of the class's own `step`.
         """
         started: set[Unit] = set()
         try:
@@ -199,7 +210,7 @@ class FlatStep:
                 stepped = {index: group for index, group in self._inner.items() if group["params"] or not number}
                 take_options(stepped, options)
                 self.optimizer.param_groups = list(stepped.values())
-                self.optimizer.step()
+                run_step(self.optimizer, arguments)
                 self._store(batch.pieces)
                 for unit in batch.finished:
                     updated(unit)
@@ -211,17 +222,34 @@ class FlatStep:
                 piece.tensor.grad = None
         give_options(self._inner, options)
 
+    @torch.no_grad()
+    def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
+        """Another method of the class, on all pieces; what it does to main reaches the weights."""
+        take_options(self._inner, options)
+        joined = [piece for piece in self.pieces if piece.unit.main is not None and piece.unit.main.needs_scratch]
+        for piece in joined:
+            assert piece.unit.main is not None
+            scratch = torch.empty(piece.world.numel, dtype=piece.tensor.dtype, device=piece.tensor.device)
+            piece.tensor.data = piece.unit.main.read(piece.world, scratch)
+        result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+        for piece in self.pieces:
+            assert piece.unit.main is not None
+            piece.unit.main.write(piece.world, piece.tensor)
+        for piece in joined:
+            piece.tensor.data = _main_tensor(piece.unit, piece.world)
+        give_options(self._inner, options)
+        return result
+
     def _load(self, pieces: Sequence[Piece], update: Update) -> None:
-        gradient_at = main_at = 0
+        for scratch in (self._gradient_scratch, self._main_scratch):
+            scratch.rewind()
         for piece in pieces:
             numel, main = piece.world.numel, piece.unit.main
             assert main is not None
             if main.needs_scratch:
-                piece.tensor.data = main.read(piece.world, self._main_scratch[main_at : main_at + numel])
-                main_at += numel
+                piece.tensor.data = main.read(piece.world, self._main_scratch.take(numel, main.dtype))
             if _needs_gradient_scratch(piece):
-                gradient = self._gradient_scratch[gradient_at : gradient_at + numel]
-                gradient_at += numel
+                gradient = self._gradient_scratch.take(numel, main.dtype)
                 piece.unit.read_gradient(piece.world, gradient)
             else:
                 assert piece.unit.grads is not None
@@ -243,7 +271,7 @@ class FlatStep:
             for value in state.values():
                 if isinstance(value, Tensor):
                     kinds["state" if value.shape == tensor.shape else "scalars"].append(value)
-        kinds["scratch"] = [self._gradient_scratch, self._main_scratch]
+        kinds["scratch"] = [self._gradient_scratch.storage, self._main_scratch.storage]
         return kinds
 
     def _plan_batches(self) -> None:
@@ -259,18 +287,16 @@ class FlatStep:
             planned.append(Batch(tuple(active[i] for i in of_batch), tuple(units[done:end])))
             done = end
         self._batches = tuple(planned)
-        self._gradient_scratch = self._scratch(self._gradient_scratch, _needs_gradient_scratch)
-        self._main_scratch = self._scratch(
-            self._main_scratch, lambda piece: piece.unit.main is not None and piece.unit.main.needs_scratch
-        )
+        self._reserve(self._gradient_scratch, _needs_gradient_scratch)
+        self._reserve(self._main_scratch, lambda piece: piece.unit.main is not None and piece.unit.main.needs_scratch)
 
-    def _scratch(self, current: Tensor, needed: Callable[[Piece], bool]) -> Tensor:
-        numel = max((sum(p.world.numel for p in batch.pieces if needed(p)) for batch in self._batches), default=0)
-        if numel <= current.numel():
-            return current
-        main = self.pieces[0].unit.main
-        assert main is not None
-        return torch.empty(numel, dtype=main.dtype, device=main.weights.device)
+    def _reserve(self, scratch: Scratch, needed: Callable[[Piece], bool]) -> None:
+        sizes = [
+            sum(scratch_bytes(piece.world.numel, piece.tensor.dtype) for piece in batch.pieces if needed(piece))
+            for batch in self._batches
+        ]
+        if any(sizes):
+            scratch.reserve(max(sizes), self.pieces[0].tensor.device)
 
 
 def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
@@ -307,8 +333,8 @@ def _needs_gradient_scratch(piece: Piece) -> bool:
 def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.numel() == numel and value.dim() == 1:
+    if value.shape == (numel,):
         return dense(value)[local].clone()
-    if value.dim() == 0:
+    if value.numel() == 1:
         return value.clone()
     raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")

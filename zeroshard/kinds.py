@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.inner import begin_training, expect_no_closure, run_step
 from zeroshard.optim import Lamb, Lars
 
 
@@ -54,6 +55,7 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
     """
     if optimizer_class in _REFUSED:
         raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
+    expect_no_closure(optimizer_class)
     if elementwise is not None:
         return Kind.ELEMENTWISE if elementwise else Kind.WHOLE
     if optimizer_class in _KNOWN:
@@ -89,12 +91,14 @@ def _try_out(
         tensors = [piece.clone() for piece in torch.split(flat, 7)]
     members = [[tensor.requires_grad_()] for tensor in tensors] if apart else [[t.requires_grad_() for t in tensors]]
     optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
+    for optimizer in optimizers:
+        begin_training(optimizer)
     gradients = torch.Generator().manual_seed(1)
     for _ in range(4):
         gradient = torch.randn(flat.numel(), generator=gradients) * torch.linspace(0.1, 3, flat.numel())
         _set_gradients(tensors, gradient)
         for optimizer in optimizers:
-            optimizer.step()
+            run_step(optimizer)
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,34 +15,23 @@ from torch import Tensor, nn
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
 from zeroshard.flat_step import FlatStep, Update
+from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
+from zeroshard.inner import Options, arguments_for, expect_arguments
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
-from zeroshard.optimizer_state import full_state, load_full_state
+from zeroshard.optimizer_state import FullState
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
 from zeroshard.shard import shard_parameters
+from zeroshard.state_view import StateView, gather_state, take_state
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
 
-
-class Stepper(Protocol):
-    """Steps some param groups: on flat pieces (`FlatStep`) or whole parameters at their owners (`OwnerStep`)."""
-
-    groups: dict[Unit, list[int | None]]
-
-    def own_gradients(self) -> Iterator[tuple[int, Tensor]]: ...
-    def set_active(self, active: dict[Unit, list[bool]]) -> None: ...
-    def step(
-        self,
-        options: Sequence[dict[str, Any]],
-        update: Update,
-        start: Callable[[Unit], None],
-        updated: Callable[[Unit], None],
-    ) -> None: ...
-    def tensors(self) -> dict[str, list[Tensor]]: ...
+Stepper = FlatStep | OwnerStep
+"""Steps some param groups: on flat pieces, or whole parameters at their owners."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -97,6 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
         self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
         self._steppers: list[Stepper] = []
+        self._is_built = False
         super().__init__(params, _defaults_of(optimizer_class, defaults))
         self.handle = self._find_handle(process_group)
         with self.handle.claimed(self._parameters(), self):
@@ -108,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.agreement = Agreement(self.handle, units, self._scaling, non_finite, skip_norm_above)
         self._clip = 1.0
         self._clip_value: float | None = None
+        self._is_built = True
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -183,15 +176,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip_value = clip_value
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> StepResult:  # type: ignore[override]
         """Update main and weights from the reduced gradients. Collective. Without any gradient on any rank it does
         nothing, as in torch: the result is not `applied`.
 
+        Args:
+            closure: called once, first; it may call `zero_grad` and `backward`, and returns the loss.
+            arguments: what else the `step` of the class takes.
+
         Raises:
+            TypeError: arguments that no class takes.
             RuntimeError: gradients on some ranks alone; a second time for the same gradients; after a backward that was
                 only accumulated (`no_sync`); a gradient that is not finite, if so chosen, or once too often in a row;
                 parameters whose data somebody has replaced. Nothing has been updated then.
         """
+        expect_arguments(self._classes, arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -210,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
             self.agreement.half_done = True
-            self._update(control, Update(mean * self._clip, self._clip_value))
+            self._update(control, Update(mean * self._clip, self._clip_value), arguments)
             self.agreement.half_done = False
         self._scaling.settle(self.handle.reducer, not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
@@ -220,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
         super().zero_grad(set_to_none)
-        if self._steppers:
+        if self._is_built:
             self._scaling.reset()
             self.agreement.used_up = False
             self.handle.schedule.abandon_backward()
@@ -246,12 +245,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         lr = group.get("lr", self.defaults.get("lr", 0.0))
         if not 0.0 <= float(lr) < math.inf:
             raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
-        if self._steppers:
+        if self._is_built:
             group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
             self._refuse_foreign(group["params"])
         super().add_param_group(group)
         self._classes.append(group_class)
-        if self._steppers:
+        if self._is_built:
             before = self._steppers, self.agreement.units
             try:
                 with self.handle.claimed(group["params"], self):
@@ -265,14 +264,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def rebuild(self) -> None:
         """Parameters have come: new steppers, existing state stays. Collective."""
-        if not self._steppers:
+        if not self._is_built:
             return  # it is being built
         state = self._gather_state()
         if self._takes_all:
             self._take_unclaimed()
         self._steppers = self._build_steppers()
         self.agreement.units = self._find_units()
-        self._set_state(state)
+        take_state(self._steppers, state)
 
     def _take_unclaimed(self) -> None:
         """Into the first group, in the order of the model: as if they had been trainable from the start."""
@@ -317,15 +316,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaling = self._scaling.state_dict()
         return {**result, "loss_scale": scaling} if scaling else result
 
-    def _gather_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """In full. Collective."""
-        state: dict[nn.Parameter, dict[str, Any]] = {}
-        for stepper in self._steppers:
-            if isinstance(stepper, FlatStep):
-                state |= full_state(stepper, self.handle.collectives)
-            elif isinstance(stepper, OwnerStep):
-                state |= stepper.full_state()
-        return state
+    def _gather_state(self) -> FullState:
+        return gather_state(self._steppers, self.handle.collectives)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -344,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._load_state(state_dict)
         self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
         self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -352,14 +344,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _load_state(self, state_dict: dict[str, Any]) -> None:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         saved = state_dict["state"]
-        self._set_state({p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved})
+        state: FullState = {p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved}
+        take_state(self._steppers, state)
 
-    def _set_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
-        for stepper in self._steppers:
-            if isinstance(stepper, FlatStep):
-                load_full_state(stepper, state)
-            elif isinstance(stepper, OwnerStep):
-                stepper.load_full_state(state)
+    @property  # type: ignore[override]
+    def state(self) -> StateView:
+        """The state of each parameter, gathered when it is read: collective (see `state_view`)."""
+        if self._is_built:
+            self.handle.check_open("state")
+        return StateView(self._parameters(), self._steppers, self.handle.collectives)
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        if self._is_built:  # torch's constructor sets an empty one
+            values = {parameter: dict(of_one) for parameter, of_one in state.items()}
+            self.state.clear()
+            self.state.update(values)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled: save its state_dict()")
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What this optimizer holds, by kind."""
@@ -382,6 +385,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def classes(self) -> Sequence[type[torch.optim.Optimizer]]:
         """Of each param group."""
         return tuple(self._classes)
+
+    def __getattr__(self, name: str) -> Any:
+        """A method that the class has and this one has not (`train` and `eval` of schedule-free ones): on all of main
+        that there is; the weights follow. Collective."""
+        steppers: list[Stepper] = self.__dict__.get("_steppers", [])
+        if not name.startswith("_"):
+            if any(callable(getattr(type(stepper.optimizer), name, None)) for stepper in steppers):
+                return partial(self._call, name)
+            if owner := next((type(one.optimizer).__name__ for one in steppers if hasattr(one.optimizer, name)), None):
+                raise AttributeError(
+                    f"ShardedOptimizer has no attribute {name!r}. {owner} has, and what it means for a part of the "
+                    "parameters is not known here: optimizer.steppers hold this rank's instances, each as .optimizer"
+                )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @torch.no_grad()
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the instances return: None where all do, the result of the only one, else a tuple."""
+        self.handle.check_open(name)
+        units = self.agreement.units
+        waiting = any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in units)
+        self.handle.collectives.raise_together(
+            "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
+            if waiting
+            else "",
+            name,
+        )  # and nobody writes before everybody has read
+        self.handle.gatherer.settle()
+        having = [stepper for stepper in self._steppers if hasattr(stepper.optimizer, name)]
+        self.agreement.half_done = True
+        results = [stepper.call(name, (args, kwargs), self.param_groups) for stepper in having]
+        self.agreement.half_done = False
+        for unit in units:
+            if unit.plan.main is SHARDED and any(unit in stepper.groups for stepper in having):
+                self.handle.gatherer.updated(unit)
+        self.handle.gatherer.settle()
+        if all(result is None for result in results):
+            return None
+        return results[0] if len(results) == 1 else tuple(results)
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -466,7 +508,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for stepper in self._steppers:
             yield from stepper.own_gradients()
 
-    def _update(self, control: Control, update: Update) -> None:
+    def _update(self, control: Control, update: Update, arguments: Options) -> None:
         units, active = self.agreement.units, self.agreement.active(control)
         steppers_left = {unit: sum(unit in stepper.groups for stepper in self._steppers) for unit in units}
 
@@ -481,7 +523,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         for stepper in self._steppers:
             stepper.set_active(active)
-            stepper.step(self.param_groups, update, start, updated)
+            own_arguments = arguments_for(type(stepper.optimizer), arguments)
+            stepper.step(self.param_groups, update, start, updated, own_arguments)
         if self.handle.plan.external_gradients:
             self.handle.gatherer.settle()
 

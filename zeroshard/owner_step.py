@@ -18,20 +18,33 @@ code is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.collectives import Collectives
-from zeroshard.flat_step import Update, give_options, take_options
+from zeroshard.flat_step import Update
+from zeroshard.inner import (
+    Arguments,
+    OptimizerClass,
+    Options,
+    give_options,
+    is_elementwise_state,
+    run_step,
+    take_options,
+)
 from zeroshard.interval import Interval
 from zeroshard.layout import Slot
 from zeroshard.owners import balance, cost
 from zeroshard.placement import REPLICATED
+from zeroshard.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.unit import Unit
+from zeroshard.values import decode, encode
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +59,12 @@ class Whole:
     @property
     def slot(self) -> Slot:
         return self.unit.layout.slots[self.index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of main."""
+        assert self.unit.main is not None
+        return self.unit.main.dtype
 
 
 @dataclass(frozen=True)
@@ -70,9 +89,9 @@ class OwnerStep:
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
-        options: dict[int, dict[str, Any]],
-        defaults: dict[str, Any],
+        optimizer_class: OptimizerClass,
+        options: dict[int, Options],
+        defaults: Options,
         groups: dict[Unit, list[int | None]],
         collectives: Collectives,
     ) -> None:
@@ -87,11 +106,12 @@ class OwnerStep:
         self.wholes = [Whole(*slot, owner) for slot, owner in zip(slots, owners, strict=True)]
         self._active = dict.fromkeys(self.wholes, True)
         self._routes = [route for whole in self.wholes for route in self._routes_of(whole)]
-        main = next(iter(groups)).main
-        assert main is not None
-        self._dtype, self._device = main.dtype, main.weights.device
+        self._device = next(iter(groups)).weights.own().device
+        self._dtypes = sorted({whole.dtype for whole in self.wholes}, key=str)  # one message for each
+        self._class, self._defaults = optimizer_class, defaults
+        self._elementwise: dict[int, dict[str, bool]] = {}
         # What the class refuses (Muon: all but matrices), it refuses on every rank, not on the owner alone.
-        shapes = [torch.empty(whole.slot.shape, dtype=self._dtype, device="meta") for whole in self.wholes]
+        shapes = [torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta") for whole in self.wholes]
         optimizer_class(shapes, **defaults)
         self._values, self._gradients = self._allocate(), self._allocate()
         self.optimizer = optimizer_class(
@@ -100,11 +120,12 @@ class OwnerStep:
         self._inner = dict(zip(options, self.optimizer.param_groups, strict=True))
         self._edits: dict[Unit, int] = {}  # of each unit, when its values at the owners were those of its holders
         most = max(
-            sum(route.world.numel for route in self._outgoing(self._routes)),
-            sum(route.world.numel for route in self._incoming(self._routes)),
+            sum(route.world.numel for route in directed) * dtype.itemsize
+            for dtype in self._dtypes
+            for directed in (self._outgoing(self._routes_in(dtype)), self._incoming(self._routes_in(dtype)))
         )
-        self._sent = torch.empty(most, dtype=self._dtype, device=self._device)
-        self._received = torch.empty(0 if self.replicated else most, dtype=self._dtype, device=self._device)
+        self._sent = torch.empty(most, dtype=torch.uint8, device=self._device)
+        self._received = torch.empty(0 if self.replicated else most, dtype=torch.uint8, device=self._device)
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +147,7 @@ class OwnerStep:
         update: Update,
         start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
+        arguments: Options,
     ) -> None:
         """Fragments to their owners, one step of the whole parameters, fragments back. Collective."""
         take_options(self._inner, options)
@@ -137,48 +159,69 @@ class OwnerStep:
             update.apply(out)
 
         self._to_owners(self._routes, read_gradient, self._gradients)
-        changed = {unit for unit in self.groups if self._edits.get(unit) != unit.edits}
-        self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self._values)
-        self._edits = {}  # a step that fails half way leaves owners with values that nobody else has
+        self._fetch_main()
         try:
             for whole, value in self._values.items():
                 value.grad = self._gradients[whole] if self._active[whole] else None
-            self.optimizer.step()
+            run_step(self.optimizer, arguments)
         finally:
             for value in self._values.values():
                 value.grad = None
-        self._to_holders()
+        self._to_holders([whole for whole, active in self._active.items() if active])
         self._edits = {unit: unit.edits for unit in self.groups}
         for unit in self.groups:
             updated(unit)
         give_options(self._inner, options)
 
+    @torch.no_grad()
+    def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
+        """Another method of the class, on the whole parameters; what it does to them becomes main. Collective."""
+        take_options(self._inner, options)
+        self._fetch_main()
+        result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+        self._to_holders(self.wholes)
+        self._edits = {unit: unit.edits for unit in self.groups}
+        give_options(self._inner, options)
+        return result
+
+    def _fetch_main(self) -> None:
+        """What has been set from outside reaches the owners. Until they give main back, nobody else has theirs."""
+        changed = {unit for unit in self.groups if self._edits.get(unit) != unit.edits}
+        self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self._values)
+        self._edits = {}
+
     def _to_owners(
         self, routes: Sequence[Route], read: Callable[[Route, Tensor], None], target: dict[Whole, Tensor]
     ) -> None:
-        if not routes:
-            return
-        sent = _Cursor(self._sent)
-        for route in self._outgoing(routes):
-            read(route, sent.take(route.world.numel))
-        received = _Cursor(self._exchange(routes, forth=True))
-        for route in self._incoming(routes):
-            target[route.whole].view(-1)[route.param.slice] = received.take(route.world.numel)
+        for dtype in self._dtypes:
+            of_dtype = [route for route in routes if route.whole.dtype == dtype]
+            if not of_dtype:
+                continue
+            sent = _Cursor(_as(self._sent, dtype))
+            for route in self._outgoing(of_dtype):
+                read(route, sent.take(route.world.numel))
+            received = _Cursor(self._exchange(of_dtype, dtype, forth=True))
+            for route in self._incoming(of_dtype):
+                target[route.whole].view(-1)[route.param.slice] = received.take(route.world.numel)
 
-    def _to_holders(self) -> None:
-        sent = _Cursor(self._sent)
-        for route in self._incoming(self._routes):
-            sent.take(route.world.numel).copy_(self._values[route.whole].view(-1)[route.param.slice])
-        received = _Cursor(self._exchange(self._routes, forth=False))
-        for route in self._outgoing(self._routes):
-            value = received.take(route.world.numel)
-            if self._active[route.whole]:
-                assert route.whole.unit.main is not None
-                route.whole.unit.main.set(route.world, value, spare=True)
+    def _to_holders(self, wholes: Collection[Whole]) -> None:
+        """Main of `wholes` is set; all of it is sent."""
+        wanted = set(wholes)
+        for dtype in self._dtypes:
+            routes = self._routes_in(dtype)
+            sent = _Cursor(_as(self._sent, dtype))
+            for route in self._incoming(routes):
+                sent.take(route.world.numel).copy_(self._values[route.whole].view(-1)[route.param.slice])
+            received = _Cursor(self._exchange(routes, dtype, forth=False))
+            for route in self._outgoing(routes):
+                value = received.take(route.world.numel)
+                if route.whole in wanted:
+                    assert route.whole.unit.main is not None
+                    route.whole.unit.main.set(route.world, value, spare=True)
 
-    def _exchange(self, routes: Sequence[Route], *, forth: bool) -> Tensor:
+    def _exchange(self, routes: Sequence[Route], dtype: torch.dtype, *, forth: bool) -> Tensor:
         if self.replicated:
-            return self._sent
+            return _as(self._sent, dtype)
         held, owned = [0] * self._num_owners, [0] * self._num_owners
         for route in routes:
             if route.holder == self._rank:
@@ -186,8 +229,12 @@ class OwnerStep:
             if route.whole.owner == self._rank:
                 owned[route.holder] += route.world.numel
         sent, received = (held, owned) if forth else (owned, held)
-        self._collectives.all_to_all(self._received, self._sent, received, sent, unit="owners", phase="step").wait()
-        return self._received
+        into, data = _as(self._received, dtype), _as(self._sent, dtype)
+        self._collectives.all_to_all(into, data, received, sent, unit="owners", phase="step").wait()
+        return into
+
+    def _routes_in(self, dtype: torch.dtype) -> list[Route]:
+        return [route for route in self._routes if route.whole.dtype == dtype]
 
     # Routes ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +255,7 @@ class OwnerStep:
 
     def _allocate(self) -> dict[Whole, Tensor]:
         return {
-            whole: torch.zeros(whole.slot.shape, dtype=self._dtype, device=self._device)
+            whole: torch.zeros(whole.slot.shape, dtype=whole.dtype, device=self._device)
             for whole in self.wholes
             if whole.owner == self._rank
         }
@@ -218,36 +265,60 @@ class OwnerStep:
 
     # State and memory --------------------------------------------------------------------------------------------
 
-    def full_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Parameter -> state, from its owner to every rank. Collective."""
-        axis = self._collectives.mesh.shard
-        schemas = {
-            f"{whole.unit.index} {whole.index}": {
-                key: [list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type == "cpu"]
-                for key, value in self.optimizer.state.get(value_of, {}).items()
-                if isinstance(value, Tensor)
-            }
-            for whole, value_of in self._values.items()
-        }
-        known = {key: schema for found in self._collectives.exchange_objects(schemas) for key, schema in found.items()}
-        result: dict[nn.Parameter, dict[str, Any]] = {}
-        for whole in self.wholes:
-            for key, (shape, dtype, on_cpu) in known[f"{whole.unit.index} {whole.index}"].items():
-                full = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+    def full_state(self, only: Collection[Tensor] | None = None) -> dict[Tensor, dict[str, Any]]:
+        """Parameter -> state, from its owner to every rank; of `only` these parameters. Collective.
+
+        Raises:
+            ValueError: on every rank, state that holds something else than values and dense tensors.
+        """
+        wanted = [one for one in self.wholes if only is None or one.unit.parameters[one.index] in only]
+        tensors: dict[Whole, list[Tensor]] = {}
+        mine, problem = [], ""
+        try:
+            for number, whole in enumerate(wanted):
+                if whole in self._values and (state := self.optimizer.state.get(self._values[whole])):
+                    tensors[whole] = []
+                    mine.append([number, *_described(whole, state, tensors[whole])])
+        except ValueError as error:
+            problem = str(error)
+        told = self._collectives.exchange_objects([problem, mine])
+        if problem := next((text for text, _ in told if text), ""):
+            raise ValueError(problem)
+        described = {number: of_state for _, of_rank in told for number, *of_state in of_rank}
+        result: dict[Tensor, dict[str, Any]] = {}
+        for number, (values, metadata) in sorted(described.items()):
+            whole, received = wanted[number], list[Tensor]()
+            for position, (shape, dtype, on_cpu) in enumerate(metadata):
+                full = torch.zeros(shape, dtype=DTYPES[dtype], device=self._device)
                 if whole in self._values:
-                    full.copy_(self.optimizer.state[self._values[whole]][key])
+                    full.copy_(tensors[whole][position])
                 if not self.replicated:
-                    self._collectives.broadcast([full], axis, whole.owner)
-                parameter = whole.unit.parameters[whole.index]
-                result.setdefault(parameter, {})[key] = full.cpu() if on_cpu else full
+                    self._collectives.broadcast([full], self._collectives.mesh.shard, whole.owner)
+                received.append(full.cpu() if on_cpu else full)
+            result[whole.unit.parameters[whole.index]] = decode(values, partial(_at, received))
         return result
 
-    def load_full_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
+    def load_full_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Every owner takes its own."""
         for whole in self._values:
-            saved = state.get(whole.unit.parameters[whole.index]) or {}
-            copied = {key: item.clone() if isinstance(item, Tensor) else item for key, item in saved.items()}
-            self.set_state(whole, copied)
+            self._take(whole, state.get(whole.unit.parameters[whole.index]) or {})
+
+    def set_full_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """That of one parameter; its owner takes it."""
+        for whole in self._values:
+            if whole.unit.parameters[whole.index] is parameter:
+                self._take(whole, state)
+
+    def elementwise_state(self, group: int) -> dict[str, bool]:
+        """What the class's state is made of, whatever the shapes say (see `inner.is_elementwise_state`)."""
+        if group not in self._elementwise:
+            options = {key: value for key, value in self._inner[group].items() if key != "params"}
+            self._elementwise[group] = is_elementwise_state(self._class, options, self._defaults)
+        return self._elementwise[group]
+
+    def _take(self, whole: Whole, state: Mapping[str, Any]) -> None:
+        copied = {key: item.clone() if isinstance(item, Tensor) else copy.deepcopy(item) for key, item in state.items()}
+        self.set_state(whole, copied)
 
     def owned(self) -> Iterator[tuple[Whole, dict[str, Any]]]:
         """What this rank owns, with its state (empty before the first step)."""
@@ -269,6 +340,25 @@ class OwnerStep:
                     kinds["state" if value.dim() else "scalars"].append(value)
         kinds["scratch"] = [*self._gradients.values(), self._sent, self._received]
         return kinds
+
+
+def _described(whole: Whole, state: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, list[Any]]:
+    """The state as JSON, and shape, dtype and "on the CPU" of each tensor in it; they are added to `tensors`."""
+
+    def store(tensor: Tensor) -> str:
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
+
+    values = encode(state, store, f"the optimizer's state of {whole.slot.name}")
+    return values, [[list(one.shape), DTYPE_NAMES[one.dtype], one.device.type == "cpu"] for one in tensors]
+
+
+def _as(storage: Tensor, dtype: torch.dtype) -> Tensor:
+    return storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _at(tensors: list[Tensor], position: str) -> Tensor:
+    return tensors[int(position)]
 
 
 class _Cursor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zeroshard.interval import Interval, round_up
@@ -86,6 +87,32 @@ def batches(numels: Sequence[int], limit: int) -> list[range]:
             start, total = index, 0
         total += numel
     return [*result, range(start, len(numels))]
+
+
+def scratch_bytes(numel: int, dtype: torch.dtype) -> int:
+    """What a piece takes of a `Scratch`: the next one begins where a vector may."""
+    return round_up(numel * dtype.itemsize, 64)
+
+
+class Scratch:
+    """One storage, of which the pieces of a batch take parts, each in its dtype; the next batch begins anew."""
+
+    def __init__(self) -> None:
+        self.storage = torch.empty(0, dtype=torch.uint8)
+        self._at = 0
+
+    def reserve(self, num_bytes: int, device: torch.device) -> None:
+        """What is there already is enough, or is replaced."""
+        if num_bytes > self.storage.numel():
+            self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def rewind(self) -> None:
+        self._at = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], with whatever values."""
+        start, self._at = self._at, self._at + scratch_bytes(numel, dtype)
+        return self.storage[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def slots_in(unit: Unit, world: Interval) -> range:

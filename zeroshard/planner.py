@@ -5,8 +5,10 @@ The model may live on the meta device. The numbers equal `handle.memory()` (a te
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 
+import torch
 from torch import nn
 
 from zeroshard.buffer import Allotment
@@ -15,7 +17,7 @@ from zeroshard.gather import PLACES
 from zeroshard.layout import BufferLayout
 from zeroshard.managed import EVERYTHING, Ignored, Managed
 from zeroshard.owners import balance, cost
-from zeroshard.pieces import BATCH_NUMEL, batches, cut
+from zeroshard.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
 from zeroshard.reduce import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
@@ -111,7 +113,7 @@ def plan_transients(
     pieces = list(_pieces(specs, layouts, plan, rank, group_of))
     for needed in (1, 2):  # the gradient in main's dtype, and main where it is joined
         sums = [
-            sum(piece[0] * piece[needed] for piece in (pieces[i] for i in batch))
+            sum(pieces[i][needed] for i in batch)
             for batch in batches([piece[0] for piece in pieces], BATCH_NUMEL[device_type])
         ]
         scratch += max(sums, default=0)
@@ -173,7 +175,7 @@ def _add_owners(
     rank: int,
     whole_state_bytes: Callable[[str], int | None],
 ) -> None:
-    """Main, state and scratch of the parameters that this rank steps whole (one dtype of main)."""
+    """Main, state and scratch of the parameters that this rank steps whole."""
     slots = [
         (spec, layout, slot)
         for spec, layout in zip(specs, layouts, strict=True)
@@ -182,16 +184,18 @@ def _add_owners(
     ]
     replicated = plan.main is REPLICATED
     owners = balance([cost(slot.shape) for _, _, slot in slots], 1 if replicated else layouts[0].num_shards)
-    owned = held = 0
+    owned: Counter[torch.dtype] = Counter()
+    held: Counter[torch.dtype] = Counter()
     for (spec, layout, slot), owner in zip(slots, owners, strict=True):
-        itemsize = spec.precision.main_dtype.itemsize
+        dtype = spec.precision.main_dtype
         part = slot.world if replicated else slot.world & layout.shard(rank)
-        held += part.numel * itemsize
+        held[dtype] += part.numel * dtype.itemsize
         if replicated or owner == rank:
-            owned += slot.world.numel * itemsize
+            owned[dtype] += slot.world.numel * dtype.itemsize
             kinds["state"] += slot.world.numel * (whole_state_bytes(slot.name) or 0)
-    kinds["main"] += owned
-    kinds["scratch"] += owned + max(owned, held) * (1 if replicated else 2)
+    kinds["main"] += owned.total()
+    message = max([*owned.values(), *held.values()], default=0)  # one dtype after the other
+    kinds["scratch"] += owned.total() + message * (1 if replicated else 2)
 
 
 def _pieces(
@@ -201,7 +205,7 @@ def _pieces(
     rank: int,
     group_of: Callable[[str], Hashable | None],
 ) -> list[tuple[int, int, int]]:
-    """(elements, bytes of gradient scratch per element, bytes of main scratch per element) of each piece stepped."""
+    """(elements, bytes of gradient scratch, bytes of main scratch) of each piece stepped."""
     result = []
     for spec, layout in zip(specs, layouts, strict=True):
         if not spec.trainable:
@@ -211,5 +215,6 @@ def _pieces(
         joined = spec.precision.main == "remainder"
         for _, world in cut(layout, [group_of(slot.name) for slot in layout.slots]):
             if (plan.main is REPLICATED or world in layout.shard(rank)) and any(layout.fragments_in(world)):
-                result.append((world.numel, cast * main.itemsize, joined * main.itemsize))
+                num_bytes = scratch_bytes(world.numel, main)
+                result.append((world.numel, cast * num_bytes, joined * num_bytes))
     return result

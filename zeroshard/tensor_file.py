@@ -48,6 +48,8 @@ DTYPES = {
 }
 """The names that safetensors files use."""
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -18,9 +18,12 @@ Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
 """Optimizers, each with its values in the manifest."""
 
 
+STATE_KINDS = ("optimizer", "scalar", "number", "value")
+
+
 @dataclass(frozen=True)
 class StateName:
-    """One entry of an optimizer's state: `kind` is "optimizer", "scalar" or "number" (see `items.py`)."""
+    """One entry of an optimizer's state: `kind` is "optimizer", "scalar", "number" or "value" (see `items.py`)."""
 
     kind: str
     key: str
@@ -146,7 +149,7 @@ def state_names(manifest: Manifest) -> dict[str, list[StateName]]:
     found: dict[str, list[StateName]] = {}
     for name in manifest.tensors:
         kind, *rest = name.split("/", 2)
-        if kind in ("optimizer", "scalar", "number") and len(rest) == 2:
+        if kind in STATE_KINDS and len(rest) == 2:
             found.setdefault(rest[1], []).append(StateName(kind, rest[0], name))
     return found
 
@@ -166,7 +169,8 @@ def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer,
     for stepper in optimizer.steppers:
         for slot in (slot for unit in stepper.groups for slot in unit.layout.slots):
             for one in state.get(slot.name, []) if isinstance(stepper, FlatStep) else ():
-                if one.kind == "optimizer" and manifest.tensors[one.tensor].shape != slot.shape:
+                entry = manifest.tensors[one.tensor]
+                if one.kind == "optimizer" and entry.shape != slot.shape and not entry.numel == slot.world.numel == 1:
                     result.problems.append(f"{one.key} of {slot.name}: expected the shape {slot.shape}")
 
 

@@ -4,8 +4,9 @@ model/<parameter>               main where there is one (fp32, whether held as w
                                 remainder), else the frozen weights; by the ranks of one replica, each its shard
 model/<buffer>                  rank 0's
 optimizer/<state>/<parameter>   by whoever holds the elements, or steps the whole parameter
-scalar/<state>/<parameter>      one number for a parameter (0-d tensors: counts of steps)
+scalar/<state>/<parameter>      a tensor of one number for a parameter (counts of steps)
 number/<state>/<parameter>      the same, as a plain Python number
+value/<state>/<parameter>       None, a text, a list, ...: JSON as bytes
 rank/<r>/state                  JSON as bytes: random numbers of that rank, and buffers and `extra` where that rank
                                 has others than rank 0
 extra/..., rank/<r>/...         tensors inside these
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.checkpoint.writer import Item
 from zeroshard.flat_step import FlatStep
 from zeroshard.handle import Handle
@@ -36,6 +36,7 @@ from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.owner_step import OwnerStep
 from zeroshard.tensor_file import bytes_of
 from zeroshard.unit import Unit
+from zeroshard.values import encode, no_tensors
 
 Optimizers = ShardedOptimizer | Sequence[ShardedOptimizer] | None
 
@@ -109,7 +110,7 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
     """The state that this rank holds, without what its replicas write.
 
     Raises:
-        ValueError: state that is neither a dense tensor nor a number.
+        ValueError: state that is neither a dense tensor nor a plain value.
     """
     mesh = optimizer.handle.collectives.mesh
     for stepper in optimizer.steppers if mesh.replicate.rank == 0 else ():
@@ -119,9 +120,9 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
             for number, (one, state) in enumerate(stepper.owned()):
                 # Where main is replicated, every rank owns everything: they take turns.
                 if not stepper.replicated or number % mesh.shard.size == mesh.shard.rank:
+                    kinds = stepper.elementwise_state(one.group)
                     for key, value in state.items():
-                        if value is not None:
-                            yield _state_item(key, one.slot, value)
+                        yield _state_item(key, one.slot, value, kinds.get(key))
 
 
 def _flat_items(flat: FlatStep) -> Iterator[Item]:
@@ -129,16 +130,16 @@ def _flat_items(flat: FlatStep) -> Iterator[Item]:
         state = flat.optimizer.state.get(piece.tensor) or {}
         for fragment in piece.unit.layout.fragments_in(piece.world & piece.unit.own_shard()):
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
+                if isinstance(value, Tensor) and flat.is_elementwise(piece, key, value):
                     if not flat.quantises:
                         _expect_plain(key, fragment.slot, value)
-                    if value.shape != (piece.world.numel,):
-                        raise ValueError(f"state {key} of {fragment.slot.name} has the shape {tuple(value.shape)}")
                     read = partial(_read_state, value, fragment)
                     name = _state_name("optimizer", key, fragment.slot)
                     yield Item(name, fragment.slot.shape, value.dtype, fragment.param, read)
-                elif value is not None and fragment.param.start == 0:  # once for each parameter
-                    yield _state_item(key, fragment.slot, value)
+                elif fragment.param.start == 0:  # once for each parameter
+                    if isinstance(value, Tensor) and value.numel() != 1:
+                        raise ValueError(f"state {key} of {fragment.slot.name} has the shape {tuple(value.shape)}")
+                    yield _state_item(key, fragment.slot, value, False)
 
 
 def _read_state(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
@@ -146,14 +147,17 @@ def _read_state(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
     return dense(value)[fragment.local.slice][param.relative_to(fragment.param.start).slice]
 
 
-def _state_item(key: str, slot: Slot, value: Any) -> Item:
-    """A whole tensor of any shape, or a single number."""
+def _state_item(key: str, slot: Slot, value: Any, elementwise: bool | None) -> Item:
+    """A whole tensor of any shape, or a plain value. `elementwise`: whether it has a value for every element (None: the
+    class does not tell)."""
     if isinstance(value, (bool, int, float)):
         return number(_state_name("number", key, slot), value)
     if not isinstance(value, Tensor):
-        raise ValueError(f"state {key} of {slot.name} is of type {type(value).__name__}: neither tensor nor number")
+        where = f"state {key} of {slot.name}"
+        return blob(_state_name("value", key, slot), encode(value, no_tensors, where))
     _expect_plain(key, slot, value)
-    return whole(_state_name("optimizer" if value.dim() else "scalar", key, slot), value)
+    is_scalar = value.numel() == 1 and not (value.dim() if elementwise is None else elementwise)
+    return whole(_state_name("scalar" if is_scalar else "optimizer", key, slot), value)
 
 
 def number(name: str, value: bool | int | float) -> Item:

@@ -30,14 +30,13 @@ import torch
 from zeroshard.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
 from zeroshard.checked import CheckpointError as CheckpointError
 from zeroshard.interval import Interval
+from zeroshard.tensor_file import DTYPE_NAMES as DTYPE_NAMES
 from zeroshard.tensor_file import DTYPES, MAX_HEADER_BYTES, PLAIN_NAME
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 MANIFEST_NAME = "manifest.json"
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"digest": "', b'", "manifest": ', b"}\n"
 _DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -15,7 +15,6 @@ from zeroshard.checkpoint.items import Extra, names_of, set_random_state
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.values import decode
 from zeroshard.flat_step import FlatStep
 from zeroshard.handle import Handle
 from zeroshard.interval import Interval
@@ -23,6 +22,7 @@ from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.optimizer_state import Elementwise, load_state
 from zeroshard.owner_step import OwnerStep
 from zeroshard.unit import Unit
+from zeroshard.values import decode
 
 # Before anything is changed -------------------------------------------------------------------------------------------
 
@@ -84,18 +84,18 @@ def take_optimizer(reader: Reader, optimizer: ShardedOptimizer, meeting: Meeting
     names = state_names(reader.manifest)
     for stepper in optimizer.steppers:
         if isinstance(stepper, FlatStep):
-            state = {}
+            state: dict[Tensor, dict[str, Any]] = {}
             for unit, groups in stepper.groups.items():
                 for index, group in enumerate(groups):
                     if group is not None:
-                        options = optimizer.param_groups[group]
-                        state[unit.parameters[index]] = _state(reader, names, unit, index, options, whole=False)
+                        kinds, options = stepper.elementwise_state(group), optimizer.param_groups[group]
+                        state[unit.parameters[index]] = _state(reader, names, unit, index, options, kinds, whole=False)
                         meeting.beat()
             load_state(stepper, state)
         elif isinstance(stepper, OwnerStep):
             for one, _ in list(stepper.owned()):
-                options = optimizer.param_groups[one.group]
-                stepper.set_state(one, _state(reader, names, one.unit, one.index, options, whole=True))
+                kinds, options = stepper.elementwise_state(one.group), optimizer.param_groups[one.group]
+                stepper.set_state(one, _state(reader, names, one.unit, one.index, options, kinds, whole=True))
                 meeting.beat()
 
 
@@ -105,26 +105,30 @@ def _state(
     unit: Unit,
     index: int,
     options: Mapping[str, Any],
+    kinds: Mapping[str, bool],
     *,
     whole: bool,
 ) -> dict[str, Any]:
-    """The state of one parameter: whole, or with something to read it by in place of what is elementwise."""
+    """The state of one parameter: whole, or with something to read it by in place of what is elementwise. `kinds`: what
+    the class says is (whoever wrote the step may not have known it of a parameter of a single element)."""
     assert unit.main is not None
     tensors, slot, device = reader.manifest.tensors, unit.layout.slots[index], unit.main.weights.device
     main = tensors.get(f"model/{slot.name}")
     on_device = bool(options.get("capturable") or options.get("fused"))  # as torch keeps its counts of steps
     state: dict[str, Any] = {}
     for one in names.get(slot.name, []):
-        dtype = tensors[one.tensor].dtype
-        if main is not None and dtype == main.dtype and one.kind == "optimizer":
+        dtype, numel = tensors[one.tensor].dtype, tensors[one.tensor].numel
+        if one.kind in ("number", "value"):
+            state[one.key] = plain_value(reader, one)
+            continue
+        elementwise = kinds.get(one.key, one.kind == "optimizer") if numel == 1 else one.kind == "optimizer"
+        if main is not None and dtype == main.dtype and elementwise:
             dtype = unit.main.dtype  # moments are kept as main is
-        if one.kind == "optimizer" and not whole:
+        if elementwise and not whole:
             state[one.key] = Elementwise(dtype, partial(reader.read_into, one.tensor))
-        elif one.kind == "number":
-            state[one.key] = reader.tensor(one.tensor).item()
         else:
             value = reader.tensor(one.tensor)
-            state[one.key] = value.to(device, dtype) if one.kind == "optimizer" or on_device else value
+            state[one.key] = value.to(device, dtype) if elementwise or on_device else value
     return state
 
 
@@ -169,6 +173,21 @@ def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"the state of rank {rank} is damaged")
     return state
+
+
+def plain_value(reader: Reader, one: StateName) -> Any:
+    """Of an optimizer's state, what is no tensor.
+
+    Raises:
+        CheckpointError: bytes that are no JSON.
+    """
+    stored = reader.tensor(one.tensor)
+    if one.kind == "number":
+        return stored.item()
+    try:
+        return decode(json.loads(bytes(stored.tolist())), reader.tensor)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{one.tensor} is damaged: {str(error)[:200]}") from None
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ import torch
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.fit import groups_of, state_names
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.values import decode
+from zeroshard.checkpoint.take import plain_value
 from zeroshard.checkpoint.writer import SYNC_BYTES
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.exchange.exported import place, stored_item
 from zeroshard.interval import Interval
+from zeroshard.values import decode
 
 DATA = "__0_0.distcp"
 BOX_BYTES = 16 << 20
@@ -84,8 +85,8 @@ def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> Non
     for parameter, states in state_names(manifest).items():
         for one in states:
             path = (key, "state", parameter, one.key)
-            if one.kind == "number":
-                folder.add_value(file, path, reader.tensor(one.tensor).item())
+            if one.kind in ("number", "value"):
+                folder.add_value(file, path, plain_value(reader, one))
             else:
                 folder.add_tensor(file, path, reader, one.tensor, None)
     saved = manifest.values.get("optimizers")

@@ -13,14 +13,14 @@ from typing import Any
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
 from zeroshard.checkpoint.fit import groups_of
-from zeroshard.checkpoint.items import number
+from zeroshard.checkpoint.items import blob, number
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
-from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.exchange.dcp_folder import Box, Foreign
 from zeroshard.interval import Interval
 from zeroshard.tensor_file import open_model
+from zeroshard.values import encode, no_tensors
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,50 @@ def import_dcp(
         used = {*model.values(), *(prefix + name for name in tied)}
 
         state = f"{optimizer_key}.state."
+        elementwise = _elementwise_keys(foreign, state, model)
         for there in [*foreign.tensors, *foreign.values]:
             name, _, key = there.removeprefix(state).rpartition(".")
             name = tied.get(name, name)
             if there.startswith(state) and name in model and "/" not in key:
                 if there in foreign.tensors:
-                    kind = "optimizer" if foreign.tensors[there].shape else "scalar"
+                    tensor = foreign.tensors[there]
+                    is_scalar = tensor.numel == 1 and key not in elementwise
+                    kind = "scalar" if is_scalar and not tensor.shape else "optimizer"
                     items.append(_item(foreign, f"{kind}/{key}/{name}", there))
-                elif isinstance(value := foreign.value(there), (bool, int, float)):
-                    items.append(number(f"number/{key}/{name}", value))
                 else:
-                    continue
+                    try:
+                        items.append(_plain_item(foreign, there, key, name))
+                    except ValueError:  # an object
+                        continue
                 used.add(there)
         groups = _groups(foreign, f"{optimizer_key}.param_groups.", optimizer_class, used)
         optimizers = [{"groups": groups, "loss_scale": {}}] if groups else []
         left_out = tuple(sorted({*foreign.tensors, *foreign.values} - used))
         values = {"optimizers": optimizers, "tied": tied}
         return Imported(commit_alone(Path(directory), step, items, values, force=force), left_out)
+
+
+def _elementwise_keys(foreign: Foreign, state: str, model: dict[str, str]) -> set[str]:
+    """Entries of the state that have the shape of a parameter of many elements: of one that has a single element, they
+    are elementwise, too."""
+    found = set()
+    for there, tensor in foreign.tensors.items():
+        name, _, key = there.removeprefix(state).rpartition(".")
+        in_model = there.startswith(state) and name in model
+        if in_model and tensor.numel > 1 and tensor.shape == foreign.tensors[model[name]].shape:
+            found.add(key)
+    return found
+
+
+def _plain_item(foreign: Foreign, there: str, key: str, name: str) -> Item:
+    """
+    Raises:
+        ValueError: it is an object.
+    """
+    value = foreign.value(there)
+    if isinstance(value, (bool, int, float)):
+        return number(f"number/{key}/{name}", value)
+    return blob(f"value/{key}/{name}", _as_json(foreign, there))
 
 
 def _item(foreign: Foreign, name: str, there: str) -> Item:
@@ -163,6 +190,14 @@ def _option(foreign: Foreign, there: str) -> Any:
         if tensor.numel != 1:
             raise ValueError("a tensor")
         return encode(foreign.read(there, Interval(0, 1)).item(), no_tensors, there)
+    return _as_json(foreign, there)
+
+
+def _as_json(foreign: Foreign, there: str) -> Any:
+    """
+    Raises:
+        ValueError: it is an object.
+    """
     value = foreign.value(there)
     rest, count = [value], 0
     while rest:  # few bytes of a pickle may say the same list a million times
@@ -171,7 +206,7 @@ def _option(foreign: Foreign, there: str) -> Any:
         rest.extend(inside)
         count += len(inside)
         if count > 1_000_000:
-            raise CheckpointError(f"{foreign.folder}: {there} is too large for a hyper-parameter")
+            raise CheckpointError(f"{foreign.folder}: {there} is too large for a plain value")
     try:
         return encode(value, no_tensors, there)
     except RecursionError:

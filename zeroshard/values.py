@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.manifest import DTYPE_NAMES, CheckpointError
+from zeroshard.checked import CheckpointError
+from zeroshard.tensor_file import DTYPE_NAMES
 
 
 def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:

@@ -1,0 +1,209 @@
+"""CLIP's `logit_scale` is a parameter of 0 dimensions: `optimizer.load_state_dict(optimizer.state_dict())` took its
+moments for counts of steps, and the next `step()` raised; `export --format dcp` and `import` lost them. What an item of
+the state is must not be read off its shape.
+
+And what is no tensor was dropped (texts, None) or changed (False became 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, make
+from zeroshard.exchange import export_dcp, import_dcp
+from zeroshard.optim import Lamb
+from zeroshard.testing import run_ranks
+
+
+class Small(nn.Module):
+    """Parameters of no, one and two dimensions; some have a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.up = nn.Linear(3, 5)
+        self.gain = nn.Parameter(torch.tensor([0.5]))
+        self.down = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.tanh(self.up(x))) * self.scale * self.gain).square().mean()
+
+
+class Single(nn.Module):
+    """Nothing but parameters of a single element: no other one tells what an item is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.gain = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.mean() * self.scale * self.gain - 1).square().mean()
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain_run(
+    model_of: Callable[[], nn.Module], optimizer_class: Any, num_ranks: int, steps: int, **options: Any
+) -> Any:
+    model = make(model_of)
+    optimizer = optimizer_class(model.parameters(), **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(model(data(rank, step)) for rank in range(num_ranks)).div(num_ranks).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6) for name in b)
+
+
+CLASSES = {
+    "adam": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "foreach": False}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1}),
+    "whole": (Lamb, {"lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("model_of", [Small, Single])
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_of_single_elements_goes_round_through_dicts(name: str, model_of: Callable[[], nn.Module]) -> None:
+    optimizer_class, options = CLASSES[name]
+
+    def check(rank: int) -> None:
+        expected = plain_run(model_of, optimizer_class, 3, 4, **options)[0].state_dict()
+        half, plain = plain_run(model_of, optimizer_class, 3, 2, **options)
+        for plan in PLANS:
+            model = make(model_of)
+            model.load_state_dict(half.state_dict())
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **options)
+            optimizer.load_state_dict(plain.state_dict())
+            for step in range(2, 4):
+                optimizer.load_state_dict(optimizer.state_dict())
+                model(data(rank, step)).backward()
+                optimizer.step()
+            assert close(handle.full_state_dict(), expected), plan
+            other = optimizer_class(make(model_of).parameters(), **options)
+            other.load_state_dict(optimizer.state_dict())
+            for of_plain, of_ours in zip(plain.state.values(), other.state.values(), strict=True):
+                shapes = [{k: v.shape for k, v in one.items() if isinstance(v, Tensor)} for one in (of_plain, of_ours)]
+                assert shapes[0] == shapes[1]
+
+    run_ranks(check, 3)
+
+
+@pytest.mark.parametrize("name", ["adam", "whole"])
+def test_state_of_single_elements_goes_round_through_files(name: str, tmp_path: Path) -> None:
+    optimizer_class, options = CLASSES[name]
+
+    def check(rank: int, folder: str, sources: dict[str, Any]) -> None:
+        for model_of in (Small, Single):
+            expected = plain_run(model_of, optimizer_class, 2, 4, **options)[0].state_dict()
+            for plan in PLANS[::3]:
+                directory = Path(folder) / f"{model_of.__name__}-{plan.name}"
+                model = make(model_of)
+                handle = zeroshard.shard(model, plan)
+                optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **options)
+                for step in range(2):
+                    model(data(rank, step)).backward()
+                    optimizer.step()
+                zeroshard.save(directory, handle, optimizer, step=2)
+                if rank == 0:
+                    export_dcp(directory / "step-2", directory / "dcp")
+                    import_dcp(directory / "dcp", directory, step=3, optimizer_class=optimizer_class.__name__)
+                torch.distributed.barrier()
+                for number in (2, 3):
+                    other = make(model_of, 1)
+                    again = zeroshard.shard(other, plan)
+                    optimizer = zeroshard.ShardedOptimizer(again, optimizer_class, **options)
+                    zeroshard.load(directory, again, optimizer, step=number)
+                    for step in range(2, 4):
+                        other(data(rank, step)).backward()
+                        optimizer.step()
+                    assert close(again.full_state_dict(), expected), (plan, number)
+
+    run_ranks(check, 2, str(tmp_path), {})
+
+
+class Annotated(torch.optim.SGD):
+    """Notes what is no tensor beside its momentum."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state |= {"kind": "plain", "mask": None, "first": False, "second": True, "count": 3, "rate": 0.5}
+                    state |= {"betas": (0.9, [1, "x"]), "factor": torch.tensor([2.0]), "infinite": float("inf")}
+
+
+@pytest.mark.parametrize("elementwise", [True, False], ids=["pieces", "whole"])
+def test_what_is_no_tensor_goes_round(elementwise: bool, tmp_path: Path) -> None:
+    def check(rank: int, folder: str) -> None:
+        for plan in (*PLANS, None):
+            model = make(Small)
+            handle = zeroshard.shard(model, plan) if plan else None
+            params: Any = handle or model.parameters()
+            optimizer = zeroshard.ShardedOptimizer(params, Annotated, lr=0.1, momentum=0.9, elementwise=elementwise)
+            optimizer.backward(model(data(rank, 0)))
+            optimizer.step()
+
+            def expect(optimizer: zeroshard.ShardedOptimizer) -> None:
+                state = optimizer.state_dict()["state"]
+                assert len(state) == 6
+                for one in state.values():
+                    assert (one["kind"], one["mask"], one["count"], one["rate"]) == ("plain", None, 3, 0.5)
+                    assert one["first"] is False and one["second"] is True and one["infinite"] == float("inf")
+                    assert one["betas"] == (0.9, [1, "x"]) and type(one["count"]) is int
+                    assert one["factor"].shape == (1,) and one["factor"] == 2.0
+                assert state[0]["momentum_buffer"].shape == () and state[2]["momentum_buffer"].shape == (5, 3)
+
+            expect(optimizer)
+            optimizer.load_state_dict(optimizer.state_dict())
+            expect(optimizer)
+            directory = Path(folder) / (plan.name if plan else "only")
+            zeroshard.save(directory, optimizer.handle, optimizer, step=1)
+            optimizer.state.clear()
+            zeroshard.load(directory, optimizer.handle, optimizer)
+            expect(optimizer)
+            optimizer.zero_grad()
+            optimizer.backward(model(data(rank, 1)))
+            if plan:
+                assert optimizer.step().applied
+
+    run_ranks(check, 2, str(tmp_path))
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a row for each parameter, which no cut of it has."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["row"] = torch.zeros(7)
+
+
+def test_state_that_cannot_be_put_together_is_named() -> None:
+    def check(rank: int) -> None:
+        model = make(Small)
+        optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, "zero2"), Odd, lr=0.1, elementwise=True)
+        model(data(rank, 0)).backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"state 'row' of .* has the shape \(7,\): neither elementwise nor"):
+            optimizer.state_dict()
+
+    run_ranks(check, 2)

@@ -1,0 +1,137 @@
+"""`optimizer.state` was always empty: `optimizer.state[p]["exp_avg"]` raised KeyError, `optimizer.state.clear()` did
+nothing, and a copy of the optimizer was half of one. It is a view that gathers when it is read; writing to it takes
+effect.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.optim import Lamb
+from zeroshard.testing import expect_same_logs, run_ranks
+
+ADAM = {"lr": 1e-2, "foreach": False}
+
+
+def build(plan: Any, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block) if plan else None
+    params: Any = handle or model.parameters()
+    return model, zeroshard.ShardedOptimizer(params, optimizer_class, **(options or ADAM))
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of_tokens(model, rank, 0, step)
+        optimizer.backward(loss)
+        if optimizer.handle.plan.external_gradients:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
+def test_it_reads_as_the_state_dict_says(optimizer_class: Any) -> None:
+    options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
+
+    def check(rank: int) -> Any:
+        logs = []
+        for plan in (*PLANS, None):
+            model, optimizer = build(plan, optimizer_class, **options)
+            params = list(model.parameters())
+            assert not optimizer.state and params[0] not in optimizer.state and dict(optimizer.state[params[0]]) == {}
+            train(model, optimizer, rank, range(2))
+            expected = optimizer.state_dict()["state"]
+            assert len(optimizer.state) == len(params) and set(optimizer.state) == set(params)
+            for index, parameter in enumerate(params):
+                assert same_bits(dict(optimizer.state[parameter]), expected[index])
+            for (parameter, found), index in zip(optimizer.state.items(), expected, strict=True):
+                assert parameter is params[index] and same_bits(dict(found), expected[index])
+            moments = optimizer.state[params[0]]["exp_avg"]
+            assert moments.shape == params[0].shape and (moments * 2).sum().isfinite()
+            with pytest.raises(RuntimeError, match="inference tensor"), torch.no_grad():
+                moments.zero_()  # of a copy: it would change nothing
+            with pytest.raises(KeyError, match="no parameter of this optimizer"):
+                optimizer.state[torch.zeros(2)]
+            assert "gathered when it is read" in repr(optimizer.state)
+            logs.append(optimizer.handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        if optimizer_class is torch.optim.AdamW:  # owners have different amounts to send
+            expect_same_logs(logs)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
+def test_clearing_begins_anew(optimizer_class: Any) -> None:
+    options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
+
+    def check(rank: int) -> None:
+        for plan in (*PLANS, None):
+            model, optimizer = build(plan, optimizer_class, **options)
+            params = list(model.parameters())
+            train(model, optimizer, rank, range(2))
+            first = optimizer.state_dict()["state"]
+            for clear in (lambda o: o.state.clear(), lambda o: setattr(o, "state", defaultdict(dict))):
+                clear(optimizer)
+                assert not optimizer.state and not optimizer.state_dict()["state"]
+                train(model, optimizer, rank, range(2, 3))
+                assert optimizer.state[params[3]]["step"] == 1
+            optimizer.state = dict(zip(params, first.values(), strict=True))
+            assert all(same_bits(dict(optimizer.state[p]), first[i]) for i, p in enumerate(params))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
+def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
+    """Under every plan alike: training goes on with the same bits."""
+    options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
+
+    def check(rank: int) -> None:
+        found = []
+        for plan in PLANS:
+            model, optimizer = build(plan, optimizer_class, **options)
+            params = list(model.parameters())
+            train(model, optimizer, rank, range(2))
+            before = optimizer.state_dict()["state"]
+            optimizer.state[params[2]] = {k: v * 0.5 for k, v in before[2].items()}
+            optimizer.state[params[4]]["exp_avg"] = torch.ones_like(before[4]["exp_avg"])
+            del optimizer.state[params[5]]
+            optimizer.state.pop(params[6])
+            after = optimizer.state_dict()["state"]
+            assert set(after) == set(before) - {5, 6}
+            assert torch.equal(after[2]["exp_avg"], before[2]["exp_avg"] * 0.5) and after[2]["step"] == 1
+            assert after[4]["exp_avg"].eq(1).all() and torch.equal(after[4]["exp_avg_sq"], before[4]["exp_avg_sq"])
+            assert all(same_bits(after[i], before[i]) for i in set(after) - {2, 4})
+            if optimizer_class is not Lamb:  # an owner's state may have any shape
+                with pytest.raises(ValueError, match=r"state 'exp_avg' of .*: expected .*, found \(3, 3\)"):
+                    optimizer.state[params[2]] = {"exp_avg": torch.zeros(3, 3)}
+            train(model, optimizer, rank, range(2, 4))
+            assert optimizer.state[params[5]]["step"] == 2
+            found.append(optimizer.handle.full_state_dict())
+        assert all(same_bits(one, found[0]) for one in found)
+
+    run_ranks(check, 3)
+
+
+def test_an_optimizer_is_not_copied() -> None:
+    def check(rank: int) -> None:
+        _, optimizer = build("zero2")
+        for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+                copies(optimizer)
+        optimizer.handle.close()
+        with pytest.raises(RuntimeError, match="this handle is closed"):
+            optimizer.state.clear()
+
+    run_ranks(check, 1)

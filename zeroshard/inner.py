@@ -1,0 +1,117 @@
+"""The user's optimizer class as the steppers run it: its options, one step, what its state is made of.
+
+Pieces and whole parameters at owners are an affair of the engine. So hooks on `step` (torch's global ones, too) run
+once, around `ShardedOptimizer.step`, and not around each of the inner steps that it is made of.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+Options = dict[str, Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+OptimizerClass = type[torch.optim.Optimizer]
+
+
+def take_options(inner: dict[int, Options], options: Sequence[Options]) -> None:
+    """Hyper-parameters of the user's param groups -> those of the inner optimizer, by index."""
+    for index, group in inner.items():
+        for key, value in options[index].items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
+                group[key].fill_(value)  # a class that made a tensor of its learning rate wants to keep it
+            elif key != "params":
+                group[key] = value
+
+
+def give_options(inner: dict[int, Options], options: Sequence[Options]) -> None:
+    """Back again: some classes keep counts in their groups."""
+    for index, group in inner.items():
+        options[index].update({key: value for key, value in group.items() if key != "params"})
+
+
+# Stepping -------------------------------------------------------------------------------------------------------------
+
+
+def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None) -> None:
+    """`optimizer.step(**arguments)` without hooks."""
+    _step_of(type(optimizer))(optimizer, **(arguments or {}))
+
+
+def begin_training(optimizer: Any) -> None:
+    """Schedule-free classes step in their training mode alone."""
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+
+
+def _step_of(optimizer_class: OptimizerClass) -> Callable[..., Any]:
+    """torch wraps `step` once per class, and keeps what it has wrapped."""
+    function: Any = optimizer_class.step
+    unwrapped: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
+    return unwrapped
+
+
+def expect_no_closure(optimizer_class: OptimizerClass) -> None:
+    """Raises:
+    ValueError: a class that evaluates the loss itself, while it steps."""
+    try:
+        inspect.signature(_step_of(optimizer_class)).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot be sharded: its step() needs arguments ({error}); one that evaluates "
+            "the loss while it steps would do so on a part of the weights"
+        ) from None
+
+
+def arguments_for(optimizer_class: OptimizerClass, arguments: Options) -> Options:
+    """Those of these keyword arguments that the `step` of a class takes."""
+    parameters = inspect.signature(_step_of(optimizer_class)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def expect_arguments(classes: Sequence[OptimizerClass], arguments: Options) -> None:
+    """Raises:
+    TypeError: a keyword argument of `step` that no class takes.
+    ValueError: one that holds tensors of many elements: by parameter, they would not fit the pieces."""
+    for name, value in arguments.items():
+        takers = [one for one in classes if name in arguments_for(one, arguments)]
+        if not takers:
+            names = ", ".join(one.__name__ for one in dict.fromkeys(classes))
+            raise TypeError(f"step() got an unexpected keyword argument {name!r}, which {names} does not take")
+        if any(isinstance(leaf, Tensor) and leaf.numel() != 1 for leaf in tree_leaves(value)):
+            raise ValueError(f"step({name}=...) holds tensors of many elements: only numbers can be passed on")
+
+
+# State ----------------------------------------------------------------------------------------------------------------
+
+
+def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defaults: Options) -> dict[str, bool]:
+    """What each entry of the state is: a value for every element of the parameter (True), or one for all of it. Shapes
+    alone do not tell for a parameter of a single element; so the class steps a small matrix. Entries that it does not
+    make for that one are left out, all of them if it takes no matrix.
+
+    Args:
+        options: of a param group; defaults: what the class was built with.
+    """
+    implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
+    parameter = torch.zeros(2, 3, requires_grad=True)
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        try:
+            group = {**copy.deepcopy(options), **implementation, "params": [parameter]}
+            optimizer = optimizer_class([group], **copy.deepcopy(defaults))
+            begin_training(optimizer)
+            for _ in range(2):
+                parameter.grad = torch.ones(2, 3)
+                run_step(optimizer)
+        except Exception:
+            return {}
+    tensors = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
+    return {key: value.shape == parameter.shape for key, value in tensors.items()}
