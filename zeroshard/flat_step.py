@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -226,17 +227,14 @@ class FlatStep:
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Another method of the class, on all pieces; what it does to main reaches the weights."""
         take_options(self._inner, options)
-        joined = [piece for piece in self.pieces if piece.unit.main is not None and piece.unit.main.needs_scratch]
-        for piece in joined:
-            assert piece.unit.main is not None
-            scratch = torch.empty(piece.world.numel, dtype=piece.tensor.dtype, device=piece.tensor.device)
-            piece.tensor.data = piece.unit.main.read(piece.world, scratch)
+        for piece in self.pieces:
+            _bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
         result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
         for piece in self.pieces:
             assert piece.unit.main is not None
             piece.unit.main.write(piece.world, piece.tensor)
-        for piece in joined:
-            piece.tensor.data = _main_tensor(piece.unit, piece.world)
+            if piece.unit.main.needs_scratch:
+                piece.tensor.data = _main_tensor(piece.unit, piece.world)
         give_options(self._inner, options)
         return result
 
@@ -246,8 +244,7 @@ class FlatStep:
         for piece in pieces:
             numel, main = piece.world.numel, piece.unit.main
             assert main is not None
-            if main.needs_scratch:
-                piece.tensor.data = main.read(piece.world, self._main_scratch.take(numel, main.dtype))
+            _bring_main(piece, partial(self._main_scratch.take, dtype=main.dtype))
             if _needs_gradient_scratch(piece):
                 gradient = self._gradient_scratch.take(numel, main.dtype)
                 piece.unit.read_gradient(piece.world, gradient)
@@ -323,6 +320,16 @@ def _main_tensor(unit: Unit, world: Interval) -> Tensor:
     if main.needs_scratch:
         return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
     return main.read(world).detach()
+
+
+def _bring_main(piece: Piece, scratch: Callable[[int], Tensor]) -> None:
+    """Main of a piece, as it is now, in its tensor."""
+    main = piece.unit.main
+    assert main is not None
+    if main.needs_scratch:
+        piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
+    else:
+        main.read(piece.world)  # the tensor is a view of it; what has been written to the weights is there now
 
 
 def _needs_gradient_scratch(piece: Piece) -> bool:

@@ -11,11 +11,17 @@
 signed. Lossless for every number; a NaN stays a NaN (there are more NaNs than pairs whose weight shows one). The
 weight is the nearest bf16, exact ties going away from zero. (The idea is
 apex's DistributedFusedAdam, `store_param_remainders`.)
+
+[Note: written weights] Where a rank has all weights for good, a user may write to them in place (`p.clamp_(-c, c)`,
+also through `p.data`, of which no counter tells). The weights are what everybody sees, so they win: an element of them
+that is not main, rounded, becomes main. Beside a remainder any weight fits, and keeps the low half of the number that
+was there: main is off by half of the weight's last bit at most.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,10 +31,13 @@ from zeroshard.precision import MixedPrecision
 
 
 def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D. See [Note: remainder]."""
+    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D. See [Note: remainder]. What no split
+    gives (0 with a negative remainder, infinity with a positive one) has been written, and is the weight alone."""
     bits = out.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
     bits.add_(remainder)
+    if out.is_cuda or not math.isfinite(out.sum()):  # these would be NaN
+        torch.where(out.isnan(), weight.to(out.dtype), out, out=out)
 
 
 def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
@@ -37,6 +46,13 @@ def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     bits = master.view(torch.int32)
     remainder.copy_(bits)  # keeps the low 16 bits
     weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+def follow_weights(main: Tensor, weights: Tensor, rounded: Callable[[Tensor], Tensor]) -> None:
+    """`main` = `weights` (of its shape) where they are not `rounded(main)`. See [Note: written weights]."""
+    held = rounded(main).to(weights.dtype)
+    if main.is_cuda or not torch.equal(held, weights):
+        main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
 
 
 class MainWeights:
@@ -48,8 +64,12 @@ class MainWeights:
         extra: the fp32 master, the int16 remainder, or None where the weights are main.
     """
 
-    def __init__(self, interval: Interval, weights: Tensor, precision: MixedPrecision) -> None:
+    def __init__(
+        self, interval: Interval, weights: Tensor, precision: MixedPrecision, *, exposed: bool = False
+    ) -> None:
+        """`exposed`: users may write to the weights."""
         self.interval = interval
+        self._exposed = exposed
         self.weights = weights
         self.dtype = precision.main_dtype
         self.extra: Tensor | None = None
@@ -69,6 +89,8 @@ class MainWeights:
         if self.extra is None:
             return self.weights[local]
         if not self.needs_scratch:
+            if self._exposed:
+                follow_weights(self.extra[local], self.weights[local], self.rounded)
             return self.extra[local]
         assert scratch is not None, "the remainder is joined in scratch"
         join_remainder(self.weights[local], self.extra[local], scratch)

@@ -40,6 +40,7 @@ from zeroshard.inner import (
 )
 from zeroshard.interval import Interval
 from zeroshard.layout import Slot
+from zeroshard.main_weights import follow_weights
 from zeroshard.owners import balance, cost
 from zeroshard.placement import REPLICATED
 from zeroshard.tensor_file import DTYPE_NAMES, DTYPES
@@ -189,6 +190,10 @@ class OwnerStep:
         changed = {unit for unit in self.groups if self._edits.get(unit) != unit.edits}
         self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self._values)
         self._edits = {}
+        for whole, value in self._values.items():
+            main, buffer = whole.unit.main, whole.unit.weights.buffer
+            if buffer.owns_full and main is not None:  # see [Note: written weights]
+                follow_weights(value, buffer.views()[whole.index], main.rounded)
 
     def _to_owners(
         self, routes: Sequence[Route], read: Callable[[Route, Tensor], None], target: dict[Whole, Tensor]

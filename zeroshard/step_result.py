@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
@@ -31,10 +32,11 @@ class StepResult:
     loss: Any = None
 
     def __float__(self) -> float:
-        return float(self._the_loss())
+        loss = self._the_loss()
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def __int__(self) -> int:
-        return int(self._the_loss())
+        return int(float(self))
 
     def __round__(self, digits: int | None = None) -> Any:
         return round(float(self), digits)

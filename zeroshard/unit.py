@@ -109,7 +109,8 @@ class Unit:
         replicated = self.plan.main is REPLICATED
         held = buffer.full if replicated else buffer.shard
         assert held is not None, "a replicated main needs replicated weights"
-        self.main = MainWeights(Interval(0, self.layout.numel) if replicated else self.own_shard(), held, precision)
+        interval = Interval(0, self.layout.numel) if replicated else self.own_shard()
+        self.main = MainWeights(interval, held, precision, exposed=buffer.owns_full)
         if not self.plan.external_gradients:
             allocate = partial(collectives.allocate, device=held.device)
             grads = FlatBuffer(self.layout, rank, precision.grad, self.plan.grads, allocate)

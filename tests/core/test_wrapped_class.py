@@ -1,0 +1,217 @@
+"""What a user reaches of the class behind a `ShardedOptimizer`. torch's global step hooks fired for the inner optimizer
+as well, once for every few MB; `train()` and `eval()` of schedule-free optimizers were not there; `step(name=...)` was
+a TypeError for classes that take more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, largest_difference, loss_of_tokens, make, same_bits
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As schedulefree.SGDScheduleFree: weights are one average in training, and another one in evaluation."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    def train(self) -> None:
+        self._move(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    def answer(self, *, twice: bool = False) -> int:
+        return 84 if twice else 42
+
+    @property
+    def mode(self) -> str:
+        return "mine"
+
+    @torch.no_grad()
+    def _move(self, train: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != train:
+                group["train_mode"] = train
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight(group["beta"]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, boost: float = 1.0) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("not in train mode")
+            share, lr = 1 / (group["k"] + 1), group["lr"] * boost
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, share).add_(p.grad, alpha=lr * (group["beta"] * (1 - share) - 1))
+                    z.sub_(p.grad, alpha=lr)
+            group["k"] += 1
+
+
+class WholeScheduleFree(ScheduleFree):
+    """The same at owners: declared so by whoever builds it."""
+
+
+def train(model: Any, optimizer: Any, weights: Callable[[], Any], loss_of: Callable[[int], Tensor]) -> list[Any]:
+    """Weights after each change of mode."""
+    seen = []
+    optimizer.train()
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(step).backward()
+        optimizer.step(boost=0.5) if step == 1 else optimizer.step()
+        if step % 2:
+            optimizer.eval()
+            seen.append(weights())
+            optimizer.train()
+            seen.append(weights())
+    return seen
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16-remainder"])
+@pytest.mark.parametrize("elementwise", [None, False], ids=["pieces", "whole"])
+def test_methods_of_the_class_reach_the_weights(precision: str | None, elementwise: bool | None) -> None:
+    def check(rank: int) -> Any:
+        logs, found = [], []
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, ScheduleFree, elementwise=elementwise)
+
+            def weights(handle: Any = handle) -> Any:
+                full, main = handle.full_state_dict(), handle.full_state_dict(main=True)
+                assert all(same_bits({"": full[name]}, {"": main[name].to(full[name].dtype)}) for name in full)
+                return main
+
+            loss_of = lambda step, model=model: loss_of_tokens(model, rank, 0, step)  # noqa: E731
+            found.append(train(model, optimizer, weights, loss_of))
+            assert optimizer.param_groups[0]["k"] == 4 and optimizer.param_groups[0]["train_mode"]
+            logs.append(handle.comm_log)
+        for others in found[1:]:
+            assert all(same_bits(a, b) for a, b in zip(found[0], others, strict=True))
+        assert not same_bits(found[0][0], found[0][1])
+        if precision is None:
+            model = make(Net)
+            plain = ScheduleFree(model.parameters())
+            loss_of = lambda step: sum(loss_of_tokens(model, r, 0, step) for r in range(3)) / 3  # noqa: E731
+            state = lambda: {name: value.clone() for name, value in model.state_dict().items()}  # noqa: E731
+            for a, b in zip(found[0], train(model, plain, state, loss_of), strict=True):
+                assert largest_difference(a, b) < 1e-5
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        if elementwise is None:
+            expect_same_logs(logs)
+
+
+def test_what_is_not_a_method_and_what_comes_at_the_wrong_time() -> None:
+    def check(rank: int) -> None:
+        for plan in (*PLANS, None):
+            model = make(Net)
+            params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
+            optimizer = zeroshard.ShardedOptimizer(params, ScheduleFree)
+            assert optimizer.answer() == 42 and optimizer.answer(twice=True) == 84
+            assert hasattr(optimizer, "train") and not hasattr(optimizer, "mode")
+            with pytest.raises(AttributeError, match=r"no attribute 'mode'. ScheduleFree has.*optimizer.steppers"):
+                optimizer.mode  # noqa: B018
+            with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'first_step'"):
+                optimizer.first_step()
+            if plan:
+                loss_of_tokens(model, rank, 0, 0).backward()
+                with pytest.raises(ValueError, match=r"train: gradients are waiting for a step: call it between"):
+                    optimizer.train()
+                optimizer.zero_grad()
+            optimizer.train()
+            for name in ("nothing", "grads"):
+                with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}', which ScheduleFree"):
+                    optimizer.step(**{name: 1})
+            with pytest.raises(ValueError, match=r"step\(boost=...\) holds tensors of many elements"):
+                optimizer.step(boost=[torch.zeros(3)])
+        plain = zeroshard.ShardedOptimizer(zeroshard.shard(make(Net), "zero2"), torch.optim.SGD)
+        assert not hasattr(plain, "train")
+
+    run_ranks(check, 2)
+
+
+def test_hooks_run_once_around_the_whole_step() -> None:
+    """On small pieces, too, and for an optimizer whose class calls its parent's step."""
+
+    class Child(torch.optim.AdamW):
+        pass
+
+    def check(rank: int) -> None:
+        seen: list[tuple[str, str]] = []
+        hooks = [
+            register_optimizer_step_pre_hook(lambda o, args, kwargs: seen.append(("before", type(o).__name__))),
+            register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append(("after", type(o).__name__))),
+        ]
+        try:
+            for plan in (*PLANS, None):
+                for of_class in (Child, zeroshard.optim.Lamb):
+                    model = make(Net)
+                    params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
+                    optimizer = zeroshard.ShardedOptimizer(params, of_class)
+                    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("mine", type(o).__name__)))
+                    loss_of_tokens(model, 0, 0, 0).backward()
+                    assert not seen  # nor has a trial been seen
+                    optimizer.step()
+                    names = ["before", "mine", "after"]
+                    assert seen == [(name, "ShardedOptimizer") for name in names]
+                    assert optimizer.load_state_dict(optimizer.state_dict()) is None
+                    assert len(seen) == 3
+                    seen.clear()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    run_ranks(check, 2)
+
+
+def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused() -> None:
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure: Callable[[], Any]) -> None:
+            closure()
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(make(Net), "zero1")
+        for elementwise in (None, True, False):
+            with pytest.raises(ValueError, match=r"Sharpness cannot be sharded: its step\(\) needs arguments"):
+                zeroshard.ShardedOptimizer(handle, Sharpness, elementwise=elementwise)
+
+    run_ranks(check, 2)
+
+
+def test_a_closure_may_be_called_again_and_again() -> None:
+    """Step after step, with the gradients that it makes itself."""
+
+    def check(rank: int) -> None:
+        found = []
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+
+            def closure(optimizer: Any = optimizer, model: Any = model) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of_tokens(model, rank, 0, 0)
+                loss.backward()
+                return loss
+
+            losses = [float(optimizer.step(closure)) for _ in range(4)]
+            assert losses == sorted(losses, reverse=True)
+            found.append(handle.full_state_dict())
+        assert all(same_bits(one, found[0]) for one in found)
+
+    run_ranks(check, 2)

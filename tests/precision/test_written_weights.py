@@ -1,0 +1,168 @@
+"""WGAN clips its weights after each step: `p.data.clamp_(-c, c)`. With bf16 weights and an fp32 master the next step
+undid it, in silence, as it began from the master; so did optimizers that need whole parameters, which keep them.
+Beside a remainder `p.zero_()` became NaN. What is written to the weights becomes main.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.main_weights import follow_weights, join_remainder
+from zeroshard.optim import Lamb
+from zeroshard.testing import run_ranks
+
+BOUND = 0.07
+SGD = {"lr": 2.0**-6}
+
+
+def clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-BOUND, BOUND)
+
+
+class Plain(nn.Module):
+    """bf16 weights with an fp32 master in one process, as torch users write it: a written weight becomes master."""
+
+    def __init__(self, steps: int, num_ranks: int) -> None:
+        super().__init__()
+        self.model = make(Net)
+        masters = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.model.bfloat16()
+        for step in range(steps):
+            total = [torch.zeros_like(master) for master in masters]
+            for rank in range(num_ranks):
+                grads = torch.autograd.grad(loss_of_tokens(self.model, rank, 0, step), list(self.model.parameters()))
+                for of_all, grad in zip(total, grads, strict=True):
+                    of_all.add_(grad)
+            clip(self.model)
+            for parameter, master, grad in zip(self.model.parameters(), masters, total, strict=True):
+                written = parameter.detach() != master.bfloat16()
+                master.copy_(torch.where(written, parameter.detach().float(), master))
+                master.sub_(SGD["lr"] * (grad / num_ranks))
+                parameter.data.copy_(master)
+        self.masters = dict(zip(dict(self.model.named_parameters()), masters, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
+def test_what_is_written_is_stepped_from(precision: str) -> None:
+    def check(rank: int) -> None:
+        expected, found = Plain(4, 2).masters, []
+        for plan in PLANS[:3]:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, foreach=False, **SGD)
+            for step in range(4):
+                loss_of_tokens(model, rank, 0, step).backward()
+                clip(model)
+                main = handle.full_state_dict(main=True)
+                seen = handle.full_state_dict()
+                for name, value in seen.items():
+                    assert value.abs().max() <= BOUND, name
+                    apart = (main[name] - value.float()).abs() - value.float().abs() * 2**-8
+                    assert apart.max() <= 0, name  # main, rounded (a remainder takes ties another way)
+                optimizer.step()
+            found.append(handle.full_state_dict(main=True))
+        assert all(same_bits(one, found[0]) for one in found)
+        for name, value in expected.items():
+            error = (found[0][name] - value).abs().max()
+            assert error <= 1e-6 if precision == "bf16" else error <= BOUND * 2**-7, (name, error)
+
+    run_ranks(check, 2)
+
+
+def test_without_looking_the_write_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.main_weights.follow_weights", lambda main, weights, rounded: None)
+    with pytest.raises(zeroshard.testing.RankError, match="assert"):
+        test_what_is_written_is_stepped_from("bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
+def test_owners_of_whole_parameters_see_it(precision: str) -> None:
+    """In fp32 as well: they keep what they have stepped."""
+
+    def check(rank: int) -> None:
+        found = []
+        for plan in PLANS[:3]:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, Lamb, lr=1e-4)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of_tokens(model, rank, 0, step).backward()
+                clip(model)
+                optimizer.step()
+                main = handle.full_state_dict(main=True)
+                assert max(value.abs().max() for value in main.values()) <= BOUND + 1e-3
+            found.append(main)
+        assert all(same_bits(one, found[0]) for one in found)
+
+    run_ranks(check, 3)
+
+
+def test_under_torchs_ddp_and_into_a_checkpoint(tmp_path: Path) -> None:
+    def check(rank: int, folder: str) -> None:
+        model = make(Net).bfloat16()
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, **SGD)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of_tokens(ddp, rank, 0, step).backward()
+            optimizer.step()
+            clip(model)
+        clipped = {name: value.clone() for name, value in model.state_dict().items()}
+        zeroshard.save(folder, optimizer.handle, optimizer, step=1)
+        clip_all = [parameter.data.zero_() for parameter in model.parameters()]
+        assert clip_all
+        zeroshard.load(folder, optimizer.handle, optimizer)
+        assert same_bits(dict(model.state_dict()), clipped)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert same_bits(dict(model.state_dict()), clipped)
+
+    run_ranks(check, 2, str(tmp_path))
+
+
+def test_every_written_weight_is_itself_beside_every_remainder() -> None:
+    """65,536 weights and a few hundred remainders: never a NaN that was not written, and off by half a bit at most."""
+    weights = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for low in (*range(-(1 << 15), 1 << 15, 997), -1, 0, 1, (1 << 15) - 1):
+        master = torch.empty(weights.numel())
+        join_remainder(weights, torch.full((weights.numel(),), low, dtype=torch.int16), master)
+        assert torch.equal(master.isnan(), weights.isnan())
+        there = ~weights.isnan()
+        apart = (master[there].view(torch.int32) - weights[there].float().view(torch.int32)).abs()
+        assert apart.max() <= 1 << 15
+
+
+def test_elements_that_nobody_wrote_keep_their_low_half() -> None:
+    main = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        weights, before = main.to(dtype), main.clone()
+        weights[::7] = 0.25
+        weights[3] = torch.nan
+        follow_weights(main, weights, lambda value: value)
+        assert main[3].isnan() and main[::7].eq(0.25).all()
+        kept = torch.ones(1000, dtype=torch.bool)
+        kept[::7] = kept[3] = False
+        assert torch.equal(main[kept], before[kept])
+        main = before
+
+
+def test_what_it_costs() -> Any:
+    """Nothing where nobody can write: under ZERO3 parameters are not there, and in fp32 they are main."""
+
+    def check(rank: int) -> None:
+        for plan, precision, exposed in (("zero3", "bf16", False), ("zero2", "bf16", True)):
+            handle = zeroshard.shard(make(Net), plan, units=Block, precision=precision)
+            assert all(unit.main._exposed is exposed for unit in handle.units)
+
+    run_ranks(check, 1)
