@@ -406,13 +406,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.handle.check_open(name)
         units = self.agreement.units
         waiting = any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in units)
+        self.handle.gatherer.settle()
         self.handle.collectives.raise_together(
             "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
             if waiting
             else "",
             name,
         )  # and nobody writes before everybody has read
-        self.handle.gatherer.settle()
         having = [stepper for stepper in self._steppers if hasattr(stepper.optimizer, name)]
         self.agreement.half_done = True
         results = [stepper.call(name, (args, kwargs), self.param_groups) for stepper in having]

@@ -106,7 +106,6 @@ def test_a_scheduler_goes_on_through_steps_without_gradients() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: step(**kwargs)")
 def test_step_passes_keyword_arguments_to_the_class() -> None:
     """test_step_with_kwargs."""
 
@@ -118,7 +117,7 @@ def test_step_passes_keyword_arguments_to_the_class() -> None:
     def check(rank: int) -> None:
         noted: list[int] = []
         x = nn.Parameter(torch.ones(1))
-        optimizer = zeroshard.ShardedOptimizer([x], Noting, lr=0.1)
+        optimizer = zeroshard.ShardedOptimizer([x], Noting, lr=0.1, elementwise=True)  # a trial would pass no list
         x.backward()
         optimizer.step(noted=noted)
         assert noted == [5]
@@ -214,7 +213,6 @@ def test_sparse_parameters_are_refused() -> None:
     run_ranks(check, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: fp32 and fp64 parameters together")
 def test_parameters_of_several_dtypes_are_trained() -> None:
     """test_same_dense_param_type, its second input: refused there, "until support is added"; here it is."""
 
