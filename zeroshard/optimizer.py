@@ -527,6 +527,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             stepper.step(self.param_groups, update, start, updated, own_arguments)
         if self.handle.plan.external_gradients:
             self.handle.gatherer.settle()
+            if self.handle.collectives.shared is not None:  # a peer may still read what the user writes to next
+                self.handle.collectives.exchange_objects(None)
 
     def _discard_gradients(self) -> None:
         self.agreement.forget()
