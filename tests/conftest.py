@@ -1,14 +1,18 @@
 """What every test shares: one thread, folders of its own, properties that give the same answer each time."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, which takes 1.4 s: once here, not once in every forked rank
+
+from tests.backward_threads import backward_on_threads
 
 # The same examples on every run; a failure in continuous integration is then a failure on the desk.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
@@ -35,6 +39,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _backward_threads() -> Iterator[None]:
+    """With ZEROSHARD_TEST_BACKWARD_THREAD=1 every backward runs on another thread, as it does on CUDA."""
+    with backward_on_threads() if os.environ.get("ZEROSHARD_TEST_BACKWARD_THREAD") == "1" else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

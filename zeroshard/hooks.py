@@ -2,7 +2,8 @@
 
 | hook                                  | where                              | does                                    |
 |---------------------------------------|------------------------------------|-----------------------------------------|
-| forward pre-hook, forward hook        | modules that need a unit's weights | gather and show; hide                   |
+| forward pre-hook, forward hook        | modules that need a unit's weights | gather and show, before any other hook; |
+|                                       |                                    | hide, after all others                  |
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
 | hooks around forward                  | the model, units, other precisions | cast inputs and outputs (`casting.py`)  |
 | gradient hook on outputs              | the model                          | mark the start of backward              |
@@ -23,7 +24,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.casting import Remover
 from zeroshard.gather import Gatherer, in_backward
@@ -68,6 +70,28 @@ class Visit:
     unit: Unit
 
 
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """How the graph stood when a unit's forward began.
+
+    Attributes:
+        next_node: the number of the next node that this thread would make. Each thread counts for itself: a forward
+            that is recomputed by the thread of a backward begins anew, below the numbers of what it is given.
+        given: the nodes that made what the forward was called with.
+    """
+
+    next_node: int
+    given: frozenset[Node]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Self:
+        return cls(torch._C._autograd._get_sequence_nr(), frozenset(_made_by(t) for t in _differentiable(inputs)))
+
+    def has_made(self, output: Tensor) -> bool:
+        node = _made_by(output)
+        return node not in self.given and node._sequence_nr() >= self.next_node
+
+
 class Schedule(NotCopied):
     """Ties one training step together: which hook leads to which gather or reduction.
 
@@ -81,7 +105,7 @@ class Schedule(NotCopied):
         self._backward: int | None = None  # the graph task under way
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, list[Unit]] = {}
-        self._entered: dict[Unit, int] = {}
+        self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
         self._at: list[Unit] = []  # where backward is
@@ -100,8 +124,10 @@ class Schedule(NotCopied):
                     of_module.append(unit)
         self._removers += casts
         for module, needed in self._needs.items():
-            self._keep(module.register_forward_pre_hook(_before(self, needed)))
-            self._keep(module.register_forward_hook(_after(self, needed), always_call=True))
+            after = module.register_forward_hook(_after(self, needed), always_call=True)
+            before = _before(self, needed, partial(_move_to_end, after))
+            self._keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._keep(after)
         self._watch(self.reducer.order)
 
     def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
@@ -126,11 +152,11 @@ class Schedule(NotCopied):
         """Let a method of a module do what calling the module does: its own parameters have their values inside."""
         method, needed = getattr(module, name), self._needs.get(module, [])
 
-        before, after = _before(self, needed), _after(self, needed)
+        before, after = _before(self, needed, lambda: None), _after(self, needed)
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            before(module, args)
+            before(module, args, kwargs)
             output = None
             try:
                 output = method(*args, **kwargs)
@@ -158,18 +184,22 @@ class Schedule(NotCopied):
             for leaf in _differentiable(output):
                 leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
 
-    def before_module(self, units: Sequence[Unit]) -> None:
-        self.abandon_backward()
+    def before_module(self, units: Sequence[Unit], inputs: Any) -> None:
+        with torch.no_grad():
+            self.abandon_backward()
+        begins = [unit for unit in units if not unit.weights.in_use and not unit.weights.buffer.owns_full]
+        if begins and torch.is_grad_enabled():
+            self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         for unit in units:
-            if not unit.weights.in_use:
-                self._entered[unit] = _next_node()
             self._trains |= any(parameter.requires_grad for parameter in unit.parameters)
-        self.gatherer.enter(units)
+        with torch.no_grad():
+            self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
         skipped returns its input) was made by another, and to gather for it would take that other's place."""
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
+        entries = {unit: self._entered.pop(unit, None) for unit in free}
         if not free or not torch.is_grad_enabled():
             return
         visits = [Visit(unit) for unit in free]
@@ -178,7 +208,7 @@ class Schedule(NotCopied):
             if len(self._visits) > _MOST_VISITS * len(self.gatherer.units):  # forwards that no backward follows
                 self._visits.clear()
         for leaf in _differentiable(output):
-            made = [v for v in visits if leaf.grad_fn._sequence_nr() >= self._entered.get(v.unit, 0)]  # type: ignore[union-attr]
+            made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
 
@@ -263,11 +293,15 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = parameter.dtype
 
 
-def _before(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
+def _before(
+    schedule: Schedule, units: list[Unit], leave_last: Callable[[], None]
+) -> Callable[[nn.Module, Any, Any], None]:
+    """`leave_last`: called first; the user may have registered hooks that read the weights after forward."""
+
     @OutsideGraphs
-    @torch.no_grad()
-    def hook(module: nn.Module, args: Any) -> None:
-        schedule.before_module(units)
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        leave_last()
+        schedule.before_module(units, (args, kwargs))
 
     return hook
 
@@ -314,9 +348,16 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
     return hook
 
 
-def _next_node() -> int:
-    """The number of the next node of the graph that this thread makes."""
-    return torch._C._autograd._get_sequence_nr()
+def _move_to_end(hook: RemovableHandle) -> None:
+    """Among the hooks of its kind on its module."""
+    hooks = hook.hooks_dict_ref()
+    if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
+        hooks.move_to_end(hook.id)
+
+
+def _made_by(tensor: Tensor) -> Node:
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn
 
 
 def _differentiable(output: Any) -> list[Tensor]:

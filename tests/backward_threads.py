@@ -1,0 +1,50 @@
+"""Every backward on a fresh thread, as CUDA's engine runs it: with numbers of graph nodes, and other thread-locals, of
+its own. What torch hands over to the threads of its engine (grad mode, autocast) is handed over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+_run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
+
+
+@contextmanager
+def backward_on_threads() -> Iterator[None]:
+    """Inside, also in processes that are forked inside; of `Tensor.backward`, `torch.autograd.backward` and `grad`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "_engine_run_backward", _on_a_thread)
+        yield
+
+
+def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
+    if torch._C._current_graph_task_id() != -1:  # a backward inside of one stays on its thread
+        return _run_backward(*args, **kwargs)
+    result: list[Any] = []
+    errors: list[BaseException] = []
+    grad_mode, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+    def run() -> None:
+        enabled, dtype, cache = autocast
+        try:
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(grad_mode),
+                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache),
+            ):
+                result.append(_run_backward(*args, **kwargs))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="backward")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]

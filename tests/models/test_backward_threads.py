@@ -1,0 +1,120 @@
+"""Backward on a thread of its own, as CUDA's engine runs it.
+
+What a user saw: ZERO3, non-reentrant checkpoints around blocks of which some return what they are given. The weights
+were off by 0.07 to 0.88 after a few steps, the ranks agreed, and there was no error. Nodes of the graph are numbered by
+each thread for itself. A block that is recomputed by the thread of backward began at a low number, so what it was given
+seemed to be of its own making, and backward gathered it into the place of the unit that was just computing.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.backward_threads import backward_on_threads
+from tests.core.models import PLANS, Block, Job, Net, Outcome, same_bits, train, train_reference
+from tests.core.test_graphs import Skips, one_loss
+from zeroshard.testing import run_ranks
+
+
+class SkipsCheckpointed(Skips):
+    """Blocks that return what they are given, recomputed."""
+
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            block.open = (self.step + index) % 3 == 0
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class SkipsReentrant(SkipsCheckpointed):
+    reentrant = True
+
+
+class Segments(Net):
+    """A plain trunk; then checkpoints around three blocks, of which the first two return what they are given: what the
+    last plain block has made. When backward comes to it, that block has been reached, and its weights are needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Skips.Inner() for _ in range(9))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            block.open = index < 3 or index % 3 == 2
+        for block in self.blocks[:3]:
+            x = block(x)
+        for first in (3, 6):
+            x = checkpoint(nn.Sequential(*self.blocks[first : first + 3]), x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Passes(Net):
+    """Blocks return what they are given by name, beside what they have made."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor, *, first: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            return super().forward(x) + first["x"], first
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        first = {"x": x * 2}
+        for block in self.blocks:
+            x, first = checkpoint(block, x, first=first, use_reentrant=False)
+        return self.head(self.norm(x + first["x"]))
+
+
+JOBS: dict[str, Job] = {
+    "segments": Job(model=Segments, loss_of=one_loss, micro_batches=2),
+    "skipped blocks": Job(model=SkipsCheckpointed, loss_of=one_loss, steps=4, micro_batches=2),
+    "skipped blocks, reentrant": Job(model=SkipsReentrant, loss_of=one_loss, steps=4),
+    "passed by name": Job(model=Passes, loss_of=one_loss, precision="bf16"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> None:
+    job = JOBS[name]
+    expected = run_ranks(lambda rank: train_reference(job, 2), 1)[0]
+
+    def run(rank: int) -> list[Outcome]:
+        return [train(job, plan, rank) for plan in PLANS]
+
+    with backward_on_threads():
+        found = run_ranks(run, 2, collective_timeout=10)
+    for outcomes, truth in zip(found, expected, strict=True):
+        for plan, outcome in zip(PLANS, outcomes, strict=True):
+            assert outcome.losses == truth.losses, plan
+            assert same_bits(outcome.weights, truth.weights), plan
+
+
+def test_it_is_another_thread_and_knows_what_the_engine_hands_over() -> None:
+    """The control: numbers of nodes begin anew there; grad mode and autocast do not."""
+    seen: list[tuple[int, bool, bool]] = []
+
+    def look(grad: Tensor) -> None:
+        number = torch._C._autograd._get_sequence_nr()
+        seen.append((number, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    x = torch.ones(3, requires_grad=True)
+    y = x
+    for _ in range(10):
+        y = y * 2
+    y.register_hook(look)
+    with backward_on_threads(), torch.autocast("cpu"):
+        y.sum().backward()
+    assert x.grad is not None and x.grad[0] == 2**10
+    with backward_on_threads(), pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+    assert seen[0][0] < 10
+    assert seen[0][1:] == (False, True)

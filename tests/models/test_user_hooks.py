@@ -1,0 +1,138 @@
+"""Hooks of the user that read weights, registered before and after `shard`.
+
+What a user saw: `nn.utils.spectral_norm` and `weight_norm`, which compute the weight in a hook before forward, gave NaN
+under ZERO3 with the layer as unit: their hook ran before the one that gathers. Gathering comes first, and hiding last.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import zeroshard
+from tests.core.models import PLANS, Job, same_bits, train, train_reference
+from zeroshard.testing import run_ranks
+
+WIDTH = 12
+
+
+def normed(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the older forms are deprecated, and in use
+            layers = [wrap(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+    return build
+
+
+WRAPS: dict[str, Callable[[], nn.Module]] = {
+    "spectral norm": normed(nn.utils.spectral_norm),
+    "weight norm": normed(nn.utils.weight_norm),
+    "parametrized: spectral norm": normed(parametrizations.spectral_norm),
+    "parametrized: weight norm": normed(parametrizations.weight_norm),
+    "parametrized: orthogonal": normed(parametrizations.orthogonal),
+}
+
+
+def data(rank: int, micro_batch: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step))
+
+
+def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    out: Tensor = model(data(rank, micro_batch, step))
+    return out.square().mean() / micro_batches
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_weights_computed_before_forward(name: str) -> None:
+    """Buffers (the vector of the power iteration) are each rank's own, so the ranks have the same data here."""
+
+    def same_data(model: nn.Module, rank: int, *args: int) -> Tensor:
+        return loss_of(model, 0, *args)
+
+    jobs = [Job(model=WRAPS[name], loss_of=same_data, units=units) for units in (nn.Linear, 1, 1 << 20)]
+    expected = run_ranks(lambda rank: train_reference(jobs[0], 1), 1)[0][0]
+    plans = (zeroshard.ZERO1, zeroshard.ZERO3)
+    for found in run_ranks(lambda rank: [train(job, plan, rank) for job in jobs for plan in plans], 2):
+        for outcome in found:
+            assert outcome.losses == expected.losses
+            assert same_bits(outcome.weights, expected.weights)
+
+
+class Reader(nn.Module):
+    """Layers whose hooks read their weight, at each place where torch has one, and change what passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def read_before(module: Any, args: Any) -> Any:
+    return (args[0] * module.weight.norm(),)
+
+
+def read_before_by_name(module: Any, args: Any, kwargs: Any) -> Any:
+    return (args[0] + module.bias, *args[1:]), kwargs
+
+
+def read_after(module: Any, args: Any, output: Tensor) -> Tensor:
+    return output + module.weight.mean() * module.bias
+
+
+def read_in_backward(module: Any, grads_in: Any, grads_out: Any) -> Any:
+    return (grads_in[0] * module.weight.detach().norm(),)
+
+
+def add_hooks(model: nn.Module) -> None:
+    for layer in model.get_submodule("layers").children():
+        layer.register_forward_pre_hook(read_before)
+        layer.register_forward_pre_hook(read_before_by_name, with_kwargs=True)
+        layer.register_forward_hook(read_after)
+        layer.register_forward_hook(read_after, always_call=True)
+        layer.register_full_backward_hook(read_in_backward)
+        layer.weight.register_hook(lambda grad, weight=layer.weight: grad + 0.1 * weight.detach())
+
+
+@pytest.mark.parametrize("after_shard", [False, True])
+def test_hooks_that_read_weights(after_shard: bool) -> None:
+    def build() -> nn.Module:
+        model = Reader()
+        add_hooks(model)
+        return model
+
+    expected = run_ranks(lambda rank: train_reference(Job(model=build, loss_of=loss_of, micro_batches=2), 2), 1)[0]
+
+    def run(rank: int) -> list[Any]:
+        results = []
+        for plan in PLANS:
+            for units in (nn.Linear, 1):
+                hooked: list[nn.Module] = []
+
+                def late(model: nn.Module, *args: int, hooked: list[nn.Module] = hooked) -> Tensor:
+                    if not hooked:
+                        add_hooks(model)
+                        hooked.append(model)
+                    return loss_of(model, *args)
+
+                job = Job(model=build, loss_of=loss_of, units=units, micro_batches=2)
+                if after_shard:
+                    job = Job(model=Reader, loss_of=late, units=units, micro_batches=2)
+                results.append(train(job, plan, rank))
+        return results
+
+    for found, truth in zip(run_ranks(run, 2), expected, strict=True):
+        for outcome in found:
+            assert outcome.losses == truth.losses
+            assert same_bits(outcome.weights, truth.weights)
