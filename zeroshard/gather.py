@@ -121,6 +121,7 @@ class Gatherer:
 
     def unshard(self, unit: Unit, full: Tensor | None = None) -> None:
         """Gather one unit outside of any forward; `full` [numel] instead of the unit's own place."""
+        unit.weights.expect_in_place(through_data=True)
         if full is not None and not unit.weights.buffer.owns_full:
             unit.weights.drop()
             unit.weights.gather(self.collectives, "unshard", full)

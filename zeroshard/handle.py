@@ -467,10 +467,14 @@ class Handle(NotCopied):
                     "reduce its gradient or update it. close() the handle, and shard() the changed model"
                 )
 
-    def expect_in_place(self) -> None:
-        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""
+    def expect_in_place(self, *, wait: bool = False) -> None:
+        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them.
+
+        Args:
+            wait: also on a GPU see what has been written through `.data`.
+        """
         for unit in self.units:
-            unit.weights.expect_in_place()
+            unit.weights.expect_in_place(through_data=wait or unit.weights.own().device.type == "cpu")
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.gatherer.settle()

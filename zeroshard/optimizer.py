@@ -196,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
-        self.handle.expect_in_place()
+        self.handle.expect_in_place(wait=True)
         control = self._agree()
         if control.is_idle:
             self._discard_gradients()

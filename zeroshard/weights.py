@@ -5,9 +5,9 @@
 SHARDED: only the own interval is valid. Under a plan with replicated weights a unit is SHARDED just after the
 optimizer has updated the own interval, and goes through the same three states; its full buffer is simply its own.
 
-A parameter whose values are not here keeps its shape and reads as NaN (one scalar, expanded): reading shows it at
-once, writing raises. Autograd keeps views of the full buffer between forward and backward, so a unit always gathers
-into the same storage.
+A parameter whose values are not here keeps its shape and reads as NaN (`absent.py`): reading shows it at once, writing
+raises, there or at the next call of the engine. Autograd keeps views of the full buffer between forward and backward,
+so a unit always gathers into the same storage.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from zeroshard.absent import Absent
 from zeroshard.buffer import FlatBuffer
 from zeroshard.collectives import Collectives, Pending
 from zeroshard.placement import REPLICATED, SHARDED
@@ -42,7 +43,7 @@ class Weights:
     def __init__(self, unit: str, parameters: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
         self._unit = unit
         self._parameters = tuple(parameters)
-        self._absent = [_absent(slot.shape, buffer.shard) for slot in buffer.layout.slots]
+        self._absent = Absent(buffer.layout.slots, buffer.shard)
         self._pending = Pending()
         self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
@@ -114,7 +115,8 @@ class Weights:
 
     def hide(self) -> None:
         """Let the parameters read as NaN."""
-        self._point_to(self._absent)
+        self._point_to(self._absent.views)
+        self._absent.begin(self._parameters)
         self.shown = False
 
     @property
@@ -125,11 +127,15 @@ class Weights:
         """[shard_numel] the interval that is valid in every state."""
         return self.buffer.shard
 
-    def expect_in_place(self) -> None:
-        """The parameters' data lie where this class has put them.
+    def expect_in_place(self, *, through_data: bool = False) -> None:
+        """The parameters' data lie where this class has put them, and nobody has written to what is not here.
+
+        Args:
+            through_data: also see what has been written through `.data`; on a GPU this waits for it.
 
         Raises:
-            RuntimeError: somebody else has replaced them. The model would compute with values that no step updates.
+            RuntimeError: somebody else has replaced them (the model would compute with values that no step updates), or
+                has written to them (the write is lost).
         """
         for parameter, pointer, slot in zip(self._parameters, self._pointers, self.buffer.layout.slots, strict=False):
             if parameter.data_ptr() != pointer:
@@ -140,6 +146,14 @@ class Weights:
                     "`with handle.unsharded(write=True):`, in place; a module that casts its own weights when it runs "
                     "belongs in MixedPrecision(keep=...)"
                 )
+
+        written = [] if self.shown else self._absent.written(self._parameters, through_data=through_data)
+        if written:
+            names = ", ".join(self.buffer.layout.slots[index].name for index in written)
+            raise RuntimeError(
+                f"unit {self._unit}: {names} written to while the values were not here: the write is lost. Write "
+                "inside `with handle.unsharded(write=True), torch.no_grad():`"
+            )
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
         self.expect_in_place()
@@ -152,9 +166,3 @@ class Weights:
             raise RuntimeError(
                 f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {state.value}"
             )
-
-
-def _absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A tensor of that shape on one scalar: NaN, or the lowest number of an integer dtype."""
-    value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(shape)
