@@ -31,6 +31,10 @@ class Absent:
         self._versions: list[int] = []
         self.views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is one of the placeholders, or a view of one."""
+        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """The parameters point here from now on."""
         self._versions = [parameter._version for parameter in parameters]

@@ -27,6 +27,7 @@ from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parked
 from zeroshard.placement import Plan
 from zeroshard.reduce import Reducer
+from zeroshard.transforms import outside_transforms
 from zeroshard.unit import Unit, plain_name
 from zeroshard.unsharded import Part, units_of, unsharded, written
 
@@ -448,10 +449,11 @@ class Handle(NotCopied):
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.check_open("forward")
-        if torch.is_grad_enabled():
-            self._expect_known_parameters()
-        self.thaw()
-        self.expect_in_place()
+        with outside_transforms():
+            if torch.is_grad_enabled():
+                self._expect_known_parameters()
+            self.thaw()
+            self.expect_in_place()
         if torch.is_grad_enabled() and not self._claims and self.has_gradients(reduced=True):
             raise RuntimeError(
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
@@ -461,10 +463,13 @@ class Handle(NotCopied):
     def _expect_known_parameters(self) -> None:
         known = {id(parameter) for unit in self.units for parameter in unit.parameters}
         for name, parameter in self.managed.parameters(self.model).items():
-            if id(parameter) not in known:
+            if id(parameter) not in known and isinstance(
+                parameter, nn.Parameter
+            ):  # else a functional_call is under way
                 raise RuntimeError(
                     f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
-                    "reduce its gradient or update it. close() the handle, and shard() the changed model"
+                    "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "
+                    "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
                 )
 
     def expect_in_place(self, *, wait: bool = False) -> None:

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.casting import Remover
 from zeroshard.gather import Gatherer, in_backward
 from zeroshard.reduce import Reducer
+from zeroshard.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.trees import tensors_in
 from zeroshard.unit import Unit
 
@@ -105,6 +106,7 @@ class Schedule(NotCopied):
         self._backward: int | None = None  # the graph task under way
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, list[Unit]] = {}
+        self._running: list[Sequence[Unit]] = []  # the units of each forward under way, the innermost last
         self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
@@ -180,24 +182,45 @@ class Schedule(NotCopied):
     # Forward -----------------------------------------------------------------------------------------------------
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not under_transform():
             for leaf in _differentiable(output):
                 leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
 
-    def before_module(self, units: Sequence[Unit], inputs: Any) -> None:
+    def expect_no_transform(self, units: Sequence[Unit]) -> None:
+        """Raises:
+        RuntimeError: `torch.func` would differentiate through weights that are only here for the time of the call."""
+        if not torch.is_grad_enabled() or not under_transform():
+            return
+        for unit in units:
+            if not unit.weights.in_use and not unit.weights.buffer.owns_full:
+                raise RuntimeError(
+                    f"unit {unit.name} is called inside a torch.func transform (grad, vmap, jvp, ...), and under this "
+                    "plan its weights are here for the time of the call only: transform inside `with "
+                    "handle.unsharded():`, or use a plan with replicated weights (zero2); vmap and jvp alone also work "
+                    "under torch.no_grad()"
+                )
+
+    def before_module(self, module: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
         with torch.no_grad():
             self.abandon_backward()
+        given = given_tensors(module)
+        for unit in units if given else ():
+            unit.weights.expect_present(given)
         begins = [unit for unit in units if not unit.weights.in_use and not unit.weights.buffer.owns_full]
         if begins and torch.is_grad_enabled():
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         for unit in units:
             self._trains |= any(parameter.requires_grad for parameter in unit.parameters)
+        self._running.append(units)
         with torch.no_grad():
             self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
         skipped returns its input) was made by another, and to gather for it would take that other's place."""
+        if not any(entered is units for entered in self._running):  # something raised before they had been entered
+            return
+        del self._running[max(i for i, entered in enumerate(self._running) if entered is units)]
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
         entries = {unit: self._entered.pop(unit, None) for unit in free}
         if not free or not torch.is_grad_enabled():
@@ -301,7 +324,9 @@ def _before(
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         leave_last()
-        schedule.before_module(units, (args, kwargs))
+        schedule.expect_no_transform(units)
+        with outside_transforms():
+            schedule.before_module(module, units, (args, kwargs))
 
     return hook
 
@@ -309,7 +334,8 @@ def _before(
 def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, Any], None]:
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        schedule.after_module(units, output)
+        with outside_transforms():
+            schedule.after_module(units, output)
 
     return hook
 

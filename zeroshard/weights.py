@@ -12,7 +12,7 @@ so a unit always gathers into the same storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -126,6 +126,19 @@ class Weights:
     def own(self) -> Tensor:
         """[shard_numel] the interval that is valid in every state."""
         return self.buffer.shard
+
+    def expect_present(self, values: Mapping[str, Tensor]) -> None:
+        """None of these has been taken from a parameter while its values were not here.
+
+        Raises:
+            RuntimeError: with the name that `values` has for it.
+        """
+        for name, value in values.items():
+            if self._absent.holds(value):
+                raise RuntimeError(
+                    f"functional_call: {name} has been taken from the model while its values were not here, and is "
+                    "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
+                )
 
     def expect_in_place(self, *, through_data: bool = False) -> None:
         """The parameters' data lie where this class has put them, and nobody has written to what is not here.

@@ -136,3 +136,27 @@ def test_hooks_that_read_weights(after_shard: bool) -> None:
         for outcome in found:
             assert outcome.losses == truth.losses
             assert same_bits(outcome.weights, truth.weights)
+
+
+def test_a_hook_that_raises_before_ours_leaves_no_trace() -> None:
+    """The hook after forward ran all the same, and left a unit that nobody had entered: from then on it was hidden
+    while it was in use."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("not now")
+
+    def check(rank: int) -> None:
+        model = Reader()
+        plain = Reader()
+        plain.load_state_dict(model.state_dict())
+        zeroshard.shard(model, "zero3", units=nn.Linear)
+        expected = plain(data(rank, 0, 0))
+        for _ in range(3):
+            removable = model.layers[1].register_forward_pre_hook(refuse, prepend=True)
+            with pytest.raises(ValueError, match="not now"):
+                model(data(rank, 0, 0))
+            removable.remove()
+            assert torch.equal(model(data(rank, 0, 0)), expected)
+
+    torch.manual_seed(0)
+    run_ranks(check, 1)

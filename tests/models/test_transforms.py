@@ -1,0 +1,175 @@
+"""`functional_call` and the transforms of `torch.func` on a sharded model.
+
+What a user saw: errors from inside the engine under every plan ("parameter ... has come into the model", "Cannot access
+data pointer of Tensor that doesn't have storage"), and under ZERO3 a handle that was dead afterwards. Where the weights
+rest in full they work; elsewhere the error says what to do, and the handle lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree as pytree
+
+import zeroshard
+from tests.core.models import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from zeroshard.testing import expect_same_logs, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, when it loads forward mode
+Values = dict[str, Tensor]
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randint(VOCAB, (3, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def loss(model: nn.Module, values: Values, batch: Tensor) -> Tensor:
+    logits = functional_call(model, values, (batch,))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+
+def values_of(model: nn.Module) -> Values:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def ones_like(values: Values) -> Values:
+    return {name: torch.ones(value.shape) for name, value in values.items()}
+
+
+def per_sample(model: nn.Module, values: Values, batch: Tensor) -> Any:
+    return vmap(grad(lambda v, one: loss(model, v, one[None])), (None, 0))(values, batch)
+
+
+def dual(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model.blocks[0](forward_ad.make_dual(x, torch.ones_like(x))))[1]
+
+
+def changed_inside(model: Any, values: Values, batch: Tensor) -> Values:
+    """A step of an inner loop, as in MAML, and the gradient through it."""
+
+    def after_a_step(v: Values) -> Tensor:
+        slopes = grad(lambda w: loss(model, w, batch))(v)
+        return loss(model, {name: v[name] - 0.1 * slopes[name] for name in v}, batch)
+
+    return grad(after_a_step)(values)
+
+
+X = torch.linspace(-1, 1, WIDTH)
+OF_VALUES: dict[str, Callable[[Any, Values, Tensor], Any]] = {
+    "grad": lambda model, v, batch: grad(lambda w: loss(model, w, batch))(v),
+    "per sample": per_sample,
+    "vjp": lambda model, v, batch: vjp(lambda w: loss(model, w, batch), v)[1](torch.tensor(2.0)),
+    "jvp": lambda model, v, batch: jvp(lambda w: loss(model, w, batch), (v,), (ones_like(v),)),
+    "grad of grad": changed_inside,
+}
+OF_INPUTS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda model: grad(lambda x: model.blocks[0](x).sum())(X),
+    "jvp": lambda model: jvp(model.blocks[0], (X,), (X,)),
+    "jacrev": lambda model: jacrev(model.blocks[1])(X),
+    "jacfwd": lambda model: jacfwd(model.blocks[1])(X),
+    "hessian": lambda model: hessian(lambda x: model.blocks[2](x).sum())(X),
+    "vmap": lambda model: vmap(lambda one: model(one[None]))(tokens(0)),
+    "grad of vmap": lambda model: grad(lambda x: vmap(model.blocks[0])(x).sum())(torch.stack([X, 2 * X])),
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    leaves = list(zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
+    return all(torch.equal(x.detach(), y.detach()) for x, y in leaves)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_where_weights_are_here_transforms_are_those_of_the_plain_model(plan: Any) -> None:
+    """Under ZERO3 that is inside `unsharded()`. Training goes on as if nothing had happened."""
+
+    def check(rank: int) -> Any:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        batch = tokens(rank)
+        for step in range(3):
+            plain = make(Net)
+            plain.load_state_dict(handle.full_state_dict())
+            with handle.unsharded() if plan is zeroshard.ZERO3 else nullcontext():
+                model(batch)  # under ZERO1 and ZERO2 the weights of the last step have arrived
+                for name, of_values in OF_VALUES.items():
+                    expected = of_values(plain, values_of(plain), batch)
+                    assert same(of_values(model, values_of(model), batch), expected), name
+                for name, of_inputs in OF_INPUTS.items():
+                    assert same(of_inputs(model), of_inputs(plain)), name
+            full = handle.full_state_dict()
+            halved = {name: value / 2 for name, value in full.items()}
+            assert same(functional_call(model, halved, (batch,)), functional_call(plain, halved, (batch,)))
+            assert same(functional_call(model, dict(model.named_parameters()), (batch,)), plain(batch))
+            assert same(dual(model, X), dual(plain, X))
+            optimizer.zero_grad()
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            optimizer.step()
+        assert same_bits(handle.full_state_dict(), train(Job(), plan, rank).weights)
+        return handle.comm_log
+
+    expect_same_logs(run_ranks(check, 2))
+
+
+def test_between_step_and_forward_transforms_wait_for_the_weights() -> None:
+    """ZERO1: each unit is still arriving when the transform calls it."""
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero1", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        for step, (name, of_inputs) in enumerate(OF_INPUTS.items()):
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            optimizer.step()
+            found = of_inputs(model)
+            plain = make(Net)
+            plain.load_state_dict(handle.full_state_dict())
+            assert same(found, of_inputs(plain)), name
+
+    run_ranks(check, 2)
+
+
+def test_elsewhere_the_error_says_what_to_do_and_the_handle_lives() -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        batch = tokens(rank)
+        full = handle.full_state_dict()
+        for step in range(3):
+            for of_values in OF_VALUES.values():
+                with pytest.raises(RuntimeError, match=r"inside a torch.func transform .*unsharded\(\)"):
+                    of_values(model, full, batch)
+            for of_inputs in OF_INPUTS.values():
+                with pytest.raises(RuntimeError, match=r"inside a torch.func transform .*unsharded\(\)"):
+                    of_inputs(model)
+            with pytest.raises(RuntimeError, match=r"bias has been taken from the model while .*unsharded\(\)"):
+                functional_call(model, {"head.bias": model.head.bias.detach()}, (batch,))
+            with pytest.raises(RuntimeError, match=r"head.bias has come into the model .* not Parameters"):
+                functional_call(model, {"head.bias": nn.Parameter(full["head.bias"])}, (batch,))
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            optimizer.step()
+        assert same_bits(handle.full_state_dict(), train(Job(), zeroshard.ZERO3, rank).weights)
+
+    run_ranks(check, 2)
+
+
+def test_without_gradients_forward_transforms_work_under_every_plan() -> None:
+    def check(rank: int) -> None:
+        plain = make(Net)
+        for plan in PLANS:
+            model = make(Net)
+            zeroshard.shard(model, plan, units=Block)
+            with torch.no_grad():
+                for name in ("vmap", "jvp", "jacfwd"):
+                    assert same(OF_INPUTS[name](model), OF_INPUTS[name](plain)), (plan, name)
+
+    run_ranks(check, 2)
