@@ -115,8 +115,8 @@ class Schedule(NotCopied):
     # Attaching ---------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, casts: Iterable[Remover] = ()) -> None:
-        """Install all hooks, `casts` (see `casting.py`) before those that gather. The first are not copied: a copy of
-        the model is refused before it begins."""
+        """Install all hooks, `casts` (see `casting.py`) inside those that gather and hide. The first are not copied: a
+        copy of the model is refused before it begins."""
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
         units = self.gatherer.units
         for unit in units:
