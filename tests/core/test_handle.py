@@ -65,7 +65,7 @@ def test_a_parameter_that_is_elsewhere_reads_as_nan_and_cannot_be_written() -> N
         handle, _ = started(zeroshard.ZERO3, rank, model)
         for parameter in model.parameters():
             assert parameter.isnan().all()
-            assert parameter.untyped_storage().nbytes() == 4
+            assert parameter.untyped_storage().nbytes() < 64  # one number for each parameter of its unit
             with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
                 parameter.add_(1.0)
         assert not any(value.isnan().any() for value in handle.full_state_dict().values())
