@@ -59,9 +59,17 @@ class Pending:
         works, for `release`."""
         self._owner, self._works, self._finish, self._told = owner, works, finish, told
         self._acknowledgements: Sequence[Any] = ()
+        self._look: Callable[[], None] | None = None
         self.at: Wait | None = None
 
-    def wait(self) -> None:
+    def wait(self, *, stale: bool = False) -> None:
+        """`stale`: the result will not be used. A peer may have begun to replace it, so nobody looks at it."""
+        look, self._look = self._look, None
+        self._arrive()
+        if look is not None and not stale:
+            look()
+
+    def _arrive(self) -> None:
         works, self._works = self._works, ()
         told, self._told = self._told, None
         finish, self._finish = self._finish, None
@@ -78,15 +86,8 @@ class Pending:
         self._owner.log.wait_seconds += time.perf_counter() - start
 
     def then(self, look: Callable[[], None], at: Wait) -> Pending:
-        """This one, at that place; `look` is called as soon as the result is there."""
-        before = self._finish
-
-        def finish() -> Sequence[Any] | None:
-            acknowledgements = before() if before is not None else None
-            look()
-            return acknowledgements
-
-        self._finish = finish
+        """This one, at that place; `look` is called as soon as the result may be used."""
+        self._look = look
         return self.at_place(at)
 
     def at_place(self, at: Wait) -> Pending:

@@ -514,7 +514,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def start(unit: Unit) -> None:
             if unit.weights.state is Residency.GATHERING:
-                unit.weights.arrive()
+                unit.weights.arrive(stale=True)
 
         def updated(unit: Unit) -> None:
             steppers_left[unit] -= 1

@@ -80,13 +80,13 @@ class Weights:
         self._pending = collectives.all_gather(self.buffer.full, self.buffer.shard, unit=self._unit, phase=phase)
         self.state = Residency.GATHERING
 
-    def arrive(self) -> None:
-        """GATHERING -> RESIDENT; nothing where they are already."""
+    def arrive(self, *, stale: bool = False) -> None:
+        """GATHERING -> RESIDENT; nothing where they are already. `stale`: they are about to be replaced."""
         if self.state is Residency.RESIDENT:
             return
         self._expect(Residency.GATHERING, "wait for")
         try:
-            self._pending.wait()
+            self._pending.wait(stale=stale)
         except RuntimeError as error:
             error.add_note(
                 f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
@@ -99,7 +99,7 @@ class Weights:
     def drop(self, *, forget: bool = False) -> None:
         """RESIDENT (or GATHERING, waited for) -> SHARDED: only the own interval is valid from now on."""
         if self.state is Residency.GATHERING:
-            self.arrive()
+            self.arrive(stale=True)
         self.hide()
         if not self.buffer.owns_full:
             self.buffer.detach(forget=forget)

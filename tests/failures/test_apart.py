@@ -98,6 +98,28 @@ def test_nan_is_like_nan_and_whoever_does_the_same_does_not_differ() -> None:
     assert run_ranks(run, 2) == [[4] * len(PLANS)] * 2
 
 
+def test_values_that_are_replaced_while_they_arrive_are_no_difference() -> None:
+    """A second optimizer's step, or a load, right after a step: the gather that the first one started was waited for
+    while peers wrote, and what had arrived of it was taken for weights that ranks do not share. All ranks raised."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan)
+            parameters = list(model.parameters())
+            optimizers = [
+                zeroshard.ShardedOptimizer(part, torch.optim.SGD, lr=0.1) for part in (parameters[:5], parameters[5:])
+            ]
+            for step in range(4):
+                loss_of_tokens(model, rank, 0, step, 1).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                if step == 2:
+                    handle.load_full_state_dict(handle.full_state_dict())
+
+    run_ranks(check, 2)
+
+
 def test_what_has_arrived_on_one_rank_only_is_no_difference() -> None:
     one, other = Samples(torch.device("cpu")), Samples(torch.device("cpu"))
     values = torch.arange(1000.0)

@@ -168,7 +168,6 @@ def test_the_norm_is_torchs_and_so_is_the_step(mesh: str, norm_type: float) -> N
     run_ranks(check, 2 if mesh == "one axis" else 4)
 
 
-@pytest.mark.xfail(strict=True, reason="p.grad does not show the gradient yet")
 @pytest.mark.parametrize("foreach", [False, True])
 def test_torchs_own_utilities_clip(foreach: bool) -> None:
     """test_clip_grad_norm_1d calls `torch.nn.utils.clip_grad_norm_`, and so may a training loop here."""

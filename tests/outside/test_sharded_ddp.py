@@ -185,7 +185,6 @@ def test_a_frozen_parameter_of_integers() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="model.zero_grad() does not yet discard")
 def test_from_training_to_evaluation_and_back() -> None:
     """test_train_eval_change: `model.zero_grad()` discards, and the gradients of the next backward are those alone."""
 
