@@ -53,7 +53,7 @@ test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/core/test_plans.py tests/precision/test_parity.py \
 		tests/precision/test_optimizers.py::test_freezing_and_unfreezing_during_training tests/precision/test_whole.py \
 		tests/precision/test_remainder_runs.py tests/models/test_random.py tests/models/test_modules.py \
-		tests/models/test_parameters.py
+		tests/models/test_parameters.py tests/models/test_order.py tests/precision/test_scaling.py tests/test_remainder.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

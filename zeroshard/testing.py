@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -65,6 +66,7 @@ def _rank_main(
     fn: Callable[..., Any], rank: int, world_size: int, folder: Path, timeout: float, args: Sequence[Any]
 ) -> None:
     status = 1
+    gc.freeze()  # what came with the fork is shared until a collection writes to it, and takes long to search
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         store = FileStore(str(folder / "store"), world_size)

@@ -18,6 +18,13 @@ from zeroshard.reference import Reference
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
 
+LAST_BITS = 1e-5
+"""What weights of about 1 may differ by after some fp32 steps of SGD where two programs round differently: sums in
+another order, other kernels. A last bit is 1e-7."""
+CANCELLED = 1e-4
+"""The same for Adam, at a learning rate of 1e-2. It divides a gradient by its own size, and so makes a part of a step
+of what rounding leaves of terms that cancel. A fault moves weights by whole steps."""
+
 State = dict[str, Tensor]
 
 

@@ -285,7 +285,7 @@ def test_gradients_of_gradients_where_weights_stay() -> None:
         for plan, units in ways:
             found = penalised(rank, plan, units, 2)
             for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(found[name], value)
 
     run_ranks(check, 2)
 
@@ -440,7 +440,7 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
             assert same_bits(found.weights, weights), plan
         assert not same_bits(one_process([0, 2])[1], weights)
 
-    run_ranks(check, 2, timeout=250, collective_timeout=100)
+    run_ranks(check, 2)
     assert any(tmp_path.rglob("*.so"))
 
 

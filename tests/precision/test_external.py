@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.core.models import Net, loss_of_tokens, make, same_bits
+from tests.core.models import LAST_BITS, Net, loss_of_tokens, make, same_bits
 from tests.precision.common import ELEMENTWISE, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.optim import Lamb
@@ -91,7 +91,7 @@ def test_it_is_torchs_zero_redundancy_optimizer_with_balanced_state() -> None:
 
 
 def test_clipping_is_torchs() -> None:
-    """Norms are added in another order: 1e-6 after four steps, and far from the run without clipping."""
+    """Norms are added in another order: nearly equal after four steps, and far from the run without clipping."""
 
     def check(rank: int) -> None:
         options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
@@ -102,7 +102,7 @@ def test_clipping_is_torchs() -> None:
             rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options), max_norm=0.2
         )
         difference = max(float((found[name] - expected[name]).abs().max()) for name in found)
-        assert difference < 1e-6 < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
+        assert difference < LAST_BITS < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
 
     run_ranks(check, 2)
 

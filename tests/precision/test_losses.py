@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, make, same_bits
+from tests.core.models import CANCELLED, PLANS, make, same_bits
 from tests.precision.common import FP16, FP32, expect_equal_logs, largest_difference
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
@@ -249,7 +249,7 @@ def test_one_of_two_optimizers_steps_twice_as_often() -> None:
                     trunk.step()
                     plain_trunk.step()
                     plain_trunk.zero_grad()
-            assert largest_difference(handle.full_state_dict(), reference.state_dict()) < 1e-6, plan
+            assert largest_difference(handle.full_state_dict(), reference.state_dict()) < CANCELLED, plan
 
     run_ranks(check, 2)
 
@@ -268,7 +268,7 @@ def test_a_weighted_loss_counts_for_both_optimizers() -> None:
                 trunk.backward(sum(model(batch(rank, step))), weight=weights[rank])
                 trunk.step()
                 heads.step()
-            assert largest_difference(handle.full_state_dict(), expected) < 1e-6, plan
+            assert largest_difference(handle.full_state_dict(), expected) < CANCELLED, plan
 
     run_ranks(check, 2)
 

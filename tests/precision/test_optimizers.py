@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.core.models import CANCELLED, PLANS, Block, Net, State, loss_of_tokens, make, same_bits
 from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs, largest_difference, train, train_reference
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.optim import Lamb
@@ -175,7 +175,7 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_groups_with_their_own_hyper_parameters(num_ranks: int, fused: bool) -> None:
     """Plans are bit-identical under `fused` as well: pieces are cut at the same places everywhere. Against one process
-    fused kernels differ in vectors' tails, by 1e-6 after six steps."""
+    fused kernels differ in vectors' tails, in the last bits."""
 
     def check(rank: int) -> list[Any]:
         defaults = {"lr": 1e-2, "fused": True} if fused else ADAMW
@@ -184,7 +184,7 @@ def test_groups_with_their_own_hyper_parameters(num_ranks: int, fused: bool) -> 
         found = [train(job, plan, rank) for plan in PLANS]
         for other in found:
             assert same_bits(found[0].weights, other.weights) and found[0].losses == other.losses
-        assert largest_difference(found[0].weights, expected.weights) < 1e-6
+        assert largest_difference(found[0].weights, expected.weights) < CANCELLED
         assert fused or same_bits(found[0].weights, expected.weights)
         alike = train(Job(defaults=defaults, steps=6), PLANS[0], rank)
         assert not same_bits(found[0].weights, alike.weights)  # the groups do matter
@@ -410,7 +410,7 @@ def test_what_was_frozen_when_it_was_sharded_trains_once_it_requires_grad(precis
             assert same_bits(state, first), plan
         if precision == "fp32":
             for name, value in plain().items():
-                torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(first[name], value, rtol=1e-4, atol=10 * CANCELLED)  # at ten times the rate
         return [log for _, log in runs.values()]
 
     for logs in zip(*run_ranks(check, 2), strict=True):

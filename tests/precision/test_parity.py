@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import PLANS, Counting, Net, loss_of_integers, loss_of_tokens, same_bits
+from tests.core.models import CANCELLED, PLANS, Counting, Net, loss_of_integers, loss_of_tokens, same_bits
 from tests.precision.common import (
     ELEMENTWISE,
     FP32,
@@ -118,8 +118,8 @@ def steps_skipped_in(matrix: dict[tuple[str, str, str], Job], num_ranks: int) ->
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_fused_kernels_see_the_same_vectors_in_every_plan(num_ranks: int) -> None:
-    """Against the reference: a unit in the last place per step where a vector's tail lies, 1e-6 after three steps; a
-    16-bit weight may then be rounded to its neighbour (2^-8 of a weight of 1), its fp32 main may not differ by more."""
+    """Against the reference: the last bits where a vector's tail lies. A 16-bit weight may then be rounded to its
+    neighbour (2^-8 of a weight of 1), its fp32 main may not differ by more."""
     matrix = [
         job_of("once per step", optimizer=optimizer, defaults={**defaults, "fused": True}, precision=precision)
         for key, (optimizer, defaults) in ELEMENTWISE.items()
@@ -131,8 +131,7 @@ def test_fused_kernels_see_the_same_vectors_in_every_plan(num_ranks: int) -> Non
     for index in range(len(matrix)):
         for rank in range(num_ranks):
             expect_identical(found[rank][index], index)
-            tolerance = 1e-6 if matrix[index].precision == "fp32" else 1e-4
-            assert largest_difference(found[rank][index][0].main, expected[index][rank].main) < tolerance
+            assert largest_difference(found[rank][index][0].main, expected[index][rank].main) < CANCELLED
     expect_logs_of_ranks(found)
 
 

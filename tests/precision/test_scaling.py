@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from zeroshard.optim import Lamb
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
+PER_PLAN = 25 if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 10
 ADAMW = {"lr": 1e-2, "foreach": False}
 
 
@@ -67,9 +69,9 @@ CASES = [
 ]
 
 
-def test_300_overflows_change_nothing_on_any_rank() -> None:
-    """inf and NaN, on each rank, in each unit and parameter, in empty shards' units too: 4 plans, 3 optimizers, 25
-    overflows each, with finite steps in between."""
+def test_overflows_change_nothing_on_any_rank() -> None:
+    """inf and NaN, on each rank, in each unit and parameter, in empty shards' units too: 4 plans, 3 optimizers, 10
+    overflows each (25 in the full run, 300 in all), with finite steps in between."""
 
     def check(rank: int) -> list[Any]:
         logs, overflows = [], 0
@@ -85,7 +87,7 @@ def test_300_overflows_change_nothing_on_any_rank() -> None:
                 optimizer.backward(loss_of(model, rank, step))
                 assert optimizer.step().applied
             scale = optimizer._scaling.default.scale
-            for number in range(25):
+            for number in range(PER_PLAN):
                 overflows += 1
                 hook = None
                 if rank == number % 3:
@@ -107,10 +109,10 @@ def test_300_overflows_change_nothing_on_any_rank() -> None:
                     assert not same_bits(before, snapshot(handle, optimizer)) or empty
             assert all(torch.isfinite(value).all() for value in handle.full_state_dict(main=True).values())
             logs.append(handle.comm_log)
-        assert overflows == 300
+        assert overflows == 12 * PER_PLAN
         return logs
 
-    for logs in zip(*run_ranks(check, 3, timeout=100), strict=True):
+    for logs in zip(*run_ranks(check, 3), strict=True):
         expect_equal_logs(logs)
 
 
