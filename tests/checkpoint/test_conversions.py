@@ -56,7 +56,7 @@ def test_any_world_size_plan_and_format_to_any_other(tmp_path: Path, kind: str) 
 
     saved: dict[str, Any] = {}
     for num_ranks in WORLD_SIZES:
-        saved |= run_ranks(save, num_ranks, num_ranks, timeout=600)[0]
+        saved |= run_ranks(save, num_ranks, num_ranks)[0]
     total = 0
     for num_ranks in WORLD_SIZES:
         results = run_ranks(load, num_ranks, num_ranks, timeout=3600)

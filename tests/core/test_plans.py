@@ -34,8 +34,6 @@ from zeroshard.interval import Interval
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
-pytestmark = pytest.mark.timeout(400)  # where many jobs share the cores
-
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),

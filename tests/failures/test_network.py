@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 import zeroshard
 from tests.core.models import Block, Net, loss_of_tokens, make
 from tests.failures.hosts import cut_off, on_hosts
+from tests.patience import AT_ONCE, wait_until
 from zeroshard.blame import Seen, blame
 from zeroshard.processes import Who
 from zeroshard.store_line import Silent, StoreLine
@@ -40,9 +41,9 @@ def train_until_cut_off(rank: int, culprit: int, plan: str) -> None:
 @pytest.mark.parametrize(("store_on", "plan"), [(0, "zero3"), (1, "ddp")])
 def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, plan: str) -> None:
     """Two ranks on the first host, one on the second; the store with either."""
-    ended = on_hosts(train_until_cut_off, [0, 0, 1], 0, plan, store_on=store_on, timeout=TIMEOUT, limit=20.0)
+    ended = on_hosts(train_until_cut_off, [0, 0, 1], 0, plan, store_on=store_on, timeout=TIMEOUT, limit=300.0)
     assert ended.statuses == [1, 1, 1], ended.said
-    assert max(ended.seconds) < TIMEOUT + 5.0, ended
+    assert max(ended.seconds) < TIMEOUT + AT_ONCE, ended
     here, there = ("node0", "node1") if store_on == 0 else ("node1", "node0")
     ranks = r"\(rank 2\)" if store_on == 0 else r"\(ranks 0, 1\)"
     likely = "is the likely cause, not a process"
@@ -102,25 +103,24 @@ def test_whoever_asks_a_store_that_does_not_answer_goes_on() -> None:
 
     def beat(store: Any) -> None:
         beats.append(time.monotonic())
-        answering.wait(20.0)
+        answering.wait()
 
     line = StoreLine(HashStore(), beat, 0.05)
-    while not beats:
-        time.sleep(0.005)
+    wait_until(lambda: beats)
     start = time.monotonic()
     with pytest.raises(Silent, match="has not answered for"):
         line.ask(lambda store: store.set("a", "1"), 0.1)
-    assert line.silent_for() > 0.05 and time.monotonic() - start < 10.0
+    assert line.silent_for() > 0.05 and time.monotonic() - start < AT_ONCE
     answering.set()
-    assert line.ask(lambda store: store.get("a"), 10.0) == b"1"
-    assert not line.gone and line.silent_for() < 5.0
+    assert line.ask(lambda store: store.get("a"), AT_ONCE) == b"1"
+    assert not line.gone and line.silent_for() < AT_ONCE
 
     def broken(store: Any) -> None:
         raise RuntimeError("connection reset")
 
     with pytest.raises(Silent, match="is gone"):
-        line.ask(broken, 10.0)
+        line.ask(broken, AT_ONCE)
     with pytest.raises(Silent, match="is gone"):
-        line.ask(lambda store: None, 10.0)
+        line.ask(lambda store: None, AT_ONCE)
     assert line.gone
     line.close(5.0)

@@ -91,7 +91,7 @@ def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> No
         return [train(job, plan, rank) for plan in PLANS]
 
     with backward_on_threads():
-        found = run_ranks(run, 2, collective_timeout=10)
+        found = run_ranks(run, 2)
     for outcomes, truth in zip(found, expected, strict=True):
         for plan, outcome in zip(PLANS, outcomes, strict=True):
             assert outcome.losses == truth.losses, plan

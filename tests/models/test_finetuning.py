@@ -17,7 +17,7 @@ from tests.core.models import CANCELLED, PLANS, Job, State, largest_difference, 
 from tests.models.real import ROWS, generator, llama, text, tokens
 from zeroshard.testing import run_ranks
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------

@@ -384,7 +384,6 @@ def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_s
 
 
 @pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "before_shard"),
     [("blocks in place", True), ("model in place", False), ("a function of the model", True)]
@@ -404,7 +403,6 @@ def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: boo
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "before_shard"),
     [("blocks in place", True)]

@@ -145,7 +145,6 @@ def differences(seeds: list[int], num_ranks: int) -> list[str]:
     return result
 
 
-@pytest.mark.timeout(900)
 @settings(
     max_examples=(NUM_CASES if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 50) // IN_A_FORK,
     phases=[Phase.generate],  # the failing seeds are named; to shrink a list of them takes long

@@ -172,7 +172,7 @@ def test_what_a_forward_reads_is_there(name: str) -> None:
     truth = run_ranks(expected, 1)[0]
     plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
     cases = [(units, plan) for units in policies for plan in plans]
-    found = run_ranks(lambda rank: [run(rank, model, units, plan) for units, plan in cases], 2, collective_timeout=10)
+    found = run_ranks(lambda rank: [run(rank, model, units, plan) for units, plan in cases], 2)
     for results in zip(*found, strict=True):
         expect_same_logs([result.log for result in results])
         for result, (outcome, evaluated) in zip(results, truth, strict=True):

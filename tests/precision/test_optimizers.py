@@ -670,7 +670,6 @@ def low_bit(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "Adam8bit"])
 def test_low_bit_state_is_the_same_in_every_plan_and_as_small_as_it_says(low_bit: Any, name: str) -> None:
     """Blocks of elements share a scale: shards are multiples of 256, so no block is cut, and the plans agree bit for
