@@ -71,6 +71,7 @@ class Agreement:
             return known[1]
         status = self._status(parameters, by_hand=bool(by_hand))
         flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
+        self._handle.gatherer.finish()  # a gather that is late would meet what the step writes
         self._sample_weights()
         control = exchange_control(
             self._handle.collectives,

@@ -317,6 +317,21 @@ class Collectives:
             if problem:
                 raise ValueError(f"mesh: {problem}")
 
+    def meet_at(self, point: str) -> None:
+        """All ranks come to the same point of the program. One that gathers or reduces meanwhile raises, as do those
+        that are here (on gloo; elsewhere they wait). Collective.
+
+        Raises:
+            RuntimeError: a peer is elsewhere.
+        """
+        if not self.pairwise:
+            return
+        axes = {"all_gather": self.mesh.shard, "reduce_scatter": self.mesh.reduce}
+        told = [self.messages.tell(axis, None, kind, point, 0) for kind, axis in axes.items() if axis.size > 1]
+        with self.messages.failing():
+            for one in told:
+                self.messages.hear(one)
+
     # The three ways -----------------------------------------------------------------------------------------------
 
     def _all_gather(self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True) -> Pending:

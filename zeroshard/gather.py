@@ -111,11 +111,16 @@ class Gatherer:
         if unit.weights.buffer.owns_full:
             unit.weights.gather(self.collectives, "step")
 
-    def settle(self) -> None:
-        """Wait for everything that is arriving; weights that rest in full are shown."""
+    def finish(self) -> None:
+        """Wait for everything that is arriving (what was expected to be needed next, say, and was not)."""
         for unit in self.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
+
+    def settle(self) -> None:
+        """The same; and weights that rest in full are shown."""
+        self.finish()
+        for unit in self.units:
             if unit.weights.buffer.owns_full and unit.weights.state is Residency.RESIDENT:
                 unit.weights.show()
 

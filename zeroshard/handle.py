@@ -20,6 +20,7 @@ from zeroshard.buffer import live_bytes
 from zeroshard.casting import Remover
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
+from zeroshard.freezing import Freezing
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
@@ -80,6 +81,7 @@ class Handle(NotCopied):
         self.gatherer = Gatherer(self.units, collectives)
         self.reducer = Reducer(self.units, collectives)
         self.schedule = Schedule(self.gatherer, self.reducer)
+        self._freezing = Freezing(self.units, collectives)
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._claims: dict[int, weakref.ref[Owner]] = {}
         self._guards: list[RemovableHandle] = []
@@ -366,12 +368,21 @@ class Handle(NotCopied):
 
     @torch.no_grad()
     def thaw(self) -> None:
-        """Parameters that were frozen at `shard` and require grad now: their units get gradients and main, and the
-        optimizers that have them begin to update them. Collective; done by the next call of the model, between steps.
+        """Which parameters require grad may have changed: units of which none does are not reduced any more, until they
+        are needed again; units that were frozen at `shard` get gradients and main, and the optimizers that have them
+        begin to update them. Collective; done by the next call of the model.
 
         Raises:
-            RuntimeError: gradients are waiting for a step.
+            ValueError: ranks differ.
+            RuntimeError: gradients are waiting for a step, and a unit needs some for the first time.
         """
+        if not self._freezing.has_changed():
+            return
+        resting = self._freezing.agree()
+        self._begin_to_train()
+        self.reducer.rest(resting)
+
+    def _begin_to_train(self) -> None:
         frozen = [unit for unit in self.units if unit.main is None and any(p.requires_grad for p in unit.parameters)]
         if not frozen:
             return
@@ -452,7 +463,8 @@ class Handle(NotCopied):
         with outside_transforms():
             if torch.is_grad_enabled():
                 self._expect_known_parameters()
-            self.thaw()
+                if not any(unit.weights.in_use for unit in self.units):  # inside `unsharded` ranks run what they like
+                    self.thaw()
             self.expect_in_place()
         if torch.is_grad_enabled() and not self._claims and self.has_gradients(reduced=True):
             raise RuntimeError(
@@ -505,6 +517,7 @@ class Handle(NotCopied):
         self.gatherer = Gatherer((), self.collectives)
         self.reducer = Reducer((), self.collectives)
         self.schedule = Schedule(self.gatherer, self.reducer)
+        self._freezing = Freezing((), self.collectives)
 
     def check_open(self, what: str) -> None:
         if self._closed:

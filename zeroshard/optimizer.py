@@ -518,7 +518,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def updated(unit: Unit) -> None:
             steppers_left[unit] -= 1
-            if not steppers_left[unit] and unit.plan.main is SHARDED:
+            if not steppers_left[unit] and unit.plan.main is SHARDED and any(active[unit]):
                 self.handle.gatherer.updated(unit)
 
         for stepper in self._steppers:
@@ -549,7 +549,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece in stepper.of_unit(unit)
             if piece.world in unit.own_shard()
         )
-        return covered if unit.grads is not None else 0
+        return covered if unit.grads is not None and unit.grads.state is not GradState.EMPTY else 0
 
 
 def _defaults_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
-        order: trainable units, in the order in which they are reduced.
+        order: trainable units that do not rest, in the order in which they are reduced.
         sync: whether the backward under way reduces (else it accumulates locally, see `no_sync`).
         scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
         visible: what the user finds in `p.grad`.
@@ -46,7 +46,8 @@ class Reducer:
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
-        self.order = [unit for unit in reversed(units) if unit.grads is not None]
+        self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
+        self.order = list(self._trainable)
         self.collectives = collectives
         self.sync = True
         self.scale: float | None = None
@@ -73,6 +74,10 @@ class Reducer:
         scratch_bytes = max((_scratch_bytes(unit, collectives) for unit in self.order), default=0)
         self._scratch = [torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
         self._free_scratch = list(self._scratch)
+
+    def rest(self, resting: set[Unit]) -> None:
+        """Between two backwards: these units have no gradients, and will get none; the others are reduced."""
+        self.order = [unit for unit in self._trainable if unit not in resting]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -109,7 +114,7 @@ class Reducer:
 
     def has_gradients(self, *, reduced: bool = False) -> bool:
         """Whether any wait for a step; `reduced`: only those that have been reduced."""
-        states = {unit.grads.state for unit in self.order if unit.grads is not None} - {GradState.EMPTY}
+        states = {unit.grads.state for unit in self._trainable if unit.grads is not None} - {GradState.EMPTY}
         return GradState.REDUCED in states if reduced else bool(states)
 
     def notice(self) -> dict[tuple[int, int], Tensor]:
@@ -127,7 +132,7 @@ class Reducer:
             terms: (index of the unit, slot) -> this rank's.
         """
         wanted = {tuple(key) for keys in self.collectives.exchange_objects(sorted(terms)) for key in keys}
-        for unit in self.order:
+        for unit in self._trainable:
             slots = sorted(index for of_unit, index in wanted if of_unit == unit.index)
             if slots:
                 self._reduce_slots(unit, {index: terms.get((unit.index, index)) for index in slots})
@@ -181,6 +186,11 @@ class Reducer:
         """Backward has left a parameter's gradient: move it into the unit's bucket."""
         grads = unit.grads
         assert grads is not None, "only trainable units accumulate"
+        if unit not in self.order:
+            raise RuntimeError(
+                f"parameter {unit.layout.slots[index].name} has a gradient, and nothing of its unit required grad when "
+                "the model was called last: let it require grad before the model (not only a part of it) is called"
+            )
         if self._complete_but_seen:  # hooks of the user have seen, by now, the last gradient of the unit before
             self._advance()
         seen_by_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
@@ -212,7 +222,7 @@ class Reducer:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank (unless the graph
         says that theirs is still to come)."""
         grads = unit.grads
-        if not self.sync or grads is None or unit in self.order[: self._cursor]:
+        if not self.sync or grads is None or unit not in self.order[self._cursor :]:
             return
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
         if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
@@ -241,7 +251,7 @@ class Reducer:
         whole losses. (Plain torch keeps them, and `zero_grad` of any kind discards them; what the user has called
         meanwhile cannot be told.)"""
         self._finish()
-        for unit in self.order:
+        for unit in self._trainable:
             assert unit.grads is not None
             unit.grads.consume(set(unit.grads.waiting))
             for parameter in unit.parameters:
@@ -256,7 +266,7 @@ class Reducer:
             self._release_oldest()
         self._cursor = 0
         self._complete_but_seen = False
-        for unit in self.order:
+        for unit in self._trainable:
             assert unit.grads is not None
             unit.grads.ready.clear()
 
@@ -336,7 +346,7 @@ class Reducer:
         return self._new_place(unit.spec.bucket_borrower(unit.layout.numel).num_bytes)
 
     def _new_place(self, num_bytes: int) -> Place:
-        return Place(num_bytes, partial(self.collectives.allocate, device=self.order[0].weights.own().device))
+        return Place(num_bytes, partial(self.collectives.allocate, device=self._trainable[0].weights.own().device))
 
     def _free_bucket(self, dtype: torch.dtype) -> Place | None:
         return next((place for place in self._buckets[dtype] if place.holder is None), None)

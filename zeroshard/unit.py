@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroshard.buffer import Borrower, FlatBuffer
 from zeroshard.casting import Precisions, Region, Rules
 from zeroshard.collectives import Collectives
-from zeroshard.gradients import Gradients
+from zeroshard.gradients import Gradients, GradState
 from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
@@ -218,10 +218,12 @@ class Unit:
 
     def read_gradient(self, world: Interval, out: Tensor) -> None:
         """`out` [world.numel], any float dtype = the summed gradient over `world`; zeros where there is none."""
-        if self.grads is not None:
+        if self.grads is not None and self.grads.state is not GradState.EMPTY:
             out.copy_(self.grads.piece(world))
             return
         out.zero_()
+        if self.grads is not None:
+            return
         for fragment in self.layout.fragments_in(world):
             grad = self.parameters[self.slot_index(fragment.slot.name)].grad
             if grad is not None:
@@ -230,7 +232,8 @@ class Unit:
     def gradient_views(self, world: Interval) -> Iterator[Tensor]:
         """The same elements where they lie: in the buffer, or in the `grad` of the user's parameters."""
         if self.grads is not None:
-            yield self.grads.piece(world)
+            if self.grads.state is not GradState.EMPTY:
+                yield self.grads.piece(world)
             return
         for fragment in self.layout.fragments_in(world):
             grad = self.parameters[self.slot_index(fragment.slot.name)].grad

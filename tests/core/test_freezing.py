@@ -6,6 +6,8 @@ the backbone train some steps later: it never moved (0.0, where torch had moved 
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.core.models import PLANS, State, make, same_bits
 from zeroshard.placement import Plan
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 
 def build() -> nn.Module:
@@ -197,5 +199,141 @@ def test_checkpoints_before_and_after(tmp_path: Path) -> None:
                     zeroshard.load(folder, handle, optimizer)
                 train_step(model, optimizer, rank, 2)
                 assert same_bits(handle.full_state_dict(), expected), (plan, way)
+
+    run_ranks(check, 2)
+
+
+# Frozen after `shard` -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_frozen_is_not_reduced() -> None:
+    """A backbone that was frozen after `shard` was still reduced: zeros, 82,944 bytes where 9,216 are needed. Freezing
+    and letting go in every order, with a unit of which a part stays, gives the weights of plain torch."""
+
+    changes = {1: (0, False), 2: (1, False), 4: (0, True), 6: (1, True), 7: (2, False)}
+
+    def change(model: Any, step: int) -> None:
+        if step in changes:
+            index, requires = changes[step]
+            model[index].requires_grad_(requires)
+            model[index].bias.requires_grad_(requires or index == 1)  # of unit 1 the bias trains on
+
+    def run(rank: int, plan: Plan, precision: Any) -> tuple[State, Any]:
+        model = build()
+        handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, foreach=False)
+        memory: list[Any] = []
+        for step in range(9):
+            change(model, step)
+            handle.comm_log.clear()
+            optimizer.backward(model(batch(rank, step)).float().square().mean())
+            reduced = [event.unit for event in handle.comm_log.entries if event.op == "reduce_scatter"]
+            trains = [name for name in "210" if any(p.requires_grad for p in model[int(name)].parameters())]
+            assert reduced == trains, (step, reduced)
+            norm = sum(
+                float(handle.gradient(f"{name}.{kind}").double().square().sum())
+                for name in trains
+                for kind in ("weight", "bias")
+            )
+            result = optimizer.step()
+            assert result.applied
+            assert result.grad_norm == pytest.approx(norm**0.5, rel=1e-5)
+            gathered = [
+                event.unit for event in handle.comm_log.entries if event.phase == "step" and event.unit in "012"
+            ]
+            assert set(gathered) <= set(trains)
+            memory.append({kind: num for kind, num in handle.memory().items() if kind != "scalars"})
+            assert memory[-1] == memory[0]
+        return handle.full_state_dict(main=True), handle.comm_log
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for precision in (None, "bf16-remainder"):
+            runs = {plan: run(rank, plan, precision) for plan in PLANS}
+            first = runs[zeroshard.DDP][0]
+            assert all(same_bits(state, first) for state, _ in runs.values())
+            if precision is None:
+                model = build()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+                for name, value in plain(2, 9, model, optimizer, partial(change, model)).items():
+                    torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+            logs += [log for _, log in runs.values()]
+        return logs
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_same_logs(logs)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_frozen_between_two_micro_batches(reduced: bool) -> None:
+    """What waits for a step is still stepped with, as in torch; then the unit rests."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = build()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            with nullcontext() if reduced else handle.no_sync():
+                model(batch(rank, 0)).square().mean().backward()
+            model[0].requires_grad_(False)
+            model(batch(rank, 1)).square().mean().backward()
+            assert optimizer.step().applied
+            handle.comm_log.clear()
+            train_step(model, optimizer, rank, 2)
+            assert [e.unit for e in handle.comm_log.entries if e.op == "reduce_scatter"] == ["2", "1"]
+            expected = build()
+            plain_optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+            for numbers in ((0, 1), (2,)):
+                for number in numbers:
+                    expected[0].requires_grad_(number == 0)
+                    for of_rank in range(2):
+                        (expected(batch(of_rank, number)).square().mean() / 2).backward()
+                plain_optimizer.step()
+                plain_optimizer.zero_grad()
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(handle.full_state_dict()[name], value)
+
+    run_ranks(check, 2)
+
+
+def test_ranks_must_agree_in_what_requires_grad() -> None:
+    """Each case ends the talk between the ranks, so each has ranks of its own."""
+
+    def different(rank: int, plan: Any) -> None:
+        model = build()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        model[rank].requires_grad_(False)
+        with pytest.raises(ValueError, match=r"parameter 0\.bias requires grad on rank 1 alone"):
+            model(batch(rank, 0))
+        handle.expect_in_place()
+
+    def one_alone(rank: int, plan: Any) -> None:
+        model = build()
+        zeroshard.shard(model, plan, units=nn.Linear)
+        if rank == 1:
+            model[0].requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"at unit .*a change of requires_grad"):
+            model(batch(rank, 0)).square().mean().backward()
+
+    for plan in (zeroshard.DDP, zeroshard.ZERO3):
+        run_ranks(different, 2, plan)
+        with suppress(RankError):  # of the test's own last barrier
+            run_ranks(one_alone, 2, plan, collective_timeout=2)
+
+
+def test_forward_alone_inside_unsharded_needs_no_agreement() -> None:
+    def check(rank: int) -> None:
+        model = build()
+        handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+        model[0].requires_grad_(False)
+        with handle.unsharded():
+            if rank == 1:
+                model(batch(rank, 0))
+        with torch.no_grad():
+            model(batch(rank, 0))
+        model(batch(rank, 0)).sum().backward()
+        model[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match="nothing of its unit required grad"):
+            model[0](batch(rank, 0)).sum().backward()
 
     run_ranks(check, 2)
