@@ -21,6 +21,7 @@ from zeroshard.casting import Remover
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.freezing import Freezing
+from zeroshard.full_state import IncompatibleKeys, Taking, full_state, load_full_state
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
@@ -225,51 +226,46 @@ class Handle(NotCopied):
     # Weights -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def full_state_dict(self, *, main: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(
+        self, *, main: bool = False, rank0_only: bool = False, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         """Names and values of the plain model's `state_dict()`, full tensors on every rank. Collective.
 
         Args:
             main: fp32 main values instead of the compute-precision weights.
+            rank0_only: on rank 0 alone; the others take part, and get an empty dict.
+            device: where to ("cpu"); None: where the model is. At most one unit is there in full meanwhile.
         """
         self.check_open("full_state_dict")
-        values: dict[int, Tensor] = {}
-        for unit in self.units:
-            full = unit.gather_main(self.collectives) if main and unit.main is not None else None
-            if full is None:
-                self.gatherer.unshard(unit)
-                full = unit.weights.buffer.full
-                assert full is not None
-            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                values[id(parameter)] = full[slot.world.slice].view(slot.shape).clone()
-        self.gatherer.settle()
-        state = self._names()
-        return {name: values[id(v)] if id(v) in values else v.detach().clone() for name, v in state.items()}
+        return full_state(self._names(), self.units, self.gatherer, Taking(rank0_only, device), main=main)
 
     @torch.no_grad()
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take full values by the plain model's names, the same on every rank; weights and main follow. Collective.
+    def load_full_state_dict(
+        self, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True, broadcast_from_rank0: bool = False
+    ) -> IncompatibleKeys:
+        """Take full values by the plain model's names; weights and main follow. Collective.
+
+        Args:
+            state_dict: the same on every rank.
+            strict: whether names that are missing or unexpected are an error; else they are left, and returned.
+            broadcast_from_rank0: rank 0 alone has a state_dict; the others get the values unit by unit.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
 
         Raises:
             ValueError: names that are missing or unexpected, or other shapes; nothing has been changed.
         """
         self.check_open("load_full_state_dict")
-        current = self._names()
-        state_dict = {plain_name(name): value for name, value in state_dict.items()}
-        problems = [f"missing {name}" for name in current if name not in state_dict]
-        problems += [f"unexpected {name}" for name in state_dict if name not in current]
-        problems += [
-            f"{name}: expected {tuple(current[name].shape)}, found {tuple(value.shape)}"
-            for name, value in state_dict.items()
-            if name in current and current[name].shape != value.shape
-        ]
-        self.collectives.raise_together("; ".join(problems[:10]), "load_full_state_dict")
-        by_parameter = {id(value): state_dict[name] for name, value in current.items()}
-        for unit in self.units:
-            unit.set([by_parameter[id(parameter)] for parameter in unit.parameters])
-            self.gatherer.updated(unit)
-        for name, value in self.unsharded_state().items():
-            value.copy_(state_dict[name])
-        self.gatherer.settle()
+        return load_full_state(
+            self._names(),
+            self.units,
+            self.gatherer,
+            state_dict,
+            strict=strict,
+            from_rank0=broadcast_from_rank0,
+            left_alone=frozenset(map(plain_name, self.managed.ignored)),
+        )
 
     def unsharded_state(self) -> dict[str, Tensor]:
         """What the plain model's `state_dict()` lists besides the sharded parameters: its buffers themselves."""

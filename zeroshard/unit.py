@@ -158,13 +158,15 @@ class Unit:
         else:
             self.weights.own()[world.relative_to(interval.start).slice] = value
 
-    def set(self, values: Sequence[Tensor]) -> None:
-        """New full values, in buffer order: main takes its part, and the own interval of the weights follows."""
+    def set(self, values: Sequence[Tensor | None]) -> None:
+        """New full values, in buffer order: main takes its part, and the own interval of the weights follows. None:
+        as before."""
         self.edits += 1
         interval = self.own_shard() if self.main is None else self.main.interval
         for fragment in self.layout.fragments_in(interval):
-            value = values[self.slot_index(fragment.slot.name)].reshape(-1)[fragment.param.slice]
-            self.set_part(fragment.world, value)
+            value = values[self.slot_index(fragment.slot.name)]
+            if value is not None:
+                self.set_part(fragment.world, value.reshape(-1)[fragment.param.slice])
 
     def set_part(self, world: Interval, value: Tensor) -> None:
         """`value` [world.numel], any float dtype: new values for a part of what this rank updates (of its own shard,

@@ -1,0 +1,107 @@
+"""The whole model on one rank alone, on the CPU, in part: what `full_state_dict` and its counterpart take.
+
+A user who saves on rank 0 had to hold the whole model on every rank (on GPUs: there), and a state dict that lacked one
+name could not be loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+class WithBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__(tied=True, blocks=2)
+        self.batch_norm = nn.BatchNorm1d(7)
+        self.embed.weight.requires_grad_(False)
+
+
+def start(plan: Any, rank: int, precision: Any = "bf16", seed: int = 0) -> tuple[Any, Any, Any]:
+    model = make(WithBuffers, seed)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+    optimizer.step()
+    return model, handle, optimizer
+
+
+def test_on_rank_0_alone_and_on_the_cpu() -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            _, handle, optimizer = start(plan, rank)
+            for main in (False, True):
+                everywhere = handle.full_state_dict(main=main)
+                alone = handle.full_state_dict(main=main, rank0_only=True, device="cpu")
+                assert list(alone) == (list(everywhere) if rank == 0 else [])
+                assert rank or same_bits(alone, everywhere)
+                on_meta = handle.full_state_dict(main=main, device="meta")  # another device is where they go
+                assert all(value.is_meta for value in on_meta.values())
+            logs.append(handle.comm_log)
+            del optimizer
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
+def test_what_rank_0_has_becomes_everyones(precision: str) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            _, source, kept = start(plan, rank, precision)
+            state, main = source.full_state_dict(), source.full_state_dict(main=True, rank0_only=True, device="cpu")
+            _, handle, optimizer = start(plan, rank, precision, seed=1)
+            for given in (main, main if rank == 0 else None):
+                handle.load_full_state_dict(
+                    {name: value + 1 for name, value in source.full_state_dict(main=True).items()}
+                )
+                keys = handle.load_full_state_dict(given, broadcast_from_rank0=True)
+                assert keys == ([], []) and keys.missing_keys == []
+                assert same_bits(handle.full_state_dict(), state), plan
+                again = handle.full_state_dict(main=True, rank0_only=True)
+                assert same_bits(again, main), plan
+            without = {name: value for name, value in main.items() if name != "norm.weight"}
+            with pytest.raises(ValueError, match=r"\(on rank 0\): missing norm\.weight"):
+                handle.load_full_state_dict(without, broadcast_from_rank0=True)
+            assert same_bits(handle.full_state_dict(), state), plan
+            del kept, optimizer
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("from_rank0", [False, True])
+def test_a_part_with_strict_off(from_rank0: bool) -> None:
+    """What is missing stays, what is unexpected is left; both are returned, as torch does."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            _, handle, optimizer = start(plan, rank)
+            before = handle.full_state_dict(main=True)
+            part = {name: value + 1 for name, value in before.items() if name.startswith(("blocks.1", "batch_norm"))}
+            plain = make(WithBuffers).load_state_dict({**part, "other": torch.ones(1)}, strict=False)
+            given = {**part, "other": torch.ones(1)} if rank == 0 or not from_rank0 else {}
+            keys = handle.load_full_state_dict(given, strict=False, broadcast_from_rank0=from_rank0)
+            assert (sorted(keys.missing_keys), keys.unexpected_keys) == (
+                sorted(plain.missing_keys),
+                plain.unexpected_keys,
+            )
+            assert same_bits(handle.full_state_dict(main=True), {**before, **part}), plan
+            wrong = {"norm.weight": torch.ones(2)}
+            with pytest.raises(ValueError, match=r"norm\.weight: expected \(19,\), found \(2,\)"):
+                handle.load_full_state_dict(wrong, strict=False, broadcast_from_rank0=from_rank0)
+            if not from_rank0:
+                with pytest.raises(ValueError, match="the ranks have different state dicts"):
+                    handle.load_full_state_dict(part if rank == 0 else {}, strict=False)
+            assert same_bits(handle.full_state_dict(main=True), {**before, **part}), plan
+            del optimizer
+
+    run_ranks(check, 2)

@@ -1,0 +1,135 @@
+"""The whole model under the plain model's names, out of the shards and back: unit by unit, so that nobody holds more on
+the device than one unit in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.gather import Gatherer
+from zeroshard.unit import Unit, plain_name
+
+
+class IncompatibleKeys(NamedTuple):
+    """As `nn.Module.load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Taking(NamedTuple):
+    """Where full values go. `rank0_only`: the other ranks only take part; `device`: None leaves them where they are."""
+
+    rank0_only: bool = False
+    device: torch.device | str | None = None
+
+    def is_taken_by(self, rank: int) -> bool:
+        return not self.rank0_only or rank == 0
+
+    def copy(self, value: Tensor) -> Tensor:
+        return value.detach().to(self.device or value.device, copy=True)
+
+
+def full_state(
+    names: Mapping[str, Tensor], units: Sequence[Unit], gatherer: Gatherer, taking: Taking, *, main: bool
+) -> dict[str, Tensor]:
+    """Name -> full value, for those who take it; empty for the others. Collective.
+
+    Args:
+        names: what the plain model's `state_dict()` lists, parameters and buffers themselves.
+        main: main's values instead of the weights'.
+    """
+    is_taken = taking.is_taken_by(gatherer.collectives.mesh.world.rank)
+    values: dict[int, Tensor] = {}
+    for unit in units:
+        full = unit.gather_main(gatherer.collectives) if main and unit.main is not None else None
+        if full is None:
+            gatherer.unshard(unit)
+            full = unit.weights.buffer.full
+            assert full is not None
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            if is_taken:
+                values[id(parameter)] = taking.copy(full[slot.world.slice].view(slot.shape))
+    gatherer.settle()
+    if not is_taken:
+        return {}
+    return {name: values[id(v)] if id(v) in values else taking.copy(v) for name, v in names.items()}
+
+
+def load_full_state(
+    names: Mapping[str, Tensor],
+    units: Sequence[Unit],
+    gatherer: Gatherer,
+    state: Mapping[str, Tensor] | None,
+    *,
+    strict: bool,
+    from_rank0: bool,
+    left_alone: frozenset[str] = frozenset(),
+) -> IncompatibleKeys:
+    """Main, weights and buffers become these values. Collective.
+
+    Args:
+        state: the same on every rank; or, `from_rank0`, what rank 0 has, which the others get unit by unit.
+        left_alone: buffers and parameters in `names` that each rank keeps for itself.
+
+    Raises:
+        ValueError: on every rank, and nothing has been changed: other shapes; names that only one side has, if strict.
+    """
+    collectives = gatherer.collectives
+    has_state = not from_rank0 or collectives.mesh.world.rank == 0
+    given = {plain_name(name): value for name, value in (state or {}).items()} if has_state else {}
+    keys, problem = _compare(names, given, strict=strict) if has_state else (IncompatibleKeys([], []), "")
+    collectives.raise_together(problem, "load_full_state_dict")
+    found = [IncompatibleKeys(*of_rank) for of_rank in collectives.exchange_objects(list(keys))]
+    if not from_rank0 and found.count(found[0]) < len(found):
+        raise ValueError("load_full_state_dict: the ranks have different state dicts: pass the same one on every rank")
+    keys = found[0]
+    missing = set(keys.missing_keys)
+    name_of = {id(value): name for name, value in names.items() if name not in missing}
+    for unit in units:
+        of_unit = [name_of.get(id(parameter)) for parameter in unit.parameters]
+        values = (
+            _broadcast(unit, of_unit, given, gatherer) if from_rank0 else [given.get(name or "") for name in of_unit]
+        )
+        unit.set(values)
+        gatherer.updated(unit)
+    sharded = {id(parameter) for unit in units for parameter in unit.parameters}
+    for name, value in names.items():
+        if id(value) not in sharded and name not in missing:
+            if has_state:
+                value.detach().copy_(given[name])
+            if from_rank0 and name not in left_alone:
+                collectives.broadcast([value.detach()])
+    gatherer.settle()
+    return keys
+
+
+def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict: bool) -> tuple[IncompatibleKeys, str]:
+    """What only one side has, and what is wrong with it."""
+    missing = [name for name in names if name not in given]
+    unexpected = [name for name in given if name not in names]
+    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
+    problems = problems if strict else []
+    problems += [
+        f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}"
+        for name, value in given.items()
+        if name in names and names[name].shape != value.shape
+    ]
+    return IncompatibleKeys(missing, unexpected), "; ".join(problems[:10])
+
+
+def _broadcast(
+    unit: Unit, of_unit: Sequence[str | None], given: Mapping[str, Tensor], gatherer: Gatherer
+) -> list[Tensor | None]:
+    """Rank 0's values of one unit, in main's dtype."""
+    dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+    full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.weights.own().device)
+    views = [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
+    for name, view in zip(of_unit, views, strict=True):
+        if name is not None and name in given:
+            view.copy_(given[name])
+    gatherer.collectives.broadcast([full])
+    return [None if name is None else view for name, view in zip(of_unit, views, strict=True)]
