@@ -81,7 +81,7 @@ class Rules:
         unmatched = {pattern for pattern, _ in self.patterns if isinstance(pattern, str)} - {"*"}
         for path, module in model.named_modules(remove_duplicate=False):
             around = found[path.rpartition(".")[0]] if path else rest
-            matching = [(pattern, region) for pattern, region in self.patterns if _matches(pattern, path, module)]
+            matching = [(pattern, region) for pattern, region in self.patterns if matches(pattern, path, module)]
             unmatched -= {pattern for pattern, _ in matching if isinstance(pattern, str)}
             found[path] = min([around, *(region for _, region in matching)], key=lambda region: region.number)
         if unmatched:
@@ -141,7 +141,8 @@ def _dtype_of(precision: MixedPrecision | None, module: nn.Module) -> torch.dtyp
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
 
 
-def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+    """Whether the module is of that class, or has such a name (without what wraps it)."""
     if not isinstance(pattern, str):
         return isinstance(module, pattern)
     plain = [name for name in path.split(".") if name not in ("_orig_mod", "_checkpoint_wrapped_module")]

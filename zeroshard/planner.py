@@ -21,7 +21,7 @@ from zeroshard.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
 from zeroshard.reduce import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
-from zeroshard.unit import DEFAULT_UNIT_BYTES, UnitPolicy, UnitSpec, choose_units
+from zeroshard.unit import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
 
 
 def plan_memory(
@@ -41,6 +41,7 @@ def plan_memory(
     whole_state_bytes: Callable[[str], int | None] = lambda name: None,
     no_sync: bool = False,
     ignored: Ignored = (),
+    keep_gathered: KeepGathered = (),
 ) -> dict[str, int]:
     """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
 
@@ -52,11 +53,11 @@ def plan_memory(
         whole_state_bytes: parameter name -> state per element of an optimizer that steps it whole, at an owner (Muon:
             4); None where the optimizer is elementwise.
         pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
-        ignored: as for `shard`.
+        ignored, keep_gathered: as for `shard`.
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
     """
     plan = as_plan(plan)
-    specs = choose_units(model, units, precision, Managed.without(model, ignored))
+    specs = choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered)
     layouts = [spec.layout(world_size, num_replicas) for spec in specs]
     kinds = dict.fromkeys(("weights", "grads", "main", "state", "scalars"), 0)
     for spec, layout in zip(specs, layouts, strict=True):
@@ -128,6 +129,7 @@ def fit_units(
     mesh_shape: tuple[int, int],
     pairwise: bool,
     managed: Managed = EVERYTHING,
+    keep_gathered: KeepGathered = (),
 ) -> list[UnitSpec]:
     """Units by size, as large as `limit` bytes of transients allow.
 
@@ -137,7 +139,7 @@ def fit_units(
     unit_bytes = DEFAULT_UNIT_BYTES
     device_type = next(model.parameters()).device.type
     while True:
-        specs = choose_units(model, unit_bytes, precision, managed)
+        specs = choose_units(model, unit_bytes, precision, managed, keep_gathered)
         needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
         if needed <= limit:
             return specs

@@ -26,7 +26,7 @@ from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
-from zeroshard.unit import Unit, UnitPolicy, UnitSpec, choose_units
+from zeroshard.unit import KeepGathered, Unit, UnitPolicy, UnitSpec, choose_units
 
 
 def shard(
@@ -40,14 +40,16 @@ def shard(
     materialize: Source | None = None,
     values: Literal["broadcast", "check"] = "broadcast",
     ignored: Ignored = (),
+    keep_gathered: KeepGathered = (),
 ) -> Handle:
     """Shard a model in place. Collective: every rank passes the same model and arguments.
 
     Args:
         model: on the device where it is to train, or on the meta device. It is called, and named, as before.
         plan: DDP, ZERO1, ZERO2 or ZERO3, or the lower-case name.
-        units: what is gathered, reduced and freed together: module classes, a callable `module -> bool`, or a number
-            of bytes; None groups neighbouring modules up to 32 MiB. The rest of the model is the root unit.
+        units: what is gathered, reduced and freed together: module classes, and groups of modules or names that are one
+            unit each (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number of bytes. None groups
+            neighbouring modules up to 32 MiB. The rest of the model is the root unit.
         precision: a `MixedPrecision`, "fp32", "bf16", ..., or None: as the model is. Or one for each pattern, in the
             order in which they count: `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
         mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard" (or "dp_replicate" and
@@ -61,6 +63,8 @@ def shard(
         ignored: parameters, modules, or names of either, that are not touched (experts of another group, say): each
             rank keeps its own values, gradients stay in `p.grad` and are this rank's, and no optimizer of the handle
             has them.
+        keep_gathered: under ZERO3, units that keep their weights from forward to backward: classes, or names with `*`
+            and `?`; True: all. They are gathered once, and each has a full-size place of its own.
 
     Raises:
         ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a limit
@@ -78,7 +82,7 @@ def shard(
                 "ShardedOptimizer, without shard()"
             )
         managed = Managed.without(model, ignored)
-        specs = _choose(model, chosen, units, precision, collectives, max_transient_bytes, managed)
+        specs = _choose(model, chosen, units, precision, collectives, max_transient_bytes, managed, keep_gathered)
         _refuse_unready(model, managed, collectives, materialize)
         if values not in ("broadcast", "check"):
             raise ValueError(f"values must be 'broadcast' or 'check', found {values!r}")
@@ -153,13 +157,16 @@ def _choose(
     collectives: Collectives,
     max_transient_bytes: int | None,
     managed: Managed,
+    keep_gathered: KeepGathered,
 ) -> list[UnitSpec]:
     if max_transient_bytes is None:
-        return choose_units(model, units, precision, managed)
+        return choose_units(model, units, precision, managed, keep_gathered)
     mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
     if units is None:
-        return fit_units(model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise, managed)
-    specs = choose_units(model, units, precision, managed)
+        return fit_units(
+            model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise, managed, keep_gathered
+        )
+    specs = choose_units(model, units, precision, managed, keep_gathered)
     device_type = next(model.parameters()).device.type
     check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.pairwise, device_type)
     return specs

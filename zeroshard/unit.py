@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.buffer import Borrower, FlatBuffer
-from zeroshard.casting import Precisions, Region, Rules
+from zeroshard.casting import Pattern, Precisions, Region, Rules, matches
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.interval import Interval
@@ -26,7 +26,9 @@ from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 from zeroshard.readers import has_forward, is_whole, readers
 from zeroshard.weights import Weights
 
-UnitPolicy = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] | int | None
+Group = Sequence[nn.Module | str]
+UnitPolicy = type[nn.Module] | Sequence[type[nn.Module] | Group] | Callable[[nn.Module], bool] | int | None
+KeepGathered = bool | Sequence[Pattern]
 DEFAULT_UNIT_BYTES = 32 << 20
 
 
@@ -38,6 +40,7 @@ class UnitSpec:
         names: parameter names in registration order, as the model has them now (slots have plain ones).
         modules: dotted paths of the modules whose forward needs the weights.
         calls: of those, the ones that are the unit: their inputs are cast.
+        stays: whether the weights are kept from forward to backward: it keeps a place of its own, too.
         outer: whether other units run while this one is in use (the root unit, or a unit around units): it keeps a
             full-size place of its own, the others take turns.
     """
@@ -51,6 +54,7 @@ class UnitSpec:
     modules: tuple[str, ...]
     outer: bool
     calls: tuple[str, ...] = ()
+    stays: bool = False
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -60,7 +64,7 @@ class UnitSpec:
     def weight_borrower(self, numel: int) -> Borrower:
         """Of a full-size place to gather into. Units of one kind may be needed together: kinds do not share."""
         kind = (self.weight_dtype, self.trainable, self.precision)
-        return Borrower(self.name, kind, numel * self.weight_dtype.itemsize, self.outer)
+        return Borrower(self.name, kind, numel * self.weight_dtype.itemsize, self.outer or self.stays)
 
     def bucket_borrower(self, numel: int) -> Borrower:
         """Of a full-size bucket to accumulate into."""
@@ -271,14 +275,20 @@ def plain_name(name: str) -> str:
 
 
 def choose_units(
-    model: nn.Module, policy: UnitPolicy, precision: Precisions, managed: Managed = EVERYTHING
+    model: nn.Module,
+    policy: UnitPolicy,
+    precision: Precisions,
+    managed: Managed = EVERYTHING,
+    keep_gathered: KeepGathered = (),
 ) -> list[UnitSpec]:
     """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
 
     Args:
-        policy: a module class or several (each instance is a unit), a callable `module -> bool`, a number of bytes
-            (neighbouring modules are grouped up to that size; what fits is not divided), or None (a number of bytes
-            that suits most models).
+        policy: a module class or several (each instance is a unit), and among them groups of modules or names (each
+            group is one unit); a callable `module -> bool`; a number of bytes (neighbouring modules are grouped up to
+            that size; what fits is not divided); or None (a number of bytes that suits most models).
+        keep_gathered: patterns of units (classes, or names with `*` and `?`) that keep their weights from forward to
+            backward; True: all.
 
     A parameter belongs to the unit of the module that reads it (`readers.py`): what a container without a forward
     holds, to that of the module around it; and no unit begins inside a module that reads its parts without calling
@@ -334,7 +344,7 @@ def choose_units(
                 calls=tuple(whole.get(unit, ())) or ("",) * (not unit),
             )
         )
-    return specs
+    return kept_gathered(model, specs, keep_gathered)
 
 
 def _modules_by_unit(
@@ -346,21 +356,16 @@ def _modules_by_unit(
         raise TypeError("units must be module classes, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
         return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
-    matches: Callable[[nn.Module], bool]
-    if isinstance(policy, type):
-        matches = lambda module: isinstance(module, policy)  # noqa: E731
-    elif isinstance(policy, Sequence) and policy and all(isinstance(item, type) for item in policy):
-        classes = tuple(policy)
-        matches = lambda module: isinstance(module, classes)  # noqa: E731
-    elif callable(policy):
-        matches = policy
-    else:
-        raise TypeError(f"units must be module classes, a callable or a number of bytes, found {policy!r}")
+    matches = _matcher(policy)
+    of_group = _groups(model, policy, read_by)
     groups: dict[str, str] = {}
     any_matches = False
     for path, module in model.named_modules(remove_duplicate=False):
         if path and is_whole(model.get_submodule(read_by[path])) and read_by[path] != path:
             groups[path] = groups[read_by[path]]
+            continue
+        if id(module) in of_group:
+            groups[path], any_matches = of_group[id(module)], True
             continue
         matching = any(matches(part) for part in module.modules()) if is_whole(module) else matches(module)
         any_matches |= matching
@@ -371,7 +376,71 @@ def _modules_by_unit(
             f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
             f"{', '.join(classes_found) or '(none)'}"
         )
-    return groups, {unit: [unit] for unit in groups.values()}
+    whole = {unit: [unit] for unit in groups.values() if unit not in of_group.values()}
+    for path, module in model.named_modules():
+        if id(module) in of_group:
+            whole.setdefault(of_group[id(module)], []).extend(_outermost_called(path, module))
+    return groups, whole
+
+
+def _matcher(policy: object) -> Callable[[nn.Module], bool]:
+    """Which modules are units by themselves."""
+    items = policy if isinstance(policy, (list, tuple)) else [policy]
+    classes = tuple(item for item in items if isinstance(item, type))
+    rest = [item for item in items if not isinstance(item, type)]
+    if items and all(isinstance(item, (list, tuple)) for item in rest):
+        return lambda module: isinstance(module, classes)
+    if isinstance(policy, (list, tuple)) or not callable(policy):
+        raise TypeError(
+            "units must be module classes, groups of modules or names, a callable or a number of bytes, found "
+            f"{policy!r}"
+        )
+    return policy
+
+
+def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[int, str]:
+    """Id of each module in a group -> the name of the unit.
+
+    Raises:
+        ValueError: an empty group; something that the model does not have, or that is in two of them.
+    """
+    found: dict[int, str] = {}
+    named = dict(model.named_modules(remove_duplicate=False))
+    paths = {id(module): path for path, module in model.named_modules()}
+    for group in policy if isinstance(policy, (list, tuple)) else ():
+        if isinstance(group, type):
+            continue
+        members = []
+        for one in group:
+            path = one if isinstance(one, str) else paths.get(id(one), "")
+            if not path or path not in named:
+                shown = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
+                raise ValueError(f"units: {shown} in a group is no module inside {type(model).__name__}")
+            members.append(read_by[path])  # a part of what cannot be divided stands for the whole
+        if not members:
+            raise ValueError("units: a group without modules")
+        for path in members:
+            if found.setdefault(id(named[path]), " + ".join(members)) != " + ".join(members):
+                raise ValueError(f"units: {path} is in two groups")
+    return found
+
+
+def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathered) -> list[UnitSpec]:
+    """The same units, those marked that keep their weights from forward to backward.
+
+    Raises:
+        ValueError: a pattern that matches no unit.
+    """
+    if isinstance(keep, bool):
+        return [replace(spec, stays=keep) for spec in specs]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    result = list(specs)
+    for pattern in keep:
+        matching = [any(matches(pattern, path, modules[path]) for path in spec.calls) for spec in result]
+        if not any(matching):
+            raise ValueError(f"keep_gathered: {pattern!r} matches no unit; units are {[spec.name for spec in specs]}")
+        result = [replace(spec, stays=spec.stays or hit) for spec, hit in zip(result, matching, strict=True)]
+    return result
 
 
 def _modules_by_size(

@@ -1,0 +1,121 @@
+"""Several modules as one unit, and units that keep their weights from forward to backward.
+
+FSDP2 has both (`fully_shard([norm, head])`, `reshard_after_forward=False`); here neither could be said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train_reference
+from zeroshard.planner import plan_memory
+from zeroshard.testing import expect_same_logs, run_ranks
+
+UNTIED = Job(precision="bf16", steps=3, units=None)
+
+
+def train(rank: int, plan: Any, units: Any, **options: Any) -> tuple[State, Any, Any, Any]:
+    model = make(Net)
+    units = units(model) if callable(units) and not isinstance(units, type) else units
+    handle = zeroshard.shard(model, plan, units=units, precision="bf16", **options)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    for step in range(3):
+        if step == 2:
+            handle.comm_log.clear()
+        loss_of_tokens(model, rank, 0, step).backward()
+        optimizer.step()
+    return handle.full_state_dict(), handle, optimizer, model
+
+
+def gathered(handle: Any) -> list[str]:
+    return [event.unit for event in handle.comm_log.entries if event.op == "all_gather" and event.phase != "unshard"]
+
+
+def test_modules_named_together_are_one_unit() -> None:
+    expected = run_ranks(lambda rank: train_reference(UNTIED, 2)[0].weights, 1)[0]
+
+    def ways(model: Any) -> Any:
+        return [Block, (model.norm, model.head)]
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            for units in ([Block, ("norm", "head")], ways, [("blocks.0", "blocks.2"), ["embed", "head"]]):
+                state, handle, optimizer, model = train(rank, plan, units)
+                assert same_bits(state, expected), (plan, units)
+                names = {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.units}
+                if isinstance(units, list) and Block not in units:
+                    assert set(names) == {"blocks.0 + blocks.2", "embed + head", "root"}
+                    assert {"blocks.0.up.bias", "blocks.2.up.bias"} <= names["blocks.0 + blocks.2"]
+                else:
+                    assert names["norm + head"] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+                planned = plan_memory(make(Net), plan, 2, units=units if units is not ways else ways(model), rank=rank,
+                                      precision="bf16") if units is not ways else handle.memory()  # fmt: skip
+                assert handle.memory() == planned
+                logs.append(handle.comm_log)
+                del optimizer
+        return logs
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_same_logs(logs)
+
+
+def test_bad_groups() -> None:
+    def check(rank: int) -> None:
+        for wrong, told in (
+            ([Block, ("norm", "tail")], "'tail' in a group is no module inside Net"),
+            ([("norm", nn.Linear(1, 1))], "a Linear in a group is no module inside Net"),
+            ([Block, ()], "a group without modules"),
+            ([("norm", "head"), ("head", "embed")], "head is in two groups"),
+            ([Block, "norm"], "groups of modules or names"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                zeroshard.shard(make(Net), "zero3", units=wrong)
+        for keep, told in (
+            (["blocks.7"], r"'blocks\.7' matches no unit; units are"),
+            ([nn.LayerNorm], "matches no unit"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                zeroshard.shard(make(Net), "zero3", units=Block, keep_gathered=keep)
+
+    run_ranks(check, 1)
+
+
+def test_units_that_stay_are_gathered_once() -> None:
+    """The numbers are those of the others; the memory is planned."""
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+            usual = train(rank, plan, Block)
+            for keep, twice in (
+                ((), {"blocks.0"}),  # three blocks, two places: the last two are still there
+                (["blocks.0"], set()),
+                ([Block], set()),
+                (True, set()),
+                (["blocks.2"], {"blocks.0"} if False else set()),
+            ):
+                state, handle, optimizer, _ = train(rank, plan, Block, keep_gathered=keep)
+                assert same_bits(state, usual[0]), (plan, keep)
+                if plan is zeroshard.ZERO3:
+                    found = gathered(handle)
+                    assert {name for name in found if found.count(name) == 2} == twice, keep
+                planned = plan_memory(make(Net), plan, 2, units=Block, precision="bf16", rank=rank, keep_gathered=keep)
+                assert handle.memory() == planned, (plan, keep)
+                logs.append(handle.comm_log)
+                del optimizer
+            needed = sum(
+                plan_memory(make(Net), plan, 2, units=Block, keep_gathered=True)[k] for k in ("ring", "scratch")
+            )
+            if plan is zeroshard.ZERO3:
+                with pytest.raises(ValueError, match="max_transient_bytes"):
+                    zeroshard.shard(make(Net), plan, units=Block, keep_gathered=True, max_transient_bytes=needed // 2)
+        return logs
+
+    for logs in zip(*run_ranks(check, 2), strict=True):
+        expect_same_logs(logs)
