@@ -98,11 +98,33 @@ class Handle(NotCopied):
 
     # Training ----------------------------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self, *parts: Part) -> Iterator[None]:
         """Backward passes inside accumulate locally; the first one outside reduces the sum. Legal under every plan;
-        under ZERO2 and ZERO3 the price is a full-size gradient."""
-        self.check_open("no_sync")
-        return self.reducer.no_sync()
+        under ZERO2 and ZERO3 the price is a full-size gradient. The same on every rank.
+
+        Args:
+            parts: modules, parameters, or names of either; none: the whole model. Whole units come.
+
+        Raises:
+            ValueError: a part that this handle does not have.
+        """
+        before = self.reducer.local
+        self.set_requires_gradient_sync(False, *parts)
+        try:
+            yield
+        finally:
+            self.reducer.local = before
+
+    def set_requires_gradient_sync(self, requires: bool, *parts: Part) -> None:
+        """As `no_sync`, but until it is called again. (The name is FSDP2's.)"""
+        self.check_open("set_requires_gradient_sync")
+        units = self._units_of(parts, "set_requires_gradient_sync")
+        local = self.reducer.local
+        self.reducer.local = local - frozenset(units) if requires else local | frozenset(units)
+
+    def _units_of(self, parts: Sequence[Part], what: str) -> Sequence[Unit]:
+        return units_of(parts, self.model, self.units, what) if parts else self.units
 
     def unsharded(
         self, *parts: Part, write: bool = False, modifier_rank: int | None = None
@@ -124,7 +146,7 @@ class Handle(NotCopied):
             RuntimeError: a parameter has been written to without `write`.
         """
         self.check_open("unsharded")
-        units = units_of(parts, self.model, self.units, "unsharded") if parts else self.units
+        units = self._units_of(parts, "unsharded")
         if write or modifier_rank is not None:
             return written(units, self.gatherer, modifier_rank)
         return unsharded(units, self.gatherer)
@@ -392,7 +414,9 @@ class Handle(NotCopied):
                 unit.weights.drop(forget=True)
         for unit in frozen:
             unit.thaw(self.collectives)
+        local = self.reducer.local
         self.gatherer, self.reducer = Gatherer(self.units, self.collectives), Reducer(self.units, self.collectives)
+        self.reducer.local = local
         self.schedule.take(self.gatherer, self.reducer, frozen)
         self.collectives.meet()
         for owner in self.owners():

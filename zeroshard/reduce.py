@@ -38,7 +38,7 @@ class Reducer:
 
     Attributes:
         order: trainable units that do not rest, in the order in which they are reduced.
-        sync: whether the backward under way reduces (else it accumulates locally, see `no_sync`).
+        local: units whose gradients are accumulated, in full-size buckets, and not reduced.
         scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
         visible: what the user finds in `p.grad`.
         settled: scalers that have been adjusted since the last backward: the state before, and whether any optimizer of
@@ -49,7 +49,7 @@ class Reducer:
         self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
         self.order = list(self._trainable)
         self.collectives = collectives
-        self.sync = True
+        self.local: frozenset[Unit] = frozenset()
         self.scale: float | None = None
         self.visible = VisibleGradients(self.order, collectives)
         self.settled: dict[LossScaler, tuple[ScaleState, bool]] = {}
@@ -78,15 +78,6 @@ class Reducer:
     def rest(self, resting: set[Unit]) -> None:
         """Between two backwards: these units have no gradients, and will get none; the others are reduced."""
         self.order = [unit for unit in self._trainable if unit not in resting]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate locally, in full-size buckets, and do not communicate."""
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before
 
     @contextmanager
     def scaled(self, scale: float, watch: Watch | None, *, weighted: bool = False) -> Iterator[None]:
@@ -197,7 +188,7 @@ class Reducer:
         if not seen_by_others:
             self._take(unit, index, grads)
         grads.ready.add(index)
-        if self.sync and len(grads.ready) == len(unit.parameters):
+        if unit not in self.local and len(grads.ready) == len(unit.parameters):
             self._complete_but_seen = seen_by_others
             if not seen_by_others:
                 self._advance()
@@ -222,7 +213,7 @@ class Reducer:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank (unless the graph
         says that theirs is still to come)."""
         grads = unit.grads
-        if not self.sync or grads is None or unit not in self.order[self._cursor :]:
+        if unit in self.local or grads is None or unit not in self.order[self._cursor :]:
             return
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
         if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
@@ -233,11 +224,11 @@ class Reducer:
     @torch.no_grad()
     def end_backward(self) -> None:
         """Reduce what is left, with zeros for what is missing, and wait for all of it. Then `p.grad` shows it."""
-        for unit in self.order[self._cursor :]:
-            if self.sync:
-                self._launch(unit)
-            else:
+        for index, unit in enumerate(self.order):
+            if unit in self.local:
                 self._take_all(unit)
+            elif index >= self._cursor:
+                self._launch(unit)
         self._finish()
         for unit in self.order:  # all have been started: they arrive together
             assert unit.grads is not None
@@ -280,9 +271,10 @@ class Reducer:
         while self._cursor < len(self.order):
             unit = self.order[self._cursor]
             assert unit.grads is not None
-            if len(unit.grads.ready) < len(unit.parameters):
+            if unit not in self.local and len(unit.grads.ready) < len(unit.parameters):
                 return
-            self._launch(unit)
+            if unit not in self.local:
+                self._launch(unit)
             self._cursor += 1
 
     def _take_all(self, unit: Unit) -> None:
@@ -326,7 +318,7 @@ class Reducer:
         if not grads.needs_bucket:
             grads.open()
             return
-        if not self.sync and unit not in self._bucket_of:  # local accumulation: the price is a full gradient
+        if unit in self.local and unit not in self._bucket_of:  # local accumulation: the price is a full gradient
             self._bucket_of[unit] = self._new_bucket(unit)
         place = self._bucket_of.get(unit)
         if place is None:

@@ -1,0 +1,97 @@
+"""Gradients of some modules that are accumulated and not reduced: `no_sync` and `set_requires_gradient_sync` by part.
+
+FSDP2 says it by module; here it was the whole model or nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.core.models import PLANS, Counting, loss_of_integers, make, same_bits
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+def start(plan: Any) -> tuple[Any, Any, Any]:
+    model: Any = make(Counting)
+    handle = zeroshard.shard(model, plan, units=(nn.Linear, nn.Embedding))
+    return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=2**-6)
+
+
+def reduced(handle: Any) -> list[str]:
+    names = [event.unit for event in handle.comm_log.entries if event.op == "reduce_scatter"]
+    handle.comm_log.clear()
+    return names
+
+
+def test_a_part_is_reduced_when_it_is_asked_for() -> None:
+    """Sums of integers are exact: the weights are those of the run that reduces everything each time."""
+
+    def usual(plan: Any, rank: int) -> Any:
+        model, handle, optimizer = start(plan)
+        for step in range(2):
+            for micro_batch in range(3):
+                loss_of_integers(model, rank, micro_batch, step).backward()
+            optimizer.step()
+        return handle.full_state_dict()
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            model, handle, optimizer = start(plan)
+            for step in range(2):
+                handle.comm_log.clear()
+                with handle.no_sync("left", model.table):
+                    loss_of_integers(model, rank, 0, step).backward()
+                assert reduced(handle) == ["right"], plan
+                handle.set_requires_gradient_sync(False, "right")
+                loss_of_integers(model, rank, 1, step).backward()
+                assert reduced(handle) == ["left", "table"], plan
+                handle.set_requires_gradient_sync(True)
+                with handle.no_sync("table"), handle.no_sync("left"):
+                    pass
+                loss_of_integers(model, rank, 2, step).backward()
+                assert reduced(handle) == ["right", "left", "table"], plan
+                optimizer.step()
+            assert same_bits(handle.full_state_dict(), usual(plan, rank)), plan
+            logs.append(handle.comm_log)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_a_step_needs_all_of_them() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model, handle, optimizer = start(plan)
+            with handle.no_sync("left"):
+                loss_of_integers(model, rank, 0, 0).backward()
+            with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\) and never reduced"):
+                optimizer.step()
+            with pytest.raises(ValueError, match=r"set_requires_gradient_sync: .* no module of the name 'middle'"):
+                handle.set_requires_gradient_sync(False, "middle")
+
+    run_ranks(check, 2)
+
+
+def test_what_is_let_go_inside_no_sync_is_accumulated_too() -> None:
+    """A parameter that was frozen at `shard` and let go inside the scope ended it."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model: Any = make(Counting)
+            model.left.requires_grad_(False)
+            handle = zeroshard.shard(model, plan, units=(nn.Linear, nn.Embedding))
+            with handle.no_sync():
+                model.left.requires_grad_(True)
+                loss_of_integers(model, rank, 0, 0).backward()
+            assert reduced(handle) == []
+            loss_of_integers(model, rank, 1, 0).backward()
+            assert reduced(handle) == ["right", "left", "table"]
+
+    run_ranks(check, 2)
