@@ -33,6 +33,9 @@ class Taking(NamedTuple):
         return value.detach().to(self.device or value.device, copy=True)
 
 
+EVERYWHERE = Taking()
+
+
 def full_state(
     names: Mapping[str, Tensor], units: Sequence[Unit], gatherer: Gatherer, taking: Taking, *, main: bool
 ) -> dict[str, Tensor]:

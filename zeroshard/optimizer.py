@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
 from zeroshard.flat_step import FlatStep, Update
+from zeroshard.full_state import EVERYWHERE, Taking
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.inner import Options, arguments_for, expect_arguments
@@ -289,26 +290,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # State -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, rank0_only: bool = False, device: torch.device | str | None = None) -> dict[str, Any]:
         """torch's own layout with full tensors, on every rank: a plain optimizer of the class loads it. Collective.
 
         The loss scaler's state, if there is one, lies beside it under "loss_scale".
+
+        Args:
+            rank0_only: on rank 0 alone; the others take part, and get an empty dict.
+            device: where to ("cpu"); None: where main is. At most the state of one unit is there in full meanwhile.
         """
         self.handle.check_open("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        result = self._full_state()
+        taking = Taking(rank0_only, device)
+        result = self._full_state(taking)
+        if not taking.is_taken_by(self.handle.collectives.mesh.world.rank):
+            return {}
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
         return result
 
-    def _full_state(self) -> dict[str, Any]:
+    def _full_state(self, taking: Taking) -> dict[str, Any]:
         groups, position = [], 0
         for group in self.param_groups:
             indices = list(range(position, position + len(group["params"])))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": indices})
             position += len(indices)
-        state = self._gather_state()
+        state = self._gather_state(taking)
         result = {
             "state": {i: state[p] for i, p in enumerate(self._parameters()) if p in state},
             "param_groups": groups,
@@ -316,8 +324,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaling = self._scaling.state_dict()
         return {**result, "loss_scale": scaling} if scaling else result
 
-    def _gather_state(self) -> FullState:
-        return gather_state(self._steppers, self.handle.collectives)
+    def _gather_state(self, taking: Taking = EVERYWHERE) -> FullState:
+        """Of all parameters; unit by unit, where it does not stay here."""
+        if taking == EVERYWHERE:
+            return gather_state(self._steppers, self.handle.collectives)
+        state: FullState = {}
+        for unit in self.agreement.units:
+            of_unit = gather_state(self._steppers, self.handle.collectives, dict.fromkeys(unit.parameters))
+            if taking.is_taken_by(self.handle.collectives.mesh.world.rank):
+                for parameter, items in of_unit.items():
+                    state[parameter] = {
+                        key: taking.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
+                    }
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

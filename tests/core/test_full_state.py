@@ -105,3 +105,36 @@ def test_a_part_with_strict_off(from_rank0: bool) -> None:
             del optimizer
 
     run_ranks(check, 2)
+
+
+def test_the_optimizers_state_on_rank_0_alone() -> None:
+    """Elementwise, and of whole parameters at their owners; no rank holds more than one unit's at a time."""
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            model = make(lambda: nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 8)))
+            handle = zeroshard.shard(model, plan, units=nn.Linear, precision="bf16")
+            groups = [
+                {"params": [p for p in model.parameters() if p.dim() == 2], "optimizer_class": torch.optim.Muon},
+                {"params": [p for p in model.parameters() if p.dim() == 1]},
+            ]
+            optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2, foreach=False)
+            for step in range(2):
+                data = torch.randn(3, 12, generator=torch.Generator().manual_seed(rank + 9 * step))
+                model(data).float().square().mean().backward()
+                optimizer.step()
+            everywhere = optimizer.state_dict()
+            for device in (None, "cpu"):
+                alone = optimizer.state_dict(rank0_only=True, device=device)
+                assert list(alone) == (list(everywhere) if rank == 0 else [])
+                if rank == 0:
+                    assert alone["param_groups"] == everywhere["param_groups"]
+                    assert alone["state"].keys() == everywhere["state"].keys()
+                    for index, state in everywhere["state"].items():
+                        assert same_bits(alone["state"][index], state)
+            logs.append(dict(handle.comm_log.digests))  # owners send unevenly
+        return logs
+
+    for digests in zip(*run_ranks(check, 3), strict=True):
+        assert digests[1:] == digests[:1] * 2
