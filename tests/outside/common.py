@@ -70,7 +70,7 @@ class Transformer(nn.Module):
             self.output.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             x = layer(x)
         return self.output(self.norm(x))

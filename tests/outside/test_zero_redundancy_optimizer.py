@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.outside.common import (
+    State,
     Twins,
     average_gradients,
     expect_close,
@@ -26,7 +27,9 @@ from tests.outside.common import (
     in_fp64,
     numbers,
     state_of,
+    under_all_plans,
 )
+from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -423,6 +426,31 @@ def test_under_ddp_a_sharded_optimizer_is_the_local_one(optimizer_class: type[to
             step(21)
 
     run_ranks(check, 2)
+
+
+def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:
+    """test_zero_join_cpu: rank r has 2 + r batches. There a `Join` shadows the collectives of ranks that are done; here
+    they repeat a batch with weight 0, and the step takes the mean over those that still have one."""
+
+    def train(rank: int, plan: Plan) -> State:
+        model = three_layers()
+        plain = copy.deepcopy(model)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, AdamW, lr=0.01)
+        plain_optimizer = AdamW(plain.parameters(), lr=0.01)
+        for step in range(4):
+            has_data = step < 2 + rank
+            optimizer.backward(model(numbers(5, rank, step)).abs().mean(), weight=1.0 if has_data else 0.0)
+            optimizer.step()
+            losses = [plain(numbers(5, other, step)).abs().mean() for other in range(3) if step < 2 + other]
+            (sum(losses) / len(losses)).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        weights = handle.full_state_dict()
+        expect_close(weights, state_of(plain))
+        return weights
+
+    under_all_plans(train, 3)
 
 
 def test_overlap_needs_no_hook() -> None:
