@@ -85,6 +85,7 @@ class Handle(NotCopied):
         self._freezing = Freezing(self.units, collectives)
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._claims: dict[int, weakref.ref[Owner]] = {}
+        self._owners: list[weakref.ref[Owner]] = []  # also those that have no parameter yet
         self._guards: list[RemovableHandle] = []
         self.background: Unfinished | None = None
         self._reading = False
@@ -560,17 +561,20 @@ class Handle(NotCopied):
                     "parameters, or delete the other one first"
                 )
         self._claims.update({id(parameter): weakref.ref(owner) for parameter in parameters})
+        if all(known is not owner for known in self.owners()):
+            self._owners.append(weakref.ref(owner))
 
     @contextmanager
     def claimed(self, parameters: Iterable[nn.Parameter], owner: Owner) -> Iterator[None]:
         """As `claim`; what is done inside may fail, and then nothing has been claimed."""
-        new = [p for p in parameters if self._owner_of(p) is not owner]
+        new, before = [p for p in parameters if self._owner_of(p) is not owner], list(self._owners)
         self.claim(new, owner)
         try:
             yield
         except BaseException:
             for parameter in new:
                 self._claims.pop(id(parameter), None)
+            self._owners = before
             raise
 
     def unclaimed(self, unit: Unit) -> set[int]:
@@ -582,7 +586,7 @@ class Handle(NotCopied):
 
     def owners(self) -> list[Owner]:
         """The living optimizers of this model."""
-        return list({id(owner): owner for ref in self._claims.values() if (owner := ref()) is not None}.values())
+        return [owner for reference in self._owners if (owner := reference()) is not None]
 
     def name_of(self, parameter: nn.Parameter) -> str:
         for unit in self.units:

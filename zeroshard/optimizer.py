@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
+from zeroshard.external import newcomers, shard_parameters, take_parameters
 from zeroshard.flat_step import FlatStep, Update
 from zeroshard.full_state import EVERYWHERE, Taking
 from zeroshard.gradients import GradState
@@ -25,7 +26,6 @@ from zeroshard.optimizer_state import FullState
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
-from zeroshard.shard import shard_parameters
 from zeroshard.state_view import StateView, gather_state, take_state
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.unit import Unit
@@ -75,23 +75,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        self._takes_all = isinstance(handle_or_params, Handle)
-        if isinstance(handle_or_params, Handle):
-            handle_or_params.check_open("build an optimizer")
-            handle_or_params.thaw()
-            params: list[Any] = list(handle_or_params.trainable_parameters())
-            if not params:
-                raise ValueError("none of the parameters requires grad: there is nothing to optimize")
+        handle = handle_or_params if isinstance(handle_or_params, Handle) else None
+        self._takes_all = handle is not None
+        if handle is not None:
+            handle.check_open("build an optimizer")
+            handle.thaw()
+            params: list[Any] = [{"params": handle.trainable_parameters()}]  # perhaps none: it waits for them
+        elif isinstance(handle_or_params, Tensor):
+            raise TypeError(
+                "params must be a handle, or an iterable of tensors or dicts, found a tensor: put it in a list"
+            )
         else:
-            params = list(handle_or_params)
+            params = list(handle_or_params)  # type: ignore[arg-type]
         if not params:
-            raise ValueError("ShardedOptimizer got no parameters: pass the handle, or parameters that require grad")
+            raise ValueError("ShardedOptimizer got an empty parameter list")
         self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
         self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
         self._steppers: list[Stepper] = []
         self._is_built = False
         super().__init__(params, _defaults_of(optimizer_class, defaults))
-        self.handle = self._find_handle(process_group)
+        self.handle = self._find_handle(handle, process_group)
         with self.handle.claimed(self._parameters(), self):
             self.handle.thaw()
             self._steppers = self._build_steppers()
@@ -238,7 +241,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return int(sum(rows[mesh.world.ranks.index(rank), 0].item() for rank in mesh.shard.ranks))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. After the start: parameters of the same handle that no group has yet; existing state stays."""
+        """As torch's. After the start, collective: parameters of the same handle that no group has yet, or, under
+        OPTIMIZER_ONLY, that no handle has. Existing state stays."""
         group = dict(param_group)
         group_class = group.pop("optimizer_class", self._class)
         if group_class is not self._class:
@@ -246,15 +250,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         lr = group.get("lr", self.defaults.get("lr", 0.0))
         if not 0.0 <= float(lr) < math.inf:
             raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
-        if self._is_built:
-            group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-            self._refuse_foreign(group["params"])
         super().add_param_group(group)
         self._classes.append(group_class)
         if self._is_built:
             before = self._steppers, self.agreement.units
             try:
+                self._refuse_foreign(group["params"])
                 with self.handle.claimed(group["params"], self):
+                    if self.handle.plan.external_gradients:
+                        self._take_newcomers()
                     self.handle.thaw()
                     self.rebuild()
             except ValueError:
@@ -281,9 +285,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params[:] = [p for p in self.handle.trainable_parameters() if id(p) in mine]
         self.handle.claim(params, self)
 
+    def _take_newcomers(self) -> bool:
+        """Under OPTIMIZER_ONLY: those of the parameters that are to be trained from now on. Collective."""
+        params = self._parameters()
+        new = newcomers(self.handle, params, lambda position: f"parameter number {position}")
+        if new:
+            take_parameters(self.handle, new)
+        return bool(new)
+
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
+        allowed = (self.handle, None) if self.handle.plan.external_gradients else (self.handle,)
         for parameter in params:
-            if handle_of(parameter) is not self.handle:
+            if handle_of(parameter) not in allowed:
                 raise ValueError(
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
@@ -465,16 +478,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.handle.units:
             yield from (unit.parameters[index] for index in sorted(self.handle.unclaimed(unit)))
 
-    def _find_handle(self, process_group: dist.ProcessGroup | None) -> Handle:
-        parameters = self._parameters()
-        handles = {id(handle): handle for handle in map(handle_of, parameters)}
-        if len(handles) > 1:
-            raise ValueError(
-                "the parameters belong to different handles (or some to none): build one ShardedOptimizer per handle"
-            )
-        handle = next(iter(handles.values()))
+    def _find_handle(self, handle: Handle | None, process_group: dist.ProcessGroup | None) -> Handle:
         if handle is None:
-            return shard_parameters(parameters, process_group)
+            parameters = self._parameters()
+            handles = {id(one): one for one in map(handle_of, parameters)}
+            if len(handles) > 1:
+                raise ValueError(
+                    "the parameters belong to different handles (or some to none): build one ShardedOptimizer for each"
+                )
+            handle = next(iter(handles.values()), None)
+            if handle is None:
+                return shard_parameters(parameters, process_group)
         if process_group is not None:
             raise ValueError("process_group is for parameters without a handle; these have the mesh of theirs")
         return handle
@@ -494,8 +508,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 steppers.append(FlatStep(optimizer_class, options, defaults, groups))
             else:
                 steppers.insert(0, OwnerStep(optimizer_class, options, defaults, groups, self.handle.collectives))
-        if not steppers:
-            raise ValueError("none of the parameters requires grad: there is nothing to optimize")
         return steppers
 
     def _groups_by_unit(self, indices: Sequence[int]) -> dict[Unit, list[int | None]]:
@@ -520,6 +532,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Stepping ----------------------------------------------------------------------------------------------------
 
     def _agree(self, norm_type: float | None = None) -> Control:
+        external = self.handle.plan.external_gradients
+        if external and any(handle_of(parameter) is None for parameter in self._parameters()):
+            self.handle.check_open("use the optimizer")
+            if self._take_newcomers():
+                self.rebuild()
         return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), norm_type)
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:

@@ -46,6 +46,22 @@ class Plan:
     def __repr__(self) -> str:
         return self.name.upper()
 
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: placements that do not go together, with the reason.
+        """
+        problem = ""
+        if PARTIAL in (self.weights, self.main):
+            problem = "only gradients can be partial"
+        elif self.main is REPLICATED and self.weights is SHARDED:
+            problem = "a rank would update all of main, and keep a part of the weights: shard main as well"
+        elif self.main is REPLICATED and self.grads is SHARDED:
+            problem = "to update all of main, a rank needs all gradients: shard main as well, or do not shard these"
+        if problem:
+            placements = f"weights {self.weights.value}, gradients {self.grads.value}, main {self.main.value}"
+            raise ValueError(f"plan {self.name!r} ({placements}) is impossible: {problem}")
+
 
 DDP = Plan("ddp", REPLICATED, REPLICATED, REPLICATED)
 ZERO1 = Plan("zero1", REPLICATED, PARTIAL, SHARDED)
@@ -61,9 +77,10 @@ def as_plan(plan: Plan | str) -> Plan:
     """The plan itself, or the plan of that lower-case name.
 
     Raises:
-        ValueError: an unknown name, with the nearest known one.
+        ValueError: an unknown name, with the nearest known one; placements that do not go together.
     """
     if isinstance(plan, Plan):
+        plan.check()
         return plan
     if isinstance(plan, str) and plan in PLANS:
         return PLANS[plan]

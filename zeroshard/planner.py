@@ -137,7 +137,7 @@ def fit_units(
         ValueError: with the number of bytes that the smallest units need.
     """
     unit_bytes = DEFAULT_UNIT_BYTES
-    device_type = next(model.parameters()).device.type
+    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     while True:
         specs = choose_units(model, unit_bytes, precision, managed, keep_gathered)
         needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
@@ -184,6 +184,8 @@ def _add_owners(
         for slot in layout.slots
         if spec.trainable and whole_state_bytes(slot.name) is not None
     ]
+    if not slots:
+        return
     replicated = plan.main is REPLICATED
     owners = balance([cost(slot.shape) for _, _, slot in slots], 1 if replicated else layouts[0].num_shards)
     owned: Counter[torch.dtype] = Counter()

@@ -71,7 +71,7 @@ def shard(
             that cannot be kept. On every rank alike; the model is as it was before.
         RuntimeError: `zeroshard.init()` has not been called.
     """
-    collectives = Collectives(Mesh.of(mesh, _device_of(model.parameters())), CommLog())
+    collectives = Collectives(Mesh.of(mesh, device_of(model.parameters())), CommLog())
     collectives.expect_grid()
     problem, specs, chosen, managed = "", [], OPTIMIZER_ONLY, Managed()
     try:
@@ -90,7 +90,7 @@ def shard(
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
     collectives.raise_together(problem, "shard")
     parameters, buffers = managed.parameters(model), managed.buffers(model)
-    _expect_same_model(collectives, parameters, specs, chosen)
+    expect_same_model(collectives, parameters, specs, chosen)
     on_meta = is_on_meta([*parameters.values(), *buffers.values()])
     if on_meta:
         move(model, META, collectives.device)
@@ -101,7 +101,7 @@ def shard(
     try:
         if not on_meta and values == "broadcast":
             collectives.broadcast([*(data for _, data in before), *buffers.values()])
-        built = _build(parameters, specs, chosen, collectives, fill=not on_meta)
+        built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
         handle = Handle(chosen, built, collectives, model, managed)
         if on_meta:
             assert materialize is not None
@@ -133,22 +133,6 @@ def shard(
     return handle
 
 
-def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> Handle:
-    """A handle under plan OPTIMIZER_ONLY over parameters whose gradients someone else reduces."""
-    collectives = Collectives(Mesh.of(group, _device_of(parameters)), CommLog())
-    holder = nn.ParameterList([p for p in dict.fromkeys(parameters) if p.requires_grad])
-    if not len(holder):
-        raise ValueError("none of the parameters requires grad: there is nothing to optimize")
-    specs = choose_units(holder, None, None)
-    collectives.broadcast([parameter.data for parameter in holder])
-    named = dict(holder.named_parameters())
-    _expect_same_model(collectives, named, specs, OPTIMIZER_ONLY)
-    handle = Handle(OPTIMIZER_ONLY, _build(named, specs, OPTIMIZER_ONLY, collectives), collectives, None)
-    claim_parameters(handle, holder.parameters())
-    collectives.meet()
-    return handle
-
-
 def _choose(
     model: nn.Module,
     plan: Plan,
@@ -167,22 +151,23 @@ def _choose(
             model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise, managed, keep_gathered
         )
     specs = choose_units(model, units, precision, managed, keep_gathered)
-    device_type = next(model.parameters()).device.type
+    device_type = collectives.device.type
     check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.pairwise, device_type)
     return specs
 
 
-def _build(
+def build_units(
     parameters: dict[str, nn.Parameter],
     specs: Sequence[UnitSpec],
     plan: Plan,
     collectives: Collectives,
     *,
     fill: bool = True,
+    first: int = 0,
 ) -> list[Unit]:
-    """Allocate, and fill, one unit after the other."""
+    """Allocate, and fill, one unit after the other; the first one gets the number `first`."""
     units = []
-    for index, spec in enumerate(specs):
+    for index, spec in enumerate(specs, start=first):
         of_unit = [parameters[name] for name in reversed(spec.names)]
         unit = Unit(index, spec, of_unit, plan, collectives)
         if fill:
@@ -220,13 +205,13 @@ def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives
             )
 
 
-def _device_of(tensors: Iterable[Tensor]) -> torch.device | None:
+def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
     """Of the first that is on an accelerator, else of the first on any (what is ignored may lie on a CPU)."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
     return next(iter(sorted(devices, key=lambda device: device.type == "cpu")), None)
 
 
-def _expect_same_model(
+def expect_same_model(
     collectives: Collectives, parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan
 ) -> None:
     """Ranks compare a digest of what they are about to shard; where it differs, they look for the first difference."""

@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.buffer import Borrower, FlatBuffer
 from zeroshard.casting import Pattern, Precisions, Region, Rules, matches
@@ -298,12 +300,15 @@ def choose_units(
     frozen and trainable ones, or of several precisions, becomes several units, gathered by the same modules.
 
     Raises:
-        ValueError: a model without parameters; a policy that matches no module, with the classes that there are.
+        ValueError: a policy that matches no module, with the classes that there are; a parameter that no flat buffer
+            can hold.
         TypeError: a policy that is none of these.
     """
     parameters = managed.parameters(model)
+    for name, parameter in parameters.items():
+        refuse_unsupported(name, parameter)
     if not parameters:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+        return []
     read_by = readers(model)
     groups, whole = _modules_by_unit(model, policy, read_by)
     owner: dict[int, str] = {}  # id of parameter -> unit
@@ -322,7 +327,6 @@ def choose_units(
     order = list(dict.fromkeys([*groups.values(), ""]))
     specs = []
     for (unit, dtype, trainable, region), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
-        _refuse_unsupported(names, [parameters[name] for name in names])
         alone = sum(key[0] == unit for key in members) == 1
         label = unit or "root"
         if not alone:
@@ -518,12 +522,25 @@ def _runs_around_others(unit: str, modules: Sequence[str], groups: dict[str, str
     )
 
 
-def _refuse_unsupported(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter.is_complex():
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}: complex parameters are not supported; register "
-                "torch.view_as_real(parameter) as the parameter and view it as complex in forward"
-            )
-        if parameter.is_sparse or parameter.layout is not torch.strided:
-            raise ValueError(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")
+def refuse_unsupported(name: str, parameter: Tensor) -> None:
+    """Raises:
+    ValueError: a parameter whose values cannot lie in a flat buffer."""
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name} has no shape yet: call the model once, with an input, before shard()")
+    if hasattr(parameter, "device_mesh"):
+        raise ValueError(
+            f"parameter {name} is a DTensor, distributed already (by FSDP2's fully_shard, or for tensor parallelism): "
+            "shard the plain model, or name the parameter in ignored= to leave it as it is"
+        )
+    if is_traceable_wrapper_subclass(parameter.detach()):
+        raise ValueError(
+            f"parameter {name} is a {type(parameter.detach()).__name__}, made of several tensors (quantised, perhaps): "
+            "only plain dense ones can be sharded; name it in ignored= to leave it as it is"
+        )
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}: complex parameters are not supported; register "
+            "torch.view_as_real(parameter) as the parameter and view it as complex in forward"
+        )
+    if parameter.is_sparse or parameter.layout is not torch.strided:
+        raise ValueError(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")

@@ -162,8 +162,7 @@ def test_what_is_wrong_is_said_on_every_rank() -> None:
         for p in model.parameters():
             assert torch.isfinite(p).all()
         frozen = nn.Linear(2, 2).requires_grad_(False)
-        with pytest.raises(ValueError, match="none of the parameters requires grad"):
-            zeroshard.ShardedOptimizer(frozen.parameters(), torch.optim.SGD)
+        assert not zeroshard.ShardedOptimizer(frozen.parameters(), torch.optim.SGD).step().applied
         different = nn.Linear(2, 3 if rank == 1 else 2)
         before = different.weight.data_ptr()
         with pytest.raises(ValueError, match="the ranks have different"):

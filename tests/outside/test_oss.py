@@ -23,7 +23,6 @@ from zeroshard.testing import run_ranks
 SGD = torch.optim.SGD
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: no trainable parameter")
 def test_a_tensor_that_does_not_require_grad_is_accepted() -> None:
     """TestSingleRank.test_create: nothing to train yet, and nothing is changed."""
 

@@ -55,7 +55,6 @@ def weights_and_biases(model: nn.Module, decay: float = 0.01) -> list[dict[str, 
 # One rank ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: leaf tensors that are not nn.Parameter")
 def test_state_dict_is_torchs_and_loads_over_other_hyper_parameters() -> None:
     """TestZeroRedundancyOptimizerSingleRank.test_state_dict."""
 
@@ -179,7 +178,6 @@ def test_zero_grad_clears_what_torch_has_left_in_the_parameters() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: a bare tensor is not yet a TypeError")
 def test_what_may_be_passed_as_parameters() -> None:
     """test_constructor: also several groups, a generator, a list."""
 
@@ -298,7 +296,6 @@ def test_every_rank_holds_an_equal_part() -> None:
     assert max(held) == min(held) and 4 * 2400 <= held[0] < 4 * (2400 + 16 * 64 + 256)
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: parameters not given at first")
 def test_parameters_added_later_are_trained_by_everybody() -> None:
     """test_add_param_group (FairScale's as well): the added ones were not given at first; some do not require grad."""
 
@@ -318,7 +315,6 @@ def test_parameters_added_later_are_trained_by_everybody() -> None:
     run_ranks(check, 3)
 
 
-@pytest.mark.xfail(strict=True, reason="OPTIMIZER_ONLY as a drop-in: parameters not given at first")
 def test_groups_given_at_once_or_one_after_the_other_are_the_same() -> None:
     """test_multiple_param_groups: and both are a plain AdamW."""
 

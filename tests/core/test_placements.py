@@ -1,0 +1,72 @@
+"""`Plan("p", REPLICATED, SHARDED, REPLICATED)` failed with an AssertionError in the first `step()`. A plan is three
+placements, in 27 combinations: each trains as one process does, or `shard` says why it cannot be.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import zeroshard
+from tests.core.models import Block, Job, Net, largest_difference, make, same_bits, train, train_reference
+from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement, Plan
+from zeroshard.testing import expect_same_logs, run_ranks
+
+POSSIBLE = {
+    (REPLICATED, REPLICATED, REPLICATED),
+    (REPLICATED, PARTIAL, REPLICATED),
+    (REPLICATED, REPLICATED, SHARDED),
+    (REPLICATED, PARTIAL, SHARDED),
+    (REPLICATED, SHARDED, SHARDED),
+    (SHARDED, REPLICATED, SHARDED),
+    (SHARDED, PARTIAL, SHARDED),
+    (SHARDED, SHARDED, SHARDED),
+}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_every_combination_trains_or_is_refused(precision: str | None) -> None:
+    job = Job(precision=precision, steps=2)
+
+    def check(rank: int) -> list[object]:
+        reference, found = train_reference(job, 3)[rank].weights, []
+        for placements in product(Placement, repeat=3):
+            plan = Plan("mine", *placements)
+            if placements in POSSIBLE:
+                found.append(train(job, plan, rank))
+                continue
+            model = make(Net)
+            with pytest.raises(ValueError, match=r"plan 'mine' \(weights .*, gradients .*, main .*\) is impossible"):
+                zeroshard.shard(model, plan, units=Block)
+            zeroshard.shard(model, "zero1")  # it is as it was
+        assert all(same_bits(one.weights, found[0].weights) for one in found)
+        assert largest_difference(found[0].weights, reference) < (1e-6 if precision is None else 1e-2)
+        return [one.log for one in found]
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_parameters_that_no_flat_buffer_can_hold_are_named() -> None:
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    def check(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Replicate()):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            model[1].weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
+            for plan in ("ddp", "zero3"):
+                with pytest.raises(ValueError, match=r"parameter 1.weight is a DTensor, distributed already"):
+                    zeroshard.shard(model, plan)
+            with pytest.raises(ValueError, match="parameter 2 is a DTensor"):
+                zeroshard.ShardedOptimizer(list(model.parameters()), torch.optim.SGD, lr=0.1)
+            assert isinstance(model[1].weight, DTensor) and type(model[0].weight.data) is torch.Tensor
+        lazy = nn.Sequential(nn.LazyLinear(3))
+        with pytest.raises(ValueError, match=r"parameter 0.weight has no shape yet: call the model once"):
+            zeroshard.shard(lazy, "zero2")
+
+    run_ranks(check, 2)

@@ -1,0 +1,111 @@
+"""Plan OPTIMIZER_ONLY: a handle over parameters alone, whose gradients something else reduces (torch DDP, say).
+
+Parameters may come later: those of an added param group, and those that have begun to require grad. They become further
+units; what is there stays where it is. A parameter that does not require grad is left alone until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.collectives import Collectives
+from zeroshard.comm_log import CommLog
+from zeroshard.gather import Gatherer
+from zeroshard.handle import Handle, claim_parameters, handle_of
+from zeroshard.mesh import Mesh
+from zeroshard.placement import OPTIMIZER_ONLY
+from zeroshard.precision import precision_for
+from zeroshard.shard import build_units, device_of, expect_same_model
+from zeroshard.unit import UnitSpec, refuse_unsupported
+
+
+def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> Handle:
+    """A handle over those of the parameters that require grad; rank 0's values win. Collective.
+
+    Raises:
+        ValueError: on every rank: ranks that have others, or what cannot be sharded; nothing has been changed.
+    """
+    collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
+    handle = Handle(OPTIMIZER_ONLY, (), collectives, None)
+    take_parameters(handle, [p for p in dict.fromkeys(parameters) if is_wanted(p)])
+    return handle
+
+
+def is_wanted(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def take_parameters(handle: Handle, parameters: Sequence[nn.Parameter]) -> None:
+    """Further ones. Collective; errors as above."""
+    known = sum(len(unit.parameters) for unit in handle.units)
+    named = {str(known + index): parameter for index, parameter in enumerate(parameters)}
+    problem = ""
+    try:
+        for name, parameter in named.items():
+            _refuse_unready(name, parameter, handle.collectives)
+    except ValueError as error:
+        problem = str(error)
+    handle.collectives.raise_together(problem, "ShardedOptimizer")
+    specs = list(_specs(named, known))
+    expect_same_model(handle.collectives, named, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
+    handle.collectives.broadcast([parameter.data for parameter in parameters])
+    units = build_units(named, specs, OPTIMIZER_ONLY, handle.collectives, first=len(handle.units))
+    handle.units = (*handle.units, *units)
+    handle.gatherer = Gatherer(handle.units, handle.collectives)
+    handle.schedule.take(handle.gatherer, handle.reducer, ())
+    claim_parameters(handle, parameters)
+    handle.collectives.meet()
+
+
+def newcomers(handle: Handle, parameters: Iterable[nn.Parameter], name_of: Callable[[int], str]) -> list[nn.Parameter]:
+    """Those of the optimizer's parameters that the handle does not have yet, and that are to be trained from now on, on
+    every rank. Collective.
+
+    Args:
+        name_of: of the parameter at a position.
+
+    Raises:
+        ValueError: on every rank: the ranks do not agree on them.
+    """
+    wanted = {i: p for i, p in enumerate(parameters) if handle_of(p) is None and is_wanted(p)}
+    for rank, theirs in enumerate(found := handle.collectives.exchange_objects(list(wanted))):
+        if theirs != found[0]:
+            name = name_of(min({*theirs} ^ {*found[0]}))
+            raise ValueError(
+                f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on both. "
+                "Freeze and unfreeze on every rank alike"
+            )
+    return list(wanted.values())
+
+
+def _specs(named: dict[str, nn.Parameter], known: int) -> Iterable[UnitSpec]:
+    """One unit for each dtype: nothing is gathered before all of it has been stepped, and then at once."""
+    dtypes = dict.fromkeys(parameter.dtype for parameter in named.values())
+    for dtype in dtypes:
+        names = [name for name, parameter in named.items() if parameter.dtype == dtype]
+        label = "root" if not known else f"from {known} on"
+        if len(dtypes) > 1:
+            label += f" ({str(dtype).removeprefix('torch.')})"
+        yield UnitSpec(
+            name=label,
+            names=tuple(names),
+            shapes=tuple(tuple(named[name].shape) for name in names),
+            dtype=dtype,
+            precision=precision_for(dtype, None),
+            trainable=True,
+            modules=(),
+            outer=True,
+        )
+
+
+def _refuse_unready(name: str, parameter: nn.Parameter, collectives: Collectives) -> None:
+    refuse_unsupported(name, parameter)
+    if not parameter.is_floating_point():
+        raise ValueError(f"parameter {name} is {parameter.dtype}: optimizers train floating-point numbers")
+    if parameter.device.type != collectives.device.type:
+        raise ValueError(
+            f"parameter {name} is on {parameter.device}, and this process group moves {collectives.device.type} tensors"
+        )
