@@ -46,6 +46,11 @@ def take_parameters(handle: Handle, parameters: Sequence[nn.Parameter]) -> None:
     try:
         for name, parameter in named.items():
             _refuse_unready(name, parameter, handle.collectives)
+        devices = {*(unit.weights.own().device for unit in handle.units), *(p.device for p in parameters)}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on several devices ({', '.join(sorted(map(str, devices)))}): one for each rank"
+            )
     except ValueError as error:
         problem = str(error)
     handle.collectives.raise_together(problem, "ShardedOptimizer")

@@ -83,7 +83,7 @@ class FlatStep:
         self._inner = dict(zip(options, self.optimizer.param_groups, strict=True))
         self._class, self._defaults = optimizer_class, defaults
         self._elementwise: dict[int, dict[str, bool]] = {}
-        self._gradient_scratch, self._main_scratch = Scratch(), Scratch()
+        self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
         self._batches: tuple[Batch, ...] = ()
         self._active: dict[Unit, list[bool]] = {}
         self._plan_batches()
@@ -228,7 +228,7 @@ class FlatStep:
         """Another method of the class, on all pieces; what it does to main reaches the weights."""
         take_options(self._inner, options)
         for piece in self.pieces:
-            _bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
+            self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
         result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
         for piece in self.pieces:
             assert piece.unit.main is not None
@@ -244,7 +244,7 @@ class FlatStep:
         for piece in pieces:
             numel, main = piece.world.numel, piece.unit.main
             assert main is not None
-            _bring_main(piece, partial(self._main_scratch.take, dtype=main.dtype))
+            self._bring_main(piece, partial(self._main_scratch.take, dtype=main.dtype))
             if _needs_gradient_scratch(piece):
                 gradient = self._gradient_scratch.take(numel, main.dtype)
                 piece.unit.read_gradient(piece.world, gradient)
@@ -252,6 +252,16 @@ class FlatStep:
                 assert piece.unit.grads is not None
                 gradient = piece.unit.grads.piece(piece.world)
             piece.tensor.grad = update.apply(gradient)
+
+    def _bring_main(self, piece: Piece, scratch: Callable[[int], Tensor]) -> None:
+        """Main of a piece, as it is now, in its tensor."""
+        main = piece.unit.main
+        assert main is not None
+        if main.needs_scratch:
+            piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
+        elif main.follows:  # the tensor is a view of main
+            self._held_scratch.rewind()
+            main.follow(piece.world, self._held_scratch.take(piece.world.numel, main.weights.dtype))
 
     def _store(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -268,7 +278,8 @@ class FlatStep:
             for value in state.values():
                 if isinstance(value, Tensor):
                     kinds["state" if value.shape == tensor.shape else "scalars"].append(value)
-        kinds["scratch"] = [self._gradient_scratch.storage, self._main_scratch.storage]
+        scratch = (self._gradient_scratch, self._main_scratch, self._held_scratch)
+        kinds["scratch"] = [one.storage for one in scratch]
         return kinds
 
     def _plan_batches(self) -> None:
@@ -286,6 +297,14 @@ class FlatStep:
         self._batches = tuple(planned)
         self._reserve(self._gradient_scratch, _needs_gradient_scratch)
         self._reserve(self._main_scratch, lambda piece: piece.unit.main is not None and piece.unit.main.needs_scratch)
+
+        held = [
+            scratch_bytes(piece.world.numel, piece.unit.main.weights.dtype)
+            for piece in self.pieces
+            if piece.unit.main is not None and piece.unit.main.follows
+        ]
+        if held:
+            self._held_scratch.reserve(max(held), self.pieces[0].tensor.device)
 
     def _reserve(self, scratch: Scratch, needed: Callable[[Piece], bool]) -> None:
         sizes = [
@@ -320,16 +339,6 @@ def _main_tensor(unit: Unit, world: Interval) -> Tensor:
     if main.needs_scratch:
         return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
     return main.read(world).detach()
-
-
-def _bring_main(piece: Piece, scratch: Callable[[int], Tensor]) -> None:
-    """Main of a piece, as it is now, in its tensor."""
-    main = piece.unit.main
-    assert main is not None
-    if main.needs_scratch:
-        piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
-    else:
-        main.read(piece.world)  # the tensor is a view of it; what has been written to the weights is there now
 
 
 def _needs_gradient_scratch(piece: Piece) -> bool:

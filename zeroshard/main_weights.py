@@ -48,9 +48,12 @@ def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
 
-def follow_weights(main: Tensor, weights: Tensor, rounded: Callable[[Tensor], Tensor]) -> None:
-    """`main` = `weights` (of its shape) where they are not `rounded(main)`. See [Note: written weights]."""
-    held = rounded(main).to(weights.dtype)
+def follow_weights(
+    main: Tensor, weights: Tensor, rounded: Callable[[Tensor], Tensor], held: Tensor | None = None
+) -> None:
+    """`main` = `weights` (of its shape) where they are not `rounded(main)`. See [Note: written weights]. `held`:
+    scratch like `weights`."""
+    held = rounded(main).to(weights.dtype) if held is None else held.copy_(main)
     if main.is_cuda or not torch.equal(held, weights):
         main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
 
@@ -83,14 +86,24 @@ class MainWeights:
         """Whether `read` has to build the value somewhere."""
         return self.extra is not None and self.extra.dtype == torch.int16
 
+    @property
+    def follows(self) -> bool:
+        """Whether there is a master beside weights that a user may have written to."""
+        return self._exposed and self.extra is not None and not self.needs_scratch
+
+    def follow(self, piece: Interval, held: Tensor | None = None) -> None:
+        """A master takes what has been written to the weights. `held`: scratch like the piece of the weights."""
+        if self.follows and self.extra is not None:
+            local = piece.relative_to(self.interval.start).slice
+            follow_weights(self.extra[local], self.weights[local], self.rounded, held)
+
     def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
         """[piece.numel] in the main dtype, for the optimizer to update; `scratch` of that size where needed."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             return self.weights[local]
         if not self.needs_scratch:
-            if self._exposed:
-                follow_weights(self.extra[local], self.weights[local], self.rounded)
+            self.follow(piece)
             return self.extra[local]
         assert scratch is not None, "the remainder is joined in scratch"
         join_remainder(self.weights[local], self.extra[local], scratch)

@@ -75,7 +75,7 @@ def plan_memory(
     def group_in_pieces(name: str) -> Hashable | None:
         return group_of(name) if whole_state_bytes(name) is None else None
 
-    pieces = [numel for numel, _, _ in _pieces(specs, layouts, plan, rank, group_in_pieces)]
+    pieces = [numel for numel, *_ in _pieces(specs, layouts, plan, rank, group_in_pieces)]
     kinds["state"] = sum(pieces) * state_bytes_per_element
     kinds["scalars"] = len(pieces) * state_scalars * 4
     kinds |= plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank, group_in_pieces)
@@ -118,6 +118,7 @@ def plan_transients(
             for batch in batches([piece[0] for piece in pieces], BATCH_NUMEL[device_type])
         ]
         scratch += max(sums, default=0)
+    scratch += max((piece[3] for piece in pieces), default=0)  # one piece of the weights, to compare main with
     return {"ring": ring.num_bytes, "buckets": buckets.num_bytes, "scratch": scratch}
 
 
@@ -208,8 +209,8 @@ def _pieces(
     plan: Plan,
     rank: int,
     group_of: Callable[[str], Hashable | None],
-) -> list[tuple[int, int, int]]:
-    """(elements, bytes of gradient scratch, bytes of main scratch) of each piece stepped."""
+) -> list[tuple[int, int, int, int]]:
+    """(elements, bytes of scratch for the gradient, for main, for the weights) of each piece stepped."""
     result = []
     for spec, layout in zip(specs, layouts, strict=True):
         if not spec.trainable:
@@ -217,8 +218,10 @@ def _pieces(
         main = spec.precision.main_dtype
         cast = plan.external_gradients or spec.precision.grad != main
         joined = spec.precision.main == "remainder"
+        follows = plan.weights is REPLICATED and not joined and not spec.precision.weights_are_main
         for _, world in cut(layout, [group_of(slot.name) for slot in layout.slots]):
             if (plan.main is REPLICATED or world in layout.shard(rank)) and any(layout.fragments_in(world)):
                 num_bytes = scratch_bytes(world.numel, main)
-                result.append((world.numel, cast * num_bytes, joined * num_bytes))
+                held = follows * scratch_bytes(world.numel, spec.weight_dtype)
+                result.append((world.numel, cast * num_bytes, joined * num_bytes, held))
     return result

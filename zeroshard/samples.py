@@ -34,6 +34,7 @@ class Samples:
             -(1 << 62), 1 << 62, (_LIMIT, _ROW_BYTES // 8), generator=torch.Generator().manual_seed(0)
         )
         self._factors = (factors * 2 + 1).to(device)
+        self._products = torch.empty_like(self._factors)
         self._taken: dict[int, tuple[int, str]] = {}  # row -> (number, unit)
         self._numbers = 0
         self.turn = 0
@@ -54,7 +55,7 @@ class Samples:
 
     def digest(self) -> Tensor:
         """0-d float64, a whole number: the upper bits of a sum of products, which depend on all bits of a sample."""
-        total = (self._rows.view(torch.int64) * self._factors).sum()
+        total = torch.mul(self._rows.view(torch.int64), self._factors, out=self._products).sum()
         return ((total >> 16) & _MASK).to(torch.float64)
 
     def listing(self) -> Listing:

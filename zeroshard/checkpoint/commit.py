@@ -22,12 +22,14 @@ import torch
 
 from zeroshard.checkpoint import files, folders
 from zeroshard.checkpoint.manifest import (
+    BLOCK_BYTES,
     MANIFEST_NAME,
     CheckpointError,
     FileEntry,
     Manifest,
     decode_tensor,
     encode_tensor,
+    expect_readable,
 )
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_file
@@ -74,7 +76,9 @@ class Job:
         step, verdict = self.base.step, ""
         try:
             manifest = merged(self.base, self.meeting.gather())
-            files.write_new(self.folder / MANIFEST_NAME, manifest.encode())
+            data = manifest.encode()
+            expect_readable(len(data))
+            files.write_new(self.folder / MANIFEST_NAME, data)
             self.meeting.beat()
             folders.publish(self.folder, step, self.base.id)
         except BaseException as error:
@@ -133,6 +137,11 @@ def open_folder(directory: Path, step: int, unique: str, sizes: Sequence[int]) -
         with suppress(OSError):
             files.remove_folder(folder)
         raise
+
+
+def least_size(base: Manifest, file_sizes: Iterable[int]) -> int:
+    """Bytes of the manifest at least: a digest, in quotes and with a comma, for each block of the files."""
+    return len(base.encode()) + 36 * sum(size // BLOCK_BYTES for size in file_sizes)
 
 
 def size_of_part(plan: FilePlan, file: int) -> int:

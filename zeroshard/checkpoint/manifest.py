@@ -42,6 +42,20 @@ _PREFIX, _MIDDLE, _SUFFIX = b'{"digest": "', b'", "manifest": ', b"}\n"
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
+def expect_readable(num_bytes: int, what: str = "has") -> None:
+    """Before it is written: nobody commits what nobody can read again.
+
+    Raises:
+        CheckpointError: with the number.
+    """
+    if num_bytes > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest {what} {num_bytes} bytes, and no reader takes more than {MAX_MANIFEST_BYTES}: a digest for "
+            "each MiB, an entry for each tensor, and the plain values of extra=. Put large values into tensors or "
+            "files of their own; save a model of more than 7 TB in parts"
+        )
+
+
 def digest_of(data: bytes | bytearray | memoryview) -> str:
     """The first 128 bits of SHA-256, as 32 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:32]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
+from zeroshard.checkpoint.commit import Job, describe, file_name, least_size, open_folder, size_of_part, versions
 from zeroshard.checkpoint.items import (
     Bag,
     Extra,
@@ -30,7 +30,7 @@ from zeroshard.checkpoint.items import (
     random_state,
     whole,
 )
-from zeroshard.checkpoint.manifest import CheckpointError, Manifest
+from zeroshard.checkpoint.manifest import CheckpointError, Manifest, expect_readable
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.handle import Handle
@@ -148,6 +148,7 @@ def save(
 
     # 3. There is room.
     def make_folder() -> tuple[int | None, None]:
+        expect_readable(least_size(base, (num_bytes for num_bytes, _ in sizes)), "would have at least")
         needed = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
         return open_folder(directory, step, unique, needed) if world.rank == 0 else None, None
 

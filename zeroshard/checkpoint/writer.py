@@ -21,7 +21,7 @@ from torch import Tensor
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
 from zeroshard.interval import Interval, round_up
-from zeroshard.tensor_file import bytes_of
+from zeroshard.tensor_file import MAX_HEADER_BYTES, bytes_of
 
 SYNC_BYTES = 256 << 20
 """Written between two fsyncs: no single call takes so long that a rank seems to have stopped."""
@@ -101,6 +101,11 @@ class FilePlan:
                 end += item.num_bytes
         text = json.dumps(header).encode()
         text = text.ljust(round_up(len(text), 8))
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"a file of {len(ordered)} tensors would have a header of {len(text)} bytes, and safetensors files "
+                f"{MAX_HEADER_BYTES} at most: save on more ranks, or fewer tensors"
+            )
         data = struct.pack("<Q", len(text)) + text
         chunks, offset = [], len(data)
         for item in ordered:
