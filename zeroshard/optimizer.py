@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -92,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
         self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
         self._steppers: list[Stepper] = []
+        self._waiting: FullState = {}  # of parameters that are frozen, until they begin to train
         self._is_built = False
         super().__init__(params, _defaults_of(optimizer_class, defaults))
         self.handle = self._find_handle(handle, process_group)
@@ -276,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_unclaimed()
         self._steppers = self._build_steppers()
         self.agreement.units = self._find_units()
-        take_state(self._steppers, state)
+        self._take_state(state)
 
     def _take_unclaimed(self) -> None:
         """Into the first group, in the order of the model: as if they had been trainable from the start."""
@@ -340,16 +342,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gather_state(self, taking: Taking = EVERYWHERE) -> FullState:
         """Of all parameters; unit by unit, where it does not stay here."""
         if taking == EVERYWHERE:
-            return gather_state(self._steppers, self.handle.collectives)
+            return self._waiting | gather_state(self._steppers, self.handle.collectives)
         state: FullState = {}
-        for unit in self.agreement.units:
-            of_unit = gather_state(self._steppers, self.handle.collectives, dict.fromkeys(unit.parameters))
+        units = (dict.fromkeys(unit.parameters) for unit in self.agreement.units)
+        gathered = (gather_state(self._steppers, self.handle.collectives, of_unit) for of_unit in units)
+        for part in chain([self._waiting], gathered):
             if taking.is_taken_by(self.handle.collectives.mesh.world.rank):
-                for parameter, items in of_unit.items():
+                for parameter, items in part.items():
                     state[parameter] = {
                         key: taking.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
                     }
         return state
+
+    def _take_state(self, state: FullState) -> None:
+        self._waiting.clear()
+        self._waiting |= take_state(self._steppers, state)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -376,15 +383,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _load_state(self, state_dict: dict[str, Any]) -> None:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         saved = state_dict["state"]
-        state: FullState = {p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved}
-        take_state(self._steppers, state)
+        self._take_state({p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved})
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
         """The state of each parameter, gathered when it is read: collective (see `state_view`)."""
         if self._is_built:
             self.handle.check_open("state")
-        return StateView(self._parameters(), self._steppers, self.handle.collectives)
+        return StateView(self._parameters(), self._steppers, self._waiting, self.handle.collectives)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -484,7 +490,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             handles = {id(one): one for one in map(handle_of, parameters)}
             if len(handles) > 1:
                 raise ValueError(
-                    "the parameters belong to different handles (or some to none): build one ShardedOptimizer for each"
+                    "the parameters belong to different handles (or some to none): build one ShardedOptimizer per "
+                    "handle"
                 )
             handle = next(iter(handles.values()), None)
             if handle is None:

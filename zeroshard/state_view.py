@@ -8,6 +8,7 @@ raises: they are inference tensors.
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any
@@ -36,8 +37,11 @@ def gather_state(
     return state
 
 
-def take_state(steppers: Iterable[FlatStep | OwnerStep], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def take_state(steppers: Sequence[FlatStep | OwnerStep], state: Mapping[Tensor, Mapping[str, Any]]) -> FullState:
     """As `gather_state` gives it, the same on every rank; a parameter that is not in it has none.
+
+    Returns:
+        That of parameters that nobody steps now (they are frozen), copied.
 
     Raises:
         ValueError: state of another shape.
@@ -47,15 +51,33 @@ def take_state(steppers: Iterable[FlatStep | OwnerStep], state: Mapping[Tensor, 
             load_full_state(stepper, state)
         else:
             stepper.load_full_state(state)
+    stepped = _stepped(steppers)
+    return {parameter: copy.deepcopy(dict(of_one)) for parameter, of_one in state.items() if parameter not in stepped}
+
+
+def _stepped(steppers: Sequence[FlatStep | OwnerStep]) -> set[Tensor]:
+    return {
+        parameter
+        for stepper in steppers
+        for unit, groups in stepper.groups.items()
+        for parameter, group in zip(unit.parameters, groups, strict=True)
+        if group is not None
+    }
 
 
 class StateView(MutableMapping[Tensor, Any]):
-    """See the module's note. Of one optimizer: `params` are its parameters, by no other a state is kept."""
+    """See the module's note. Of one optimizer: `params` are its parameters, by no other a state is kept; `waiting`: the
+    state of those that are frozen, in full."""
 
     def __init__(
-        self, params: Sequence[Tensor], steppers: Sequence[FlatStep | OwnerStep], collectives: Collectives
+        self,
+        params: Sequence[Tensor],
+        steppers: Sequence[FlatStep | OwnerStep],
+        waiting: FullState,
+        collectives: Collectives,
     ) -> None:
         self._params, self._steppers, self._collectives = params, steppers, collectives
+        self._waiting = waiting
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._expect_mine(parameter)
@@ -67,6 +89,9 @@ class StateView(MutableMapping[Tensor, Any]):
             ValueError: an item of another shape.
         """
         self._expect_mine(parameter)
+        self._waiting.pop(parameter, None)
+        if state and parameter not in _stepped(self._steppers):
+            self._waiting[parameter] = copy.deepcopy(dict(state))
         for stepper in self._steppers:
             if isinstance(stepper, FlatStep):
                 set_full_state(stepper, parameter, state)
@@ -77,7 +102,7 @@ class StateView(MutableMapping[Tensor, Any]):
         self[parameter] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
-        found: set[Tensor] = set()
+        found = {*self._waiting}
         for stepper in self._steppers:
             flat = isinstance(stepper, FlatStep)
             found |= {*(parameters_with_state(stepper, self._collectives) if flat else stepper.full_state())}  # type: ignore[arg-type, union-attr]
@@ -99,6 +124,7 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def clear(self) -> None:
         """As if no step had been taken."""
+        self._waiting.clear()
         for stepper in self._steppers:
             stepper.optimizer.state.clear()
 
@@ -106,7 +132,8 @@ class StateView(MutableMapping[Tensor, Any]):
         return f"<the state of {len(self._params)} parameters, gathered when it is read: optimizer.state[parameter]>"
 
     def _gather(self, only: Collection[Tensor] | None) -> FullState:
-        full = gather_state(self._steppers, self._collectives, only)
+        full = {p: dict(state) for p, state in self._waiting.items() if only is None or p in only}
+        full |= gather_state(self._steppers, self._collectives, only)
         with torch.inference_mode():
             for state in full.values():
                 state.update({key: v.clone() for key, v in state.items() if isinstance(v, Tensor)})

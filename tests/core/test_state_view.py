@@ -124,6 +124,37 @@ def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
     run_ranks(check, 3)
 
 
+def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
+    """As in torch: what has been loaded for a parameter is there when it begins to require grad."""
+
+    def check(rank: int) -> None:
+        model, optimizer = build("zero1")
+        train(model, optimizer, rank, range(2))
+        saved, weights = optimizer.state_dict(), optimizer.handle.full_state_dict()
+        train(model, optimizer, rank, range(2, 4))
+        for plan in (*PLANS, None):
+            again = make(Net)
+            again.load_state_dict(weights)
+            again.blocks[1].requires_grad_(False)
+            handle = zeroshard.shard(again, plan, units=Block) if plan else None
+            other = zeroshard.ShardedOptimizer(list(again.parameters()), torch.optim.AdamW, **ADAM)
+            other.load_state_dict(saved)
+            frozen = again.blocks[1].up.weight
+            index = next(i for i, p in enumerate(again.parameters()) if p is frozen)
+            assert same_bits(dict(other.state[frozen]), saved["state"][index]) and len(other.state) == len(
+                saved["state"]
+            )
+            assert same_bits(other.state_dict()["state"][index], saved["state"][index])
+            again.blocks[1].requires_grad_(True)
+            train(again, other, rank, range(2, 4))
+            found = handle.full_state_dict() if handle else dict(again.state_dict())
+            expected = optimizer.handle.full_state_dict()
+            assert max((found[name] - expected[name]).abs().max() for name in expected) < (1e-6 if plan else 1)
+            assert other.state[frozen]["step"] == 4
+
+    run_ranks(check, 2)
+
+
 def test_an_optimizer_is_not_copied() -> None:
     def check(rank: int) -> None:
         _, optimizer = build("zero2")
