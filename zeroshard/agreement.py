@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -69,6 +70,33 @@ class Agreement:
         known = None if self._handle.plan.external_gradients else self._known
         if known is not None and known[0] == now and known[1].norm_type == norm_type and not by_hand:
             return known[1]
+        with self._told(norm_type, now):
+            control = self._exchange(parameters, gradients, num_groups, norm_type, by_hand)
+        self._known = self._handle.reducer.visible.version, control
+        return control
+
+    @contextmanager
+    def _told(self, norm_type: float, version: object) -> Iterator[None]:
+        """Inside of a join, ranks that have run out of inputs hear of it, and do the same."""
+        orders = self._handle.collectives.orders
+        if orders is None:
+            yield
+            return
+        if id(self) not in orders.names:
+            raise RuntimeError("join: build the optimizer before `with handle.join():`")
+        orders.expect_no_edits(version)
+        orders.give("agree", orders.names[id(self)], norm_type, self._scaling.weight is not None)
+        with orders.told():
+            yield
+
+    def _exchange(
+        self,
+        parameters: Iterable[nn.Parameter],
+        gradients: Callable[[], Iterator[tuple[int, Tensor]]],
+        num_groups: int,
+        norm_type: float,
+        by_hand: dict[tuple[int, int], Tensor],
+    ) -> Control:
         status = self._status(parameters, by_hand=bool(by_hand))
         flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
         self._handle.gatherer.finish()  # a gather that is late would meet what the step writes
@@ -91,7 +119,6 @@ class Agreement:
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
         if control.weight == 0:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
-        self._known = now, control
         return control
 
     def _sample_weights(self) -> None:

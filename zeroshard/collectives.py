@@ -31,6 +31,7 @@ from torch.autograd.profiler import record_function
 from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, problem_of
 from zeroshard.messages import Messages, Told, label, receive, send
+from zeroshard.orders import Orders
 from zeroshard.patience import wait_for_all
 from zeroshard.positions import HERE, Wait
 from zeroshard.samples import Samples
@@ -128,6 +129,7 @@ class Collectives:
         shared: memory that all ranks can read, where they can: then buffers allocated in it do not move.
         device: where control data travels, and tensors are expected.
         samples: of what has been gathered.
+        orders: inside of a join, for the ranks that have run out of inputs.
     """
 
     def __init__(self, mesh: Mesh, log: CommLog) -> None:
@@ -139,6 +141,7 @@ class Collectives:
         self._processes: dict[int, Process] = {}  # of the peers, by global rank
         self.messages = Messages(mesh.world.rank)
         self._name = HERE.name_of_mesh(mesh.world.ranks)
+        self.orders: Orders | None = None
         self.samples = Samples(self.device)
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
@@ -165,6 +168,8 @@ class Collectives:
             acknowledge: the own shard will be written to before the ranks meet again; call `release` first. (Weights
                 are written by a step, and a step begins with an exchange among all ranks.)
         """
+        if phase not in ("forward", "backward"):
+            self._expect_followed(f"a gather of unit {unit} ({phase})")
         axis = self.mesh.shard
         at = self._begin("all_gather", axis, unit, phase)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
@@ -264,6 +269,7 @@ class Collectives:
 
     def exchange(self, row: Tensor) -> Tensor:
         """`row` [n] of every rank of the mesh, as [world, n], equal on all of them."""
+        self._expect_followed("an exchange among all ranks")
         world = self.mesh.world
         rows = row.expand(
             world.size, -1
@@ -282,9 +288,23 @@ class Collectives:
         rows = self.exchange(padded.to(device)).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
+    def give_order(self, what: str, *arguments: Any) -> None:
+        """This rank is about to do so; see `orders.py`."""
+        if self.orders is not None:
+            self.orders.give(what, *arguments)
+
+    def name_of_join(self) -> str:
+        """The same on all ranks, and another for each."""
+        return f"{self._name} {HERE.begin(f'join {self._name}')}"
+
+    def _expect_followed(self, what: str) -> None:
+        if self.orders is not None:
+            self.orders.refuse(what)
+
     def wait_for_all(self) -> None:
         """Until every rank has come here, however long one of them works alone (a collective gives up after its
         timeout): as long as the watch hears of it. Without a watch it returns at once."""
+        self._expect_followed("a wait for all ranks")
         world = self.mesh.world
         wait_for_all(world.ranks, self._name)
 
@@ -324,6 +344,7 @@ class Collectives:
         Raises:
             RuntimeError: a peer is elsewhere.
         """
+        self._expect_followed(f"a meeting at {point}")
         if not self.pairwise:
             return
         axes = {"all_gather": self.mesh.shard, "reduce_scatter": self.mesh.reduce}

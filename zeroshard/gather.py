@@ -131,7 +131,7 @@ class Gatherer:
             unit.weights.drop()
             unit.weights.gather(self.collectives, "unshard", full)
         elif unit.weights.state is Residency.SHARDED:
-            self._start(unit, "unshard")
+            self.start(unit, "unshard")
         unit.weights.arrive()
 
     def tensors(self) -> list[Tensor]:
@@ -141,7 +141,7 @@ class Gatherer:
     def _unshard(self, unit: Unit, phase: str) -> None:
         weights = unit.weights
         if weights.state is Residency.SHARDED:
-            self._start(unit, phase)
+            self.start(unit, phase)
         weights.arrive()
         weights.show()
         previous_phase, previous = self._last
@@ -155,9 +155,12 @@ class Gatherer:
         """Start gathering unless the place is needed now."""
         holder = None if unit.weights.buffer.owns_full else self._place(unit).holder
         if holder is None or holder is unit or not self._needed(holder, current):
-            self._start(unit, phase)
+            self.start(unit, phase)
 
-    def _start(self, unit: Unit, phase: str) -> None:
+    def start(self, unit: Unit, phase: str) -> None:
+        """Let the weights of a unit that is SHARDED arrive, in its place."""
+        if phase in ("forward", "backward"):
+            self.collectives.give_order("gather", unit.name, phase)
         if unit.weights.buffer.owns_full:
             unit.weights.gather(self.collectives, phase)
             return

@@ -25,6 +25,7 @@ from zeroshard.full_state import IncompatibleKeys, Taking, full_state, load_full
 from zeroshard.gather import Gatherer
 from zeroshard.gradients import GradState
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
+from zeroshard.join import join
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parked
 from zeroshard.placement import Plan
@@ -126,6 +127,31 @@ class Handle(NotCopied):
 
     def _units_of(self, parts: Sequence[Part], what: str) -> Sequence[Unit]:
         return units_of(parts, self.model, self.units, what) if parts else self.units
+
+    def join(
+        self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[None]:
+        """Around a training loop, where ranks have inputs for different numbers of steps. A rank that comes to the end
+        of the block takes part in what the others do, with gradients of zero, until all have come there; it runs no
+        model. Collective, as torch's `Join`.
+
+        Inside, call the model itself (all ranks meet before each call of it), backward, clip and step as always;
+        `state_dict`, `save` and other collective calls raise once a rank has run out. All ranks end with the same
+        weights, optimizer state and hyper-parameters. A scheduler of a rank that has run out stands still: set it to
+        the others' count before it goes on.
+
+        Args:
+            divide_by_initial_world_size: gradients are means over all ranks, also those that have run out; False: over
+                those that have not.
+            throw_on_early_termination: raise on all ranks as soon as one has run out.
+
+        Raises:
+            ValueError: losses are scaled, or someone else reduces the gradients.
+        """
+        self.check_open("join")
+        if self.plan.external_gradients:
+            raise ValueError("join: under OPTIMIZER_ONLY someone else reduces the gradients; use torch's Join with DDP")
+        return join(self, divide_by_initial_world_size, throw_on_early_termination)
 
     def unsharded(
         self, *parts: Part, write: bool = False, modifier_rank: int | None = None
@@ -481,10 +507,13 @@ class Handle(NotCopied):
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.check_open("forward")
+        orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
+        if orders is not None and not in_use:
+            orders.before_forward()
         with outside_transforms():
             if torch.is_grad_enabled():
                 self._expect_known_parameters()
-                if not any(unit.weights.in_use for unit in self.units):  # inside `unsharded` ranks run what they like
+                if not in_use:  # inside `unsharded` ranks run what they like
                     self.thaw()
             self.expect_in_place()
         if torch.is_grad_enabled() and not self._claims and self.has_gradients(reduced=True):

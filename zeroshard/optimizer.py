@@ -303,6 +303,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
 
+    # Inside of a join (`join.py`) ------------------------------------------------------------------------------------
+
+    def what_steps(self) -> dict[str, Any]:
+        """What a step depends on beside gradients and state, JSON-able.
+
+        Raises:
+            ValueError: a loss scale.
+        """
+        if self._scaling.default is not None or self._scaling.is_scaled:
+            raise ValueError(
+                "join: losses are scaled, and a rank that has run out of inputs has none: use bf16 or fp32"
+            )
+        clip = {"clip": self._clip, "clip_value": self._clip_value, "weighted": self._scaling.weight is not None}
+        return {"groups": self.hyper_parameters(), **clip}
+
+    def hyper_parameters(self) -> list[dict[str, Any]]:
+        """Of each param group, JSON-able."""
+        return [{k: _as_number(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+    def take_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Those of another rank."""
+        for group, theirs in zip(self.param_groups, groups, strict=True):
+            for key, value in theirs.items():
+                mine = group[key]
+                if isinstance(mine, Tensor):
+                    mine.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(mine, tuple) else value
+
+    def agree_as(self, norm_type: float, weight: float) -> None:
+        """As the ranks that have inputs left; `weight` is that of this rank's losses."""
+        self._scaling.weight = weight
+        self._agree(norm_type)
+
+    def step_as(self, values: Mapping[str, Any]) -> None:
+        """Step with what another rank's `what_steps` has said."""
+        self.take_hyper_parameters(values["groups"])
+        self._clip, self._clip_value, self._scaling.weight = values["clip"], values["clip_value"], values["weight"]
+        self.step()
+
     # State -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = False, device: torch.device | str | None = None) -> dict[str, Any]:
@@ -593,6 +633,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if piece.world in unit.own_shard()
         )
         return covered if unit.grads is not None and unit.grads.state is not GradState.EMPTY else 0
+
+
+def _as_number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _defaults_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ class Reducer:
         """Gradients are going to be accumulated."""
         self.visible.withdraw()
         self.forget_scale()
+        has = [unit.name for unit in self.order if unit.grads is not None and unit.grads.state is not GradState.EMPTY]
+        self.collectives.give_order("backward", has)
         if self.scale is None:
             self.scale = self._backward_scale
         self.visible.final &= self.scale == 1.0 and not self._weighted
@@ -229,12 +231,30 @@ class Reducer:
                 self._take_all(unit)
             elif index >= self._cursor:
                 self._launch(unit)
+        self.collectives.give_order("end")
         self._finish()
         for unit in self.order:  # all have been started: they arrive together
             assert unit.grads is not None
             if unit.grads.state is GradState.REDUCED:
                 unit.grads.release()
         self.visible.show()
+        if self.collectives.orders is not None:
+            self.collectives.orders.version = self.visible.version
+
+    def open_empty(self, unit: Unit) -> None:
+        """Be ready to reduce a unit in which this rank has nothing new (see `join.py`)."""
+        assert unit.grads is not None
+        if unit.grads.state is not GradState.PARTIAL:
+            self._open(unit, unit.grads)
+
+    def reduce_next(self, unit: Unit) -> None:
+        """Take part in the reduction of that unit, whatever is in it."""
+        self._launch(unit)
+
+    def end_following(self) -> None:
+        """The others have reduced what they wanted to."""
+        self._cursor = len(self.order)
+        self.end_backward()
 
     @torch.no_grad()
     def abandon_backward(self) -> None:
@@ -288,6 +308,7 @@ class Reducer:
         self._take_all(unit)
         if unit.grads.state is not GradState.PARTIAL:
             self._open(unit, unit.grads)
+        self.collectives.give_order("reduce", unit.name)  # before this rank waits for one whose reduction is not over
         if not self._free_scratch:
             self._finish_oldest()
         scratch = self._free_scratch.pop()
@@ -315,6 +336,8 @@ class Reducer:
             self._borrowed.pop(unit).holder = None
 
     def _open(self, unit: Unit, grads: Gradients) -> None:
+        if unit not in self.local:
+            self.collectives.give_order("open", unit.name)
         if not grads.needs_bucket:
             grads.open()
             return

@@ -157,17 +157,27 @@ class Watch:
             LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
         """
         everyone = len(ranks) * number
+        missing = [rank for rank in ranks if rank != self.rank]
         come = self._ask(lambda store: store.add(f"come-{key}", 1))
         pause = 0.0005
         while come < everyone:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            if self._cause is not None:
-                raise LostPeer(_sentence(self._cause), self._cause, [])
             with suppress(Silent):  # the guard sees to it
                 come = self.line.ask(lambda store: store.add(f"come-{key}", 0), PATIENCE_SECONDS)
-            if come < everyone and any(self._silence_of(rank) > self._timeout for rank in ranks):
-                raise self.what_happened()
+            if come < everyone:
+                self.expect_alive(missing)
+
+    def expect_alive(self, ranks: Sequence[int]) -> None:
+        """Called now and then by whoever waits for these ranks without a collective.
+
+        Raises:
+            LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
+        """
+        if self._cause is not None:
+            raise LostPeer(_sentence(self._cause), self._cause, [])
+        if any(self._silence_of(rank) > self._timeout for rank in ranks):
+            raise self.what_happened()
 
     def _silence_of(self, rank: int) -> float:
         return self._others[rank].silent_seconds if rank in self._others else 0.0

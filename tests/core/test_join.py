@@ -1,0 +1,264 @@
+"""Ranks with inputs for different numbers of steps: those with more failed when the first had come to its end. Inside
+of `handle.join()` they go on, as inside of torch's `Join`, and all ranks end with the same weights."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.orders import Orders
+from zeroshard.shared_memory import Probe
+from zeroshard.testing import expect_same_logs, run_ranks
+
+STEPS = (2, 4, 1)
+
+
+def plain(rank: int, steps: int, divide_by_initial_world_size: bool) -> tuple[list[float], dict[str, Any]]:
+    model = DistributedDataParallel(make(Net))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of_tokens(model, rank, 0, step, 1)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model.module.state_dict()
+
+
+def joined(
+    rank: int,
+    steps: int,
+    plan: Any,
+    *,
+    mesh: Any = None,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    weighted: bool = False,
+    optimizer_class: Any = torch.optim.AdamW,
+    **options: Any,
+) -> dict[str, Any]:
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+    defaults = {"lr": 1e-2} if optimizer_class is not torch.optim.AdamW else {"lr": 1e-2, "foreach": False}
+    optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    losses, norms = [], []
+    with handle.join(**options):
+        for step in range(steps):
+            optimizer.zero_grad()
+            for micro_batch in range(micro_batches):
+                with nullcontext() if micro_batch == micro_batches - 1 else handle.no_sync():
+                    loss = loss_of_tokens(model, rank, micro_batch, step, micro_batches)
+                    optimizer.backward(loss, weight=float(rank + 1) if weighted else None)
+            if clip is not None:
+                norms.append(float(optimizer.clip_grad_norm_(clip)))
+            result = optimizer.step()
+            norms.append(result.grad_norm)
+            if clip is not None:
+                scheduler.step()
+            losses.append(loss.item())
+    # afterwards everything is as always
+    loss_of_tokens(model, rank, 0, 9, 1).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    weights = handle.full_state_dict()
+    return {"losses": losses, "norms": norms, "weights": weights, "state": state, "log": handle.comm_log}
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    pairs = zip(one["state"].values(), other["state"].values(), strict=True)
+    return all(torch.equal(a[key], b[key]) for a, b in pairs for key in a if isinstance(a[key], torch.Tensor))
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_it_trains_as_inside_of_torchs_join(divide_by_initial_world_size: bool) -> None:
+    def run(rank: int) -> tuple[Any, list[Any]]:
+        expected = plain(rank, STEPS[rank], divide_by_initial_world_size)
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        found = []
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            losses = []
+            with handle.join(**options):
+                for step in range(STEPS[rank]):
+                    optimizer.zero_grad()
+                    loss = loss_of_tokens(model, rank, 0, step, 1)
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+            found.append((losses, handle.full_state_dict()))
+        return expected, found
+
+    by_rank = run_ranks(run, 3)
+    for (expected_losses, expected), found in by_rank:
+        for losses, weights in found:
+            torch.testing.assert_close(losses, expected_losses)
+            torch.testing.assert_close(weights, expected)
+            assert same_bits(weights, by_rank[0][1][0][1])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "clip and a scheduler": {"clip": 0.1},
+    "micro-batches": {"micro_batches": 2},
+    "weights of losses": {"weighted": True, "divide_by_initial_world_size": False},
+    "whole parameters": {"optimizer_class": torch.optim.Adafactor, "micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_plans_agree_and_all_ranks_end_alike(case: str) -> None:
+    """Also where a rank has no input at all."""
+    lengths = [(3, 1, 2), (0, 2, 3)]
+
+    def run(rank: int) -> list[list[Any]]:
+        return [[joined(rank, steps[rank], plan, **CASES[case]) for plan in PLANS] for steps in lengths]
+
+    found = run_ranks(run, 3)
+    for index, steps in enumerate(lengths):
+        longest = steps.index(max(steps))
+        for rank, plan in itertools.product(range(3), range(len(PLANS))):
+            outcome = found[rank][index][plan]
+            assert len(outcome["losses"]) == steps[rank]
+            assert outcome["losses"] == found[rank][index][0]["losses"]
+            assert same_bits(outcome["weights"], found[0][index][0]["weights"])
+            assert equal_states(outcome["state"], found[0][index][plan]["state"])
+            assert outcome["norms"] == found[longest][index][0]["norms"][: len(outcome["norms"])]
+        for plan in range(len(PLANS) if case != "whole parameters" else 0):  # owners send different amounts
+            expect_same_logs([found[rank][index][plan]["log"] for rank in range(3)])
+
+
+def test_on_two_axes_and_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        found = [joined(rank, (1, 2, 0, 3)[rank], plan, mesh=mesh) for plan in PLANS]
+        monkeypatch.setattr(Probe, "answer", lambda self, cards: False)
+        return found + [joined(rank, (1, 2, 0, 3)[rank], plan, mesh=mesh) for plan in PLANS]
+
+    found = run_ranks(run, 4)
+    for outcomes in found:
+        for outcome in outcomes:
+            assert same_bits(outcome["weights"], found[0][0]["weights"])
+            assert outcome["losses"] == outcomes[0]["losses"]
+
+
+def test_equal_inputs_are_as_without_a_join() -> None:
+    """And no order is given; after uneven ones, none is left in the store but the last."""
+
+    def run(rank: int) -> tuple[Any, Any, list[str]]:
+        given: list[str] = []
+        give = Orders.give
+
+        def noted(self: Orders, what: str, *arguments: Any) -> None:
+            given.extend([what] * bool(self.followers))
+            give(self, what, *arguments)
+
+        Orders.give = noted  # type: ignore[method-assign]
+        inside = joined(rank, 3, PLANS[3])
+        Orders.give = give  # type: ignore[method-assign]
+        model = make(Net)
+        handle = zeroshard.shard(model, PLANS[3], units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        for step in (0, 1, 2, 9):
+            loss_of_tokens(model, rank, 0, step, 1).backward()
+            optimizer.step()
+        before = dist.distributed_c10d._get_default_store().num_keys()
+        dist.barrier()
+        joined(rank, 6 if rank else 2, PLANS[3])
+        dist.barrier()
+        left = dist.distributed_c10d._get_default_store().num_keys() - before
+        return inside["weights"], handle.full_state_dict(), [*given, *["left in the store"] * (left > 5)]
+
+    for inside, outside, orders in run_ranks(run, 2):
+        assert same_bits(inside, outside) and set(orders) <= {"meet"}
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    def run(rank: int) -> None:
+        def train(what: Any, plan: str = "zero3", **options: Any) -> None:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+            with handle.join(**options):
+                for step in range(3 if rank == 0 else 1):
+                    loss_of_tokens(model, rank, 0, step, 1).backward()
+                    if step:
+                        what(model, handle, optimizer)
+                    optimizer.step()
+
+        cases = [
+            (lambda m, h, o: h.full_state_dict(), {}, r"inside `with handle.join\(\):`, while rank 1 has run out"),
+            (lambda m, h, o: o.state_dict(), {}, r"an exchange among all ranks inside `with handle.join"),
+            (lambda m, h, o: o.step(lambda: None), {}, r"join: step\(closure\) cannot be followed"),
+            (lambda m, h, o: nn.utils.clip_grad_norm_(m.parameters(), 0.1), {"plan": "ddp"}, "p.grad has been changed"),
+        ]
+        for what, options, message in cases:
+            if rank == 0:
+                with pytest.raises(RuntimeError, match=message):
+                    train(what, **options)
+                store.set(f"refused {message}", "1")
+            else:
+                with pytest.raises(Exception):  # noqa: B017  the other one goes on to something else, or to nothing
+                    train_until_refused(train, what, options, message)
+            dist.barrier()
+
+    def train_until_refused(train: Any, what: Any, options: Any, message: str) -> None:
+        original = Orders.take
+
+        def take(self: Orders) -> list[Any]:
+            while not self._store.check([self._key(self._next)]):
+                if store.check([f"refused {message}"]):
+                    raise RuntimeError("the leader has raised")
+            return original(self)
+
+        Orders.take = take  # type: ignore[method-assign]
+        try:
+            train(what, **options)
+        finally:
+            Orders.take = original  # type: ignore[method-assign]
+
+    store: Any = None
+
+    def with_store(rank: int) -> None:
+        nonlocal store
+        store = dist.distributed_c10d._get_default_store()
+        run(rank)
+
+    run_ranks(with_store, 2)
+
+
+def test_it_can_raise_as_soon_as_a_rank_has_run_out() -> None:
+    def run(rank: int) -> str:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero2", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+
+        def train() -> None:
+            with handle.join(throw_on_early_termination=True):
+                for step in range(3 - rank):
+                    loss_of_tokens(model, rank, 0, step, 1).backward()
+                    optimizer.step()
+
+        with pytest.raises(RuntimeError, match="rank 1 has run out of inputs") as caught:
+            train()
+        with handle.join(), pytest.raises(RuntimeError, match="inside of another"), handle.join():
+            pass
+        scaled = zeroshard.ShardedOptimizer(zeroshard.shard(make(Net), "ddp"), torch.optim.SGD, loss_scale="dynamic")
+        with pytest.raises(ValueError, match="losses are scaled"), scaled.handle.join():
+            pass
+        return str(caught.value)
+
+    assert len(set(run_ranks(run, 2))) == 1
