@@ -6,14 +6,17 @@ the backbone train some steps later: it never moved (0.0, where torch had moved 
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.core.models import PLANS, State, make, same_bits
@@ -335,3 +338,43 @@ def test_forward_alone_inside_unsharded_needs_no_agreement() -> None:
             model[0](batch(rank, 0)).sum().backward()
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_at_random(shape: tuple[int, ...]) -> None:
+    """Weights, biases and layers are frozen and let go, between steps of one and two micro-batches: the weights are
+    those of plain torch, under every plan the same bits. Also with replicas."""
+
+    def run(rank: int, plan: Plan, seed: int) -> tuple[State, State]:
+        random, num_ranks = Random(seed), math.prod(shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if len(shape) > 1 else None
+        model, expected = build(), build()
+        keep = random.choice([(), True, ["1"]])
+        handle = zeroshard.shard(model, plan, units=nn.Linear, mesh=mesh, keep_gathered=keep)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.05, foreach=False)
+        plain_optimizer = torch.optim.AdamW(expected.parameters(), lr=0.05, foreach=False)
+        for step in range(6):
+            for index in range(3):
+                if random.random() < 0.4:
+                    requires, name = random.random() < 0.5, random.choice(["weight", "bias", ""])
+                    for one in (model, expected):
+                        layer: Any = one[index]
+                        (getattr(layer, name) if name else layer).requires_grad_(requires)
+            for one in (model, expected):
+                one[2].bias.requires_grad_(True)  # something must train
+            for micro_batch in range(random.choice([1, 2])):
+                number = step + 10 * micro_batch
+                model(batch(rank, number)).square().mean().backward()
+                for of_rank in range(num_ranks):
+                    (expected(batch(of_rank, number)).square().mean() / num_ranks).backward()
+            optimizer.step(), plain_optimizer.step(), plain_optimizer.zero_grad()
+        return handle.full_state_dict(), expected.state_dict()
+
+    def check(rank: int) -> None:
+        for seed in range(2):
+            found = [run(rank, plan, seed) for plan in PLANS]
+            assert all(same_bits(state, found[0][0]) for state, _ in found)
+            for name, value in found[0][1].items():
+                torch.testing.assert_close(found[0][0][name], value, rtol=1e-4, atol=1e-5)
+
+    run_ranks(check, math.prod(shape))
