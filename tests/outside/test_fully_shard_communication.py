@@ -73,6 +73,55 @@ def test_how_often_and_in_which_order(kind: str) -> None:
     expect_same_logs(run_ranks(check, 2))
 
 
+@pytest.mark.parametrize(("kept", "again"), [(True, 0), (["layers.0", "layers.1"], 0), (["layers.1"], 1), ((), 2)])
+def test_units_that_keep_their_weights_are_not_gathered_again(kept: Any, again: int) -> None:
+    """test_set_reshard_after_forward, test_fully_shard_communication_count with `reshard_after_forward=False`, of
+    all units or of some: parameters read as NaN between forward and backward all the same."""
+
+    def check(rank: int) -> Any:
+        model = transformer()
+        handle = zeroshard.shard(model, "zero3", units=Block, keep_gathered=kept)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            handle.comm_log.clear()
+            loss = model(tokens(rank, step)).sum()
+            assert len(units_in_order(handle, "all_gather")) == 5
+            assert all(parameter.isnan().all() for parameter in model.parameters())
+            loss.backward()
+            assert len(units_in_order(handle, "all_gather")) == 5 + again
+            assert len(units_in_order(handle, "reduce_scatter")) == 5
+            optimizer.step()
+        return handle.comm_log
+
+    expect_same_logs(run_ranks(check, 2))
+
+
+def test_groups_of_modules_are_gathered_and_reduced_as_one() -> None:
+    """test_fully_shard_multi_module_backward_prefetch, test_fuse_backward_prefetch."""
+
+    def check(rank: int) -> Any:
+        model = transformer(5)
+        units = [
+            ("layers.0",),
+            ("layers.1", "layers.2"),
+            ("layers.3", "layers.4"),
+            ("embed", "position"),
+            ("norm", "output"),
+        ]
+        handle = zeroshard.shard(model, "zero3", units=units)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
+        for step in range(2):
+            handle.comm_log.clear()
+            model(tokens(rank, step)).sum().backward()
+            gathered, reduced = (units_in_order(handle, op) for op in ("all_gather", "reduce_scatter"))
+            assert len(reduced) == len(handle.units) == 5
+            assert set(gathered) == set(reduced) and len(gathered) <= 5 + 3
+            optimizer.step()
+        return handle.comm_log
+
+    expect_same_logs(run_ranks(check, 2))
+
+
 def test_two_forwards_before_one_backward_gather_twice() -> None:
     """test_fully_shard_backward_prefetch, "multi_forward": reduced once."""
 

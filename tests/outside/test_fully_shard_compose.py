@@ -49,6 +49,26 @@ def recomputed(model: Transformer, kind: str) -> Transformer:
     return model
 
 
+def test_groups_of_modules_as_units_with_recomputation() -> None:
+    """test_train_parity_with_activation_checkpointing, `module_grouping`: two layers, both embeddings, and norm and
+    output are one unit each; or, tied, the embedding and the output."""
+
+    def train(rank: int, plan: Plan) -> Any:
+        result = {}
+        for tied in (False, True):
+            if tied:
+                units = [("embed", "output"), Block]
+            else:
+                units = [("layers.0",), ("layers.1", "layers.2"), ("embed", "position"), ("norm", "output")]
+            twins = Twins(Transformer(tied=tied), plan, shard={"units": units})
+            recomputed(twins.model, "composable")
+            weights = twins.train(lambda model, step: model(tokens(rank, step)).sum(), steps=2)
+            result.update({f"{tied}.{name}": value for name, value in weights.items()})
+        return result
+
+    under_all_plans(train)
+
+
 @pytest.mark.parametrize(
     ("kind", "tied"),
     [("composable", False), ("composable", True), ("wrapper", False), ("utils", True), ("reentrant", False)],
@@ -175,7 +195,9 @@ def chunked_backward(model: nn.Module, ids: Tensor, chunks: int = 4) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("units", [None, nn.Linear, (nn.Embedding, nn.Linear, nn.RMSNorm)])
+@pytest.mark.parametrize(
+    "units", [None, (nn.Embedding, nn.Linear, nn.RMSNorm), [("embed",), ("body",), ("norm", "head")]]
+)
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_head_that_runs_alone_chunk_by_chunk(tie: bool, units: Any) -> None:
     """test_partial_group_forward_then_standalone, ..._grad_accum_chunked, test_partial_group_reshard_toggle: every

@@ -334,3 +334,26 @@ def test_a_scaler_skips_where_one_rank_overflows(overflow: bool) -> None:
             assert optimizer.scaling.default.scale == (1.0 if overflow else 2.0)
 
     run_ranks(check, 2)
+
+
+# Forward-mode derivatives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, when it loads forward mode
+def test_a_forward_derivative_beside_sharded_layers() -> None:
+    """TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false: of a function that does not
+    use what it is differentiated by; under ZERO3 inside `unsharded`."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            torch.manual_seed(0)
+            encoder, decoder = nn.Linear(8, 16, bias=False), nn.Linear(16, 12, bias=False)
+            handles = [zeroshard.shard(layer, plan, precision="bf16") for layer in (encoder, decoder)]
+            primal, tangent = torch.randn(2, 12, dtype=bf16)
+            e = encoder(numbers(8, rank))
+            with handles[0].unsharded(), handles[1].unsharded():
+                output, derivative = torch.func.jvp(lambda unused, layer=decoder, e=e: layer(e), (primal,), (tangent,))
+            assert output.shape == (4, 12) and output.dtype == bf16
+            assert torch.equal(derivative, torch.zeros_like(output))
+
+    run_ranks(check, 2)

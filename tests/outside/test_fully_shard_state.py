@@ -79,6 +79,18 @@ def test_shared_parameters_and_modules_count_once() -> None:
     run_ranks(check, 2)
 
 
+def test_a_group_of_modules_is_one_unit() -> None:
+    """test_managed_modules_list_of_mlps, test_managed_states_list_of_mlps, test_get_param_module_infos_list_of_mlps."""
+
+    def check(rank: int) -> None:
+        model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(5)))
+        handle = zeroshard.shard(model, "zero3", units=[("0", "1", "2")])
+        of_three = {f"{i}.{name}" for i in range(3) for name, _ in model[0].named_parameters()}
+        assert of_three in units_of(handle).values() and len(handle.units) == 2
+
+    run_ranks(check, 1)
+
+
 def test_shards_cut_a_flat_buffer() -> None:
     """TestFullyShardShardedParameterTensor.test_shard_tensor_parameters, TestFullyShardShardPlacementFn: every rank
     has an equal part, and the parts in rank order are the parameters; there is no dimension to choose. Odd sizes."""
@@ -445,5 +457,44 @@ def test_a_state_dict_without_the_handle_raises_where_it_would_be_wrong() -> Non
                 expect_close(state_of(model), plain)
             with pytest.raises(RuntimeError, match="load_full_state_dict"):
                 model.load_state_dict(plain)
+
+    run_ranks(check, 2)
+
+
+def test_a_state_dict_for_rank_0_on_the_cpu() -> None:
+    """TestFullyShardStateDictMultiThread.test_rank0_offload_full_state_dict."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            torch.manual_seed(0)
+            model = Transformer()
+            plain = state_of(model)
+            handle = zeroshard.shard(model, plan, units=Block)
+            found = handle.full_state_dict(rank0_only=True, device="cpu")
+            if rank == 0:
+                expect_close(found, plain)
+                assert all(value.device.type == "cpu" for value in found.values())
+            else:
+                assert not found
+
+    run_ranks(check, 2)
+
+
+def test_a_state_dict_in_pieces() -> None:
+    """test_dp_state_dict_cpu_offload: values come in several dicts, each with a part of the names."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            torch.manual_seed(1)
+            full = {name: torch.randn(4, 4) for name in ("0.weight", "1.weight")}
+            with pytest.raises(ValueError, match=r"1\.weight"):
+                handle.load_full_state_dict({"0.weight": full["0.weight"]})
+            for name, value in full.items():
+                left = handle.load_full_state_dict({name: value}, strict=False)
+                assert left.missing_keys == [other for other in full if other != name]
+            expect_close(handle.full_state_dict(), full)
+            assert torch.isfinite(model(torch.rand(4, 4))).all()
 
     run_ranks(check, 2)

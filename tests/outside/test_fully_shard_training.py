@@ -233,6 +233,28 @@ def test_gradient_accumulation(mesh: str) -> None:
     under_all_plans(train, num_ranks)
 
 
+@pytest.mark.parametrize("mode", ["root only", "some"])
+def test_accumulation_in_a_part_of_the_model(mode: str) -> None:
+    """test_gradient_accumulation, modes "root_only" and "some_mlps"; test_requires_gradient_sync_ in
+    test_fully_shard_grad_acc.py: some units are reduced by the last micro-batch alone, the others by each."""
+
+    def train(rank: int, plan: Plan) -> Any:
+        twins = Twins(nn.Sequential(nn.Linear(8, 8), *(MLP(8) for _ in range(3))), plan, shard={"units": MLP})
+        local: list[Any] = ["0"] if mode == "root only" else [twins.model[1], twins.model[2]]
+        for step in range(2):
+            twins.handle.comm_log.clear()
+            for micro_batch in range(3):
+                twins.handle.set_requires_gradient_sync(micro_batch == 2, *local)
+                twins.backward(lambda model, s=step, m=micro_batch: model(numbers(8, rank, s, m)).sum())
+            reductions = [event for event in twins.handle.comm_log.entries if event.op == "reduce_scatter"]
+            assert len(reductions) == 3 * 4 - 2 * len(local)
+            twins.expect_equal_gradients()
+            twins.step()
+        return twins.expect_equal()
+
+    under_all_plans(train)
+
+
 def test_micro_batches_in_turn() -> None:
     """test_1f1b_microbatching: forward and backward of each micro-batch, one reduction at the end."""
 
