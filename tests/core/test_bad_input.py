@@ -113,7 +113,7 @@ CASES: dict[str, Case] = {
     ),
     "a callable that matches nothing": (net, same(units=lambda module: False), "matches no module of Net"),
     "classes of which none matches": (net, same(units=[nn.Conv1d, nn.Conv2d]), "matches no module of Net"),
-    "units by name": (net, same(units="Block"), "module classes, a callable or a number of bytes, found 'Block'"),
+    "units by name": (net, same(units="Block"), "a callable or a number of bytes, found 'Block'"),
     "units as a truth value": (net, same(units=True), "module classes, a callable or a number of bytes"),
     "units of no bytes": (net, same(units=0), "must be positive, found 0"),
     "a callable that raises on one rank": (net, same(units=raises_on_one), r"\(on rank 1\): .*a mistake in the user's"),
@@ -319,7 +319,7 @@ def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on(plan: A
 
         handle.close()
         for call in (
-            handle.no_sync,
+            lambda: handle.no_sync().__enter__(),
             handle.memory,
             handle.full_state_dict,
             optimizer.step,
