@@ -196,19 +196,21 @@ class Agreement:
         return True
 
     def _name_nonfinite(self) -> str:
-        """Where, as far as it is known: one more exchange, on the way out."""
-        seen = self._scaling.findings()
-        reduced = sorted(
-            fragment.slot.name
+        """Where, as far as it is known: two more exchanges, on the way out."""
+        collectives = self._handle.collectives
+        mine = [
+            (-unit.index, unit.slot_index(fragment.slot.name), fragment.slot.name)  # in the order of backward
             for unit in self.units
             for fragment in unit.layout.fragments_in(unit.own_shard())
             if not all(torch.isfinite(view).all() for view in unit.gradient_views(fragment.world))
-        )
-        found = self._handle.collectives.exchange_objects([seen, reduced])
-        origins = [f"{', '.join(names)} on rank {rank}" for rank, (names, _) in enumerate(found) if names]
+        ]
+        reduced = sorted({tuple(place) for places in collectives.exchange_objects(mine) for place in places})
+        names = [name for *_, name in reduced]
+        found = collectives.exchange_objects(self._handle.reducer.origins.first(set(names)))
+        origins = [(*origin, rank) for rank, origin in enumerate(found) if origin is not None]
         if origins:
-            return "; ".join(origins)
-        names = sorted({name for _, names in found for name in names})
+            first = min(micro_batch for micro_batch, *_ in origins)
+            return "; ".join(f"{what} on rank {rank}" for micro_batch, what, rank in origins if micro_batch == first)
         return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
 
 

@@ -516,7 +516,7 @@ class Handle(NotCopied):
                 if not in_use:  # inside `unsharded` ranks run what they like
                     self.thaw()
             self.expect_in_place()
-        if torch.is_grad_enabled() and not self._claims and self.has_gradients(reduced=True):
+        if torch.is_grad_enabled() and not self._has_owner() and self.has_gradients(reduced=True):
             raise RuntimeError(
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"

@@ -22,6 +22,7 @@ from zeroshard.buffer import Allotment, Place
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.loss_scale import LossScaler, ScaleState
+from zeroshard.origins import Origins
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import Unit
 from zeroshard.visible import VisibleGradients
@@ -30,7 +31,7 @@ IN_FLIGHT = 2
 """Reductions under way at a time: one arriving, one starting. Each has its own scratch (and bucket)."""
 
 
-Watch = Callable[[str, Tensor], None]
+Watch = Callable[[Tensor], None]
 
 
 class Reducer:
@@ -41,6 +42,7 @@ class Reducer:
         local: units whose gradients are accumulated, in full-size buckets, and not reduced.
         scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
         visible: what the user finds in `p.grad`.
+        origins: which gradients of this rank were not finite.
         settled: scalers that have been adjusted since the last backward: the state before, and whether any optimizer of
             the model has found an overflow.
     """
@@ -52,6 +54,7 @@ class Reducer:
         self.local: frozenset[Unit] = frozenset()
         self.scale: float | None = None
         self.visible = VisibleGradients(self.order, collectives)
+        self.origins = Origins()
         self.settled: dict[LossScaler, tuple[ScaleState, bool]] = {}
         self._backward_scale = 1.0
         self._watch: Watch | None = None
@@ -81,7 +84,7 @@ class Reducer:
 
     @contextmanager
     def scaled(self, scale: float, watch: Watch | None, *, weighted: bool = False) -> Iterator[None]:
-        """The backward inside is that of a loss times `scale`; `watch(name, gradient)` sees each gradient first.
+        """The backward inside is that of a loss times `scale`; `watch` sees each gradient first.
         `weighted`: it is also multiplied by a weight, and the step divides by the sum of them."""
         self.settled.clear()
         self._backward_scale, self._watch, self._weighted = scale, watch, weighted
@@ -104,6 +107,7 @@ class Reducer:
         """Once all gradients have been used or discarded."""
         if not self.has_gradients():
             self.scale, self.visible.final = None, True
+            self.origins.clear()
 
     def has_gradients(self, *, reduced: bool = False) -> bool:
         """Whether any wait for a step; `reduced`: only those that have been reduced."""
@@ -206,7 +210,7 @@ class Reducer:
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
         if self._watch is not None:
-            self._watch(unit.layout.slots[index].name, grad)
+            self._watch(grad)
         if self.scale is not None and self.scale != self._backward_scale:  # losses with scales of their own
             grad = grad.to(grads.buffer.dtype, copy=True).mul_(self.scale / self._backward_scale)
         grads.accumulate(index, grad)
@@ -229,8 +233,10 @@ class Reducer:
         for index, unit in enumerate(self.order):
             if unit in self.local:
                 self._take_all(unit)
+                self._look(unit)
             elif index >= self._cursor:
                 self._launch(unit)
+        self.origins.next_backward()
         self.collectives.give_order("end")
         self._finish()
         for unit in self.order:  # all have been started: they arrive together
@@ -303,11 +309,17 @@ class Reducer:
         for index in range(len(unit.parameters)):
             self._take(unit, index, unit.grads)
 
+    def _look(self, unit: Unit) -> None:
+        assert unit.grads is not None
+        if unit.grads.state is GradState.PARTIAL:
+            self.origins.look(unit, unit.grads)
+
     def _launch(self, unit: Unit) -> None:
         assert unit.grads is not None
         self._take_all(unit)
         if unit.grads.state is not GradState.PARTIAL:
             self._open(unit, unit.grads)
+        self._look(unit)
         self.collectives.give_order("reduce", unit.name)  # before this rank waits for one whose reduction is not over
         if not self._free_scratch:
             self._finish_oldest()

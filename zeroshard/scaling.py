@@ -1,9 +1,8 @@
-"""Loss scales as one optimizer sees them: which loss was multiplied by what, whose gradients overflowed, and where.
+"""Loss scales as one optimizer sees them: which loss was multiplied by what, and whose gradients overflowed.
 
-A gradient that is not finite is found in the reduced shard, in the control exchange, at no extra cost. *Whose* it was
-(which loss, which parameter on which rank, in which micro-batch) is known where gradients are looked at before they
-are accumulated. That costs a pass over them, so it is done where it is needed: for losses with a scaler of their own,
-and once a step has overflowed.
+A gradient that is not finite is found in the reduced shard, in the control exchange, at no extra cost. *Which loss* it
+came from is known where gradients are looked at before they are accumulated. That is done for losses with a scaler of
+their own. (Which parameter, rank and micro-batch it was: `origins.py`.)
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ class LossScaling:
         self.default = default
         self.weight: float | None = None
         self._used: list[LossScaler] = []  # since the last step, the same on every rank
-        self._looked: list[tuple[LossScaler | None, int, str, Tensor]] = []
+        self._looked: list[tuple[LossScaler | None, Tensor]] = []
         self._own_scalers = False
         self._num_backwards = 0
-        self._suspicious = False
 
     @contextmanager
     def backward(
@@ -51,14 +49,13 @@ class LossScaling:
         for one in together:
             one._note(scaler, own, weight)
 
-        def look(name: str, grad: Tensor) -> None:
+        def look(grad: Tensor) -> None:
             finite = torch.isfinite(grad).all()
             for one in together:
-                one._looked.append((scaler, one._num_backwards - 1, name, finite))
+                one._looked.append((scaler, finite))
 
         scale = scaler.scale if scaler is not None else 1.0
-        watch = look if own or any(one._suspicious for one in together) else None
-        with reducer.scaled(scale, watch, weighted=weight is not None):
+        with reducer.scaled(scale, look if own else None, weighted=weight is not None):
             yield scale * (1.0 if weight is None else weight)
 
     def _note(self, scaler: LossScaler | None, own: bool, weight: float | None) -> None:
@@ -80,12 +77,9 @@ class LossScaling:
 
     def overflows(self) -> list[bool]:
         """For each scaler in use: whether this rank saw its loss overflow (all False where nobody looked)."""
-        guilty = {id(scaler) for scaler, _, _ in self._found()}
+        flags = torch.stack([finite for _, finite in self._looked]).tolist() if self._looked else []
+        guilty = {id(scaler) for (scaler, _), finite in zip(self._looked, flags, strict=True) if not finite}
         return [id(scaler) in guilty for scaler in self._used]
-
-    def findings(self) -> list[str]:
-        """The first parameters that were not finite on this rank, with the micro-batch (JSON-able)."""
-        return [f"{name} (micro-batch {micro_batch})" for _, micro_batch, name in self._found()[:3]]
 
     def settle(self, reducer: Reducer, found_inf: bool, overflows: list[bool]) -> None:
         """All ranks agree: every scaler in use adjusts, on its own overflow where that is known. Once, however many
@@ -94,7 +88,6 @@ class LossScaling:
             before, found = reducer.settled.get(scaler, (scaler.state, False))
             reducer.settled[scaler] = before, found or overflow
             scaler.state = scaler.policy.next_state(before, found or overflow)
-        self._suspicious = found_inf
         self.reset()
 
     def _blamed(self, found_inf: bool, overflows: list[bool]) -> list[bool]:
@@ -125,9 +118,3 @@ class LossScaling:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.default is not None and state:
             self.default.load_state_dict(state)
-
-    def _found(self) -> list[tuple[LossScaler | None, int, str]]:
-        if not self._looked:
-            return []
-        finite = torch.stack([flag for *_, flag in self._looked]).tolist()
-        return [look[:3] for look, fine in zip(self._looked, finite, strict=True) if not fine]

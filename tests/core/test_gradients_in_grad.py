@@ -406,3 +406,76 @@ def on_one_rank_only(rank: int, plan: str) -> None:
 
 def test_discarding_on_one_rank_only_is_an_error_everywhere() -> None:
     run_ranks(on_one_rank_only, 2, "zero2")
+
+
+# What else takes gradients --------------------------------------------------------------------------------------------
+
+
+def asked_for(rank: int, plan: str) -> None:
+    """`torch.autograd.grad` of parameters: this rank's own, and the step knows nothing of it."""
+    plain_model, run = build(), Run(rank, plan)
+    wanted = torch.autograd.grad(plain_model(batch(rank, 0)).square().mean(), list(plain_model.parameters()))
+    found = torch.autograd.grad(run.loss(0), list(run.model.parameters()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert run.handle is not None and not run.handle.has_gradients()
+    assert not run.optimizer.step().applied
+    run.loss(1).backward()
+    assert run.optimizer.step().applied
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_that_were_asked_for_are_this_ranks_own(plan: str) -> None:
+    run_ranks(asked_for, 2, plan)
+
+
+def without_an_optimizer(rank: int, plan: str) -> None:
+    """Two backwards under no_sync used to be refused: "gradients have been reduced", which was untrue."""
+    run = Run(rank, plan)
+    run.optimizer = None
+    assert run.handle is not None
+    with run.handle.no_sync():
+        run.loss(0).backward()
+        run.loss(1).backward()
+    run.model.zero_grad()
+    run.loss(2).backward()
+    with pytest.raises(RuntimeError, match=r"no optimizer uses them: build a zeroshard\.ShardedOptimizer"):
+        run.loss(3)
+    run.model.zero_grad()  # what is discarded needs no optimizer
+    run.loss(4).backward()
+    run.model.zero_grad()
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero2"])
+def test_gradients_without_an_optimizer(plan: str) -> None:
+    run_ranks(without_an_optimizer, 2, plan)
+
+
+def pipeline(rank: int, plan: str) -> Any:
+    """One stage on each rank's own pair of groups: torch scales `p.grad` by the number of micro-batches at the end."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stages = [dist.new_group([rank], timeout=None, use_local_synchronization=True) for _ in range(1)]
+    run = Run(rank, plan)
+    stage = PipelineStage(run.model, 0, 1, torch.device("cpu"), group=stages[0])
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda output, target: output.square().mean())
+    x = torch.cat([batch(rank, step) for step in range(4)])
+    schedule.step(x, target=torch.zeros(16, 3))
+    run.optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_pipeline_scales_gradients_by_its_micro_batches(plan: str) -> None:
+    """They were 4 times too large, in silence: torch divides `p.grad`, which was None."""
+
+    def wanted(rank: int) -> Any:
+        run = Run(None, "")
+        (sum(run.loss(step) for step in range(4)) / 4).backward()
+        run.optimizer.step()
+        return run.weights()
+
+    expected = run_ranks(wanted, 1)[0]
+    for weights in run_ranks(pipeline, NUM_RANKS, plan):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-11)

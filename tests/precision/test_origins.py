@@ -1,0 +1,110 @@
+"""A gradient that is not finite is named by parameter, rank and micro-batch, at the first step that meets it.
+
+The story: by default only parameters were named, the first five by alphabet, so that a NaN that arose in layer 1 blamed
+layer 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.testing import run_ranks
+
+PLANS = ("ddp", "zero1", "zero2", "zero3")
+
+
+class NanInBackward(torch.autograd.Function):
+    """The identity. Its gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.nan
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.after: int | None = None  # the layer after which the gradient turns NaN
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == self.after:
+                x = NanInBackward.apply(x)
+        return x.square().mean()
+
+
+def message_of(rank: int, plan: str, local: bool) -> dict[str, str]:
+    """Four ways to go wrong, each on rank 1 and in micro-batch 1 alone."""
+
+    def in_backward(model: Layers) -> None:
+        model.after = 2
+
+    def one_parameter(model: Layers) -> None:
+        model.layers[1].bias.register_hook(lambda grad: grad * torch.inf)
+
+    def in_forward(model: Layers) -> None:
+        model.layers[1].register_forward_hook(lambda module, args, output: output * torch.nan)
+
+    messages = {}
+    for spoil in (in_backward, one_parameter, in_forward):
+        model = Layers()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        before = handle.full_state_dict()
+        for micro_batch in range(3):
+            if (rank, micro_batch) == (1, 1):
+                spoil(model)
+            with handle.no_sync() if local and micro_batch < 2 else torch.enable_grad():
+                model(torch.ones(2, 4)).backward()
+        with pytest.raises(RuntimeError, match="Nothing has been updated") as error:
+            optimizer.step()
+        messages[spoil.__name__] = str(error.value)
+        optimizer.zero_grad()
+        after = handle.full_state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    return messages
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["reduced each time", "accumulated"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_is_named_in_the_order_of_backward(plan: str, local: bool) -> None:
+    first, *others = run_ranks(message_of, 2, plan, local)
+    assert all(messages == first for messages in others)
+    # Backward comes to the weights of a layer in the order of registration from behind.
+    assert "layers.2.bias (micro-batch 1), layers.2.weight (micro-batch 1)" in first["in_backward"]
+    assert "layers.3" not in first["in_backward"] and "layers.0" not in first["in_backward"]
+    assert "and 3 more on rank 1" in first["in_backward"]
+    assert "layers.1.bias (micro-batch 1) on rank 1" in first["one_parameter"]
+    assert "layers.1.weight" not in first["one_parameter"]
+    assert "all of them, layers.3.bias first (micro-batch 1; the loss" in first["in_forward"]
+    for text in first.values():
+        assert "on rank 0" not in text and "micro-batch 0" not in text
+
+
+def nothing_is_looked_for(rank: int) -> None:
+    """A negative control of the other kind: a finite run reads none of the numbers that were taken."""
+    model = Layers()
+    handle = zeroshard.shard(model, "zero2", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).backward()
+        names = {slot.name for unit in handle.units for slot in unit.layout.slots}
+        assert handle.reducer.origins.first(names) is None
+        assert optimizer.step().applied
+    assert handle.reducer.origins._backwards == [[]]
+
+
+def test_finite_gradients_have_no_origin() -> None:
+    run_ranks(nothing_is_looked_for, 2)
