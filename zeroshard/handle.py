@@ -617,6 +617,9 @@ class Handle(NotCopied):
         """The living optimizers of this model."""
         return [owner for reference in self._owners if (owner := reference()) is not None]
 
+    def _has_owner(self) -> bool:
+        return any(ref() is not None for ref in self._claims.values())
+
     def name_of(self, parameter: nn.Parameter) -> str:
         for unit in self.units:
             for mine, slot in zip(unit.parameters, unit.layout.slots, strict=True):
