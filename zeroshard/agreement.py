@@ -123,12 +123,12 @@ class Agreement:
 
     def _sample_weights(self) -> None:
         """Of one unit whose weights rest in full, another one each time: nothing else may tell that they differ."""
-        samples = self._handle.collectives.samples
-        resting = [unit for unit in self._handle.units if unit.weights.is_resting_in_full]
-        if resting:
-            unit = resting[samples.turn % len(resting)]
-            assert unit.weights.buffer.full is not None
-            samples.take(samples.next_number(), unit.name, unit.weights.buffer.full)
+        samples, units = self._handle.collectives.samples, self._handle.units
+        if units:
+            unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
+            if unit.weights.is_resting_in_full:  # it may still be arriving on a rank that has not called it
+                assert unit.weights.buffer.full is not None
+                samples.take(number, unit.name, unit.weights.buffer.full)
 
     def forget(self) -> None:
         """The gradients it was made of are gone."""

@@ -48,6 +48,8 @@ class Gatherer:
         self._follower: dict[tuple[str, Unit | None], Unit] = {}
         self._last: tuple[str, Unit | None] = ("forward", None)
         self._protected: tuple[Unit, ...] = ()
+        self._called: set[Unit] = set()  # since they were updated
+        self._uncalled: set[Unit] = set()  # not between the last two updates, though they got gradients
         borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
         allotment = Allotment.of((unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers), PLACES)
         for unit in borrowers:
@@ -56,8 +58,17 @@ class Gatherer:
         for kind, (count, num_bytes) in allotment.shared.items():
             self.places[kind] = [self._new_place(num_bytes) for _ in range(count)]
 
+    def begin_forward(self) -> None:
+        """The model is called. Weights that rest in full, of units that no module has been called for, may be read by
+        other modules (a head that uses the weight of a layer): nobody else would wait for them."""
+        for unit in self._uncalled:
+            if unit.weights.state is Residency.GATHERING and unit.weights.buffer.owns_full:
+                unit.weights.arrive()
+                unit.weights.show()
+
     def enter(self, units: Sequence[Unit]) -> None:
         """A forward that needs these units begins."""
+        self._called.update(units)
         for unit in units:  # all of them before the first gather, which looks ahead
             unit.weights.in_use += 1
         for unit in units:
@@ -107,6 +118,8 @@ class Gatherer:
 
     def updated(self, unit: Unit) -> None:
         """The optimizer has changed the own interval: weights that rest in full start arriving from the others."""
+        (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
+        self._called.discard(unit)
         unit.weights.drop()
         if unit.weights.buffer.owns_full:
             unit.weights.gather(self.collectives, "step")

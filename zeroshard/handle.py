@@ -436,6 +436,7 @@ class Handle(NotCopied):
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
             )
+        self.gatherer.settle()  # the next gatherer knows nothing of what is arriving
         for unit in self.units:
             if not unit.weights.buffer.owns_full:
                 unit.weights.drop(forget=True)
@@ -516,6 +517,7 @@ class Handle(NotCopied):
                 if not in_use:  # inside `unsharded` ranks run what they like
                     self.thaw()
             self.expect_in_place()
+            self.gatherer.begin_forward()
         if torch.is_grad_enabled() and not self._has_owner() and self.has_gradients(reduced=True):
             raise RuntimeError(
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "

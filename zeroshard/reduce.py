@@ -183,10 +183,16 @@ class Reducer:
         """Backward has left a parameter's gradient: move it into the unit's bucket."""
         grads = unit.grads
         assert grads is not None, "only trainable units accumulate"
+        name = unit.layout.slots[index].name
         if unit not in self.order:
             raise RuntimeError(
-                f"parameter {unit.layout.slots[index].name} has a gradient, and nothing of its unit required grad when "
-                "the model was called last: let it require grad before the model (not only a part of it) is called"
+                f"parameter {name} has a gradient, and nothing of its unit required grad when the model was called last: "
+                "let it require grad before the model (not only a part of it) is called"
+            )
+        if unit in self.order[: self._cursor] and unit not in self.local:
+            raise RuntimeError(
+                f"{name} got a second gradient in one backward, after its unit has been reduced: its module runs in "
+                "several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) (torch DDP asks for the same)"
             )
         if self._complete_but_seen:  # hooks of the user have seen, by now, the last gradient of the unit before
             self._advance()

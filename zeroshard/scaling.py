@@ -43,6 +43,9 @@ class LossScaling:
         Args:
             together: this one and those of all other optimizers of the model: the loss is theirs as well.
         """
+        if reducer.order and not (reducer.notice() or reducer.has_gradients()):
+            for one in together:  # what there was has been discarded, perhaps by `model.zero_grad()`
+                one.reset()
         if any(one._num_backwards and (weight is None) != (one.weight is None) for one in together):
             raise RuntimeError("either all losses of a step have a weight, or none has")
         own, scaler = scaler is not None, scaler or self.default

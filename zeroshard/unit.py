@@ -483,6 +483,9 @@ def _modules_by_size(
                 visit(f"{path}.{name}" if path else name, child)
 
     visit("", model)
+    by_module = {id(model.get_submodule(path)): group for path, group in groups.items()}
+    for path, module in model.named_modules(remove_duplicate=False):  # one that has several places is one unit's
+        groups.setdefault(path, by_module.get(id(module), ""))
     held = {path: read_by[path] for path, module in model.named_modules(remove_duplicate=False) if module._parameters}
     return groups | {path: groups[reader] for path, reader in held.items()}, undivided
 

@@ -86,12 +86,10 @@ class VisibleGradients:
     def withdraw(self) -> None:
         """A backward begins: `p.grad` is empty, but for what was set by hand, which backward adds to."""
         for unit, grads in self._units:
-            shown = self._shown[unit]
-            gone = {index for index, gradient in shown.items() if unit.parameters[index].grad is not gradient}
-            for index in shown.keys() - gone:
+            self._discard_gone(unit, grads)
+            for index in self._shown[unit]:
                 unit.parameters[index].grad = None
-            shown.clear()
-            self._discard(unit, grads, gone)
+            self._shown[unit].clear()
 
     # Between backward and step -------------------------------------------------------------------------------------
 
@@ -100,13 +98,9 @@ class VisibleGradients:
         """Discard what has been discarded since. Returns what has been set by hand: (unit, slot) -> this rank's."""
         by_hand = {}
         for unit, grads in self._units:
-            shown = self._shown[unit]
-            gone = {index for index, gradient in shown.items() if unit.parameters[index].grad is not gradient}
-            for index in gone:
-                del shown[index]
-            self._discard(unit, grads, gone)
+            self._discard_gone(unit, grads)
             for index, parameter in enumerate(unit.parameters):
-                if parameter.grad is not None and index not in shown:
+                if parameter.grad is not None and index not in self._shown[unit]:
                     by_hand[unit.index, index] = parameter.grad.detach()
         return by_hand
 
@@ -125,13 +119,18 @@ class VisibleGradients:
                 unit.parameters[index].grad = None
             del shown[index]
 
-    def _discard(self, unit: Unit, grads: Gradients, slots: set[int]) -> None:
+    def _discard_gone(self, unit: Unit, grads: Gradients) -> None:
+        """Discard what was shown and is not there any more; where that is all, also what need not be shown."""
+        shown = self._shown[unit]
+        slots = {index for index, gradient in shown.items() if unit.parameters[index].grad is not gradient}
         if not slots:
             return
+        for index in slots:
+            del shown[index]
         if not grads.is_local and not grads.replicates:  # a rank that keeps its part would go another way
             names = ", ".join(unit.layout.slots[index].name for index in sorted(slots))
             self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
-        grads.consume(slots)
+        grads.consume(slots if shown else set(grads.waiting))
         self.changed()
 
     # A gradient that no rank holds in full ---------------------------------------------------------------------------
