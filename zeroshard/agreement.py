@@ -184,11 +184,11 @@ class Agreement:
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
             hint = ""
-            if self._handle.plan.weights is SHARDED:
+            if self._handle.plan.main is SHARDED:
                 hint = (
                     ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs "
-                    "(a head that reads the embedding's weight, say): name the transformer block in units=, or choose "
-                    "units= whose modules contain all uses of what they own"
+                    "(a head that reads the embedding's weight, say, or a hook that comes before): name the transformer "
+                    "block in units=, or choose units= whose modules contain all uses of what they own"
                 )
             raise RuntimeError(
                 f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"

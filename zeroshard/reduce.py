@@ -186,8 +186,8 @@ class Reducer:
         name = unit.layout.slots[index].name
         if unit not in self.order:
             raise RuntimeError(
-                f"parameter {name} has a gradient, and nothing of its unit required grad when the model was called last: "
-                "let it require grad before the model (not only a part of it) is called"
+                f"parameter {name} has a gradient, and nothing of its unit required grad when the model was called "
+                "last: let it require grad before the model (not only a part of it) is called"
             )
         if unit in self.order[: self._cursor] and unit not in self.local:
             raise RuntimeError(
