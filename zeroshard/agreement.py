@@ -187,7 +187,7 @@ class Agreement:
             if self._handle.plan.main is SHARDED:
                 hint = (
                     ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs "
-                    "(a head that reads the embedding's weight, say, or a hook that comes before): name the transformer "
+                    "(a head that reads the embedding's weight, say, or a hook before it): name the transformer "
                     "block in units=, or choose units= whose modules contain all uses of what they own"
                 )
             raise RuntimeError(
