@@ -26,14 +26,19 @@ class Absent:
     def __init__(self, slots: Sequence[Slot], like: Tensor) -> None:
         value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
         scalars = torch.full((len(slots),), value, dtype=like.dtype, device=like.device)
+        self._storage = scalars.untyped_storage()._cdata
         self._bytes = scalars.view(torch.uint8)
         self._fresh = self._bytes.clone()
         self._versions: list[int] = []
         self.views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is one of the placeholders, or a view of one."""
-        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+    def index_of(self, tensor: Tensor) -> int | None:
+        """Of which slot the tensor is the placeholder, or a view of it."""
+        if tensor is self._bytes or not torch._C._has_storage(tensor):
+            return None
+        if tensor.untyped_storage()._cdata != self._storage:
+            return None
+        return int(tensor.storage_offset())  # each slot has one element
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """The parameters point here from now on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from zeroshard.join import join
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parked
 from zeroshard.placement import Plan
+from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
 from zeroshard.transforms import outside_transforms
 from zeroshard.unit import Unit, plain_name
@@ -339,6 +340,13 @@ class Handle(NotCopied):
             self._reading = False
 
     # Looking -----------------------------------------------------------------------------------------------------
+
+    def find_reads(self) -> AbstractContextManager[Any]:
+        """Inside, on this thread, an operation on a parameter whose values are not here raises, with the name of the
+        parameter, at the line of the reader: to find out where a NaN comes from. It takes some ten microseconds an
+        operation; the first forward of a model is looked at in the same way without being asked."""
+        self.check_open("find_reads")
+        return ReadsRaise(self.units)
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind: what rests between steps (weights, grads, main, state, scalars) and the

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.casting import Remover
 from zeroshard.gather import Gatherer, in_backward
+from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
 from zeroshard.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.trees import tensors_in
@@ -108,6 +109,8 @@ class Schedule(NotCopied):
         self._needs: dict[nn.Module, list[Unit]] = {}
         self._running: list[Sequence[Unit]] = []  # the units of each forward under way, the innermost last
         self._entered: dict[Unit, Entry] = {}
+        self._watched: set[tuple[nn.Module, bool, bool]] = set()  # the ways in which the model has been called
+        self._reads: ReadsRaise | None = None  # while it is called in a new one
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
         self._at: list[Unit] = []  # where backward is
@@ -211,6 +214,8 @@ class Schedule(NotCopied):
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         for unit in units:
             self._trains |= any(parameter.requires_grad for parameter in unit.parameters)
+        if not self._running:
+            self._watch_reads(module)
         self._running.append(units)
         with torch.no_grad():
             self.gatherer.enter(units)
@@ -221,6 +226,9 @@ class Schedule(NotCopied):
         if not any(entered is units for entered in self._running):  # something raised before they had been entered
             return
         del self._running[max(i for i, entered in enumerate(self._running) if entered is units)]
+        if not self._running and self._reads is not None:
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._reads = None
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
         entries = {unit: self._entered.pop(unit, None) for unit in free}
         if not free or not torch.is_grad_enabled():
@@ -234,6 +242,15 @@ class Schedule(NotCopied):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
+
+    def _watch_reads(self, module: nn.Module) -> None:
+        """When a module is first called in a new way, and something is not here: what reads it raises until the call is
+        over."""
+        way = module, module.training, torch.is_grad_enabled()
+        if way not in self._watched and any(not unit.weights.shown for unit in self.gatherer.units):
+            self._watched.add(way)
+            self._reads = ReadsRaise(self.gatherer.units)
+            self._reads.__enter__()  # type: ignore[no-untyped-call]
 
     # Backward ----------------------------------------------------------------------------------------------------
 

@@ -127,6 +127,10 @@ class Weights:
         """[shard_numel] the interval that is valid in every state."""
         return self.buffer.shard
 
+    def absent_index(self, tensor: Tensor) -> int | None:
+        """Of which slot the tensor has been taken while its values were not here, if of any."""
+        return self._absent.index_of(tensor)
+
     def expect_present(self, values: Mapping[str, Tensor]) -> None:
         """None of these has been taken from a parameter while its values were not here.
 
@@ -134,7 +138,7 @@ class Weights:
             RuntimeError: with the name that `values` has for it.
         """
         for name, value in values.items():
-            if self._absent.holds(value):
+            if self.absent_index(value) is not None:
                 raise RuntimeError(
                     f"functional_call: {name} has been taken from the model while its values were not here, and is "
                     "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
