@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,12 +207,13 @@ def _default_group() -> dist.ProcessGroup:
 
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """With the backends and the timeout of `like`, in the order of `ranks`."""
+    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may not have it
     group = dist.new_group(
         list(ranks),
         backend=dist.get_backend_config(like),
         timeout=timeout_of(like, device),
         use_local_synchronization=True,
-        sort_ranks=list(ranks) == sorted(ranks),
+        **order,
     )
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group

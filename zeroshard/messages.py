@@ -53,6 +53,10 @@ class Told:
             self.works.pop().wait()
 
 
+class OutOfOrder(RuntimeError):
+    """This rank and a peer are not at the same unit."""
+
+
 class Messages:
     """Of one rank of a mesh.
 
@@ -85,7 +89,7 @@ class Messages:
         first one that differs, before anybody waits for something that will never come.
 
         Raises:
-            RuntimeError: a peer is at another unit.
+            OutOfOrder: a peer is at another unit.
         """
         unheard = self._unheard[told.kind]
         while told in unheard:
@@ -95,13 +99,13 @@ class Messages:
                 number = int(message[-1])
                 if number != self._number_of(first.unit):
                     theirs = self._unit_names.get(number, "one that this rank does not have")
-                    raise RuntimeError(
+                    raise OutOfOrder(
                         f"{told.kind}: rank {self.rank} is at unit {first.unit}, rank "
                         f"{told.axis.ranks[rank]} at unit {theirs}. Nothing has been updated. Every rank must run the "
                         "same units in the same order; state_dict, save and load are collective, too"
                     )
                 if int(message[-2]) != first.num_bytes:
-                    raise RuntimeError(
+                    raise OutOfOrder(
                         f"{told.kind}: rank {self.rank} gathers {first.num_bytes} bytes of unit {first.unit}, rank "
                         f"{told.axis.ranks[rank]} {int(message[-2])} bytes. Nothing has been updated. Every rank must "
                         "run the same units in the same order; state_dict, save and load are collective, too"
@@ -118,7 +122,8 @@ class Messages:
             yield
         except BaseException as error:
             self.failed = True
-            lost = watch.explain(error) if isinstance(error, RuntimeError) else None
+            ours = isinstance(error, OutOfOrder) or not isinstance(error, RuntimeError)
+            lost = None if ours else watch.explain(error)
             if lost is not None:
                 raise lost from error
             raise

@@ -373,7 +373,7 @@ def abort(error: BaseException, *, quiet: bool = False) -> None:
         _current.report(error, None if quiet else partial(traceback.print_exception, error))
 
 
-def explain(error: RuntimeError) -> LostPeer | None:
+def explain(error: BaseException) -> LostPeer | None:
     """An error that another rank has caused, in words: which one, and what has become of it. None where this rank has
     no watch, or the error is its own."""
     if _current is None or isinstance(error, LostPeer) or not is_of_others(error):

@@ -22,7 +22,7 @@ from zeroshard.blame import Seen, blame
 from zeroshard.processes import Who
 from zeroshard.store_line import Silent, StoreLine
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
 def train_until_cut_off(rank: int, culprit: int, plan: str) -> None:
