@@ -52,5 +52,9 @@ class Freezing:
         self._agreed, self._again = flags, bool(busy)
         return {unit for unit in still if unit.index not in busy}
 
+    def ask_again(self) -> None:
+        """What has been agreed could not be done yet."""
+        self._again = True
+
     def _flags(self) -> list[list[bool]]:
         return [[parameter.requires_grad for parameter in unit.parameters] for unit in self._units]

@@ -432,7 +432,11 @@ class Handle(NotCopied):
         if not self._freezing.has_changed():
             return
         resting = self._freezing.agree()
-        self._begin_to_train()
+        try:
+            self._begin_to_train()
+        except RuntimeError:
+            self._freezing.ask_again()
+            raise
         self.reducer.rest(resting)
 
     def _begin_to_train(self) -> None:
