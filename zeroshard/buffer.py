@@ -1,9 +1,8 @@
-"""Flat storage: one contiguous 1-D tensor per unit and kind, its views, and the preallocated places for full ones."""
+"""Flat storage: one contiguous 1-D tensor per unit and kind, and its views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,41 +23,51 @@ class FlatBuffer:
         layout: shared by the weights, gradients and main of a unit.
         full: [layout.numel], or None while only the shard is held.
         shard: [layout.shard_numel], the own interval: a view of `full` where `full` is held for good, else a storage
-            of its own (then a borrowed `full` comes and goes by `attach` and `detach`).
+            of its own (then a borrowed `full` comes and goes by `attach` and `detach`). Empty while it is let go.
+        most: the most bytes of its own that it has held.
         placement: which values are valid now.
     """
 
     __slots__ = (
+        "_allocate",
         "_borrowed",
+        "_lasting",
         "_padding",
         "_storage",
         "_views",
         "_views_of",
         "full",
         "layout",
+        "most",
         "placement",
         "rank",
         "shard",
     )
 
     def __init__(
-        self, layout: BufferLayout, rank: int, dtype: torch.dtype, resident: Placement, allocate: Allocate
+        self,
+        layout: BufferLayout,
+        rank: int,
+        dtype: torch.dtype,
+        resident: Placement,
+        allocate: Allocate,
+        *,
+        lasting: bool = True,
     ) -> None:
-        """`resident`: SHARDED allocates the shard alone, anything else the full buffer. Zeros."""
+        """`resident`: SHARDED allocates the shard alone, anything else the full buffer (so does a shard that is the
+        whole). `lasting`: False holds nothing before `hold`, and then the values that `allocate` gives."""
         self.layout, self.rank, self.placement = layout, rank, resident
         self._views: list[Tensor] = []
         self._padding: list[Tensor] = []
         self._views_of: Tensor | None = None
-        self._borrowed = resident is Placement.SHARDED
+        self._borrowed = resident is Placement.SHARDED and layout.num_shards > 1
+        self._lasting, self._allocate = lasting, allocate
+        self._storage = allocate(0)
         self.full: Tensor | None = None
-        numel = layout.shard_numel if self._borrowed else layout.numel
-        self._storage = allocate(numel * dtype.itemsize)
-        held = self._storage.view(dtype)
-        if self._borrowed:
-            self.shard = held
-        else:
-            self.full = held
-            self.shard = held[layout.shard(rank).slice]
+        self.shard = self._storage.view(dtype)
+        self.most = 0
+        if lasting:
+            self.hold()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +76,28 @@ class FlatBuffer:
     @property
     def owns_full(self) -> bool:
         return not self._borrowed
+
+    def hold(self) -> None:
+        """Have storage of its own, where it has none."""
+        if self._storage.numel():
+            return
+        numel = self.layout.shard_numel if self._borrowed else self.layout.numel
+        self._storage = self._allocate(numel * self.dtype.itemsize)
+        self.most = self._storage.nbytes
+        held = self._storage.view(self.dtype)
+        if self._borrowed:
+            self.shard = held
+        else:
+            self.full, self.shard = held, held[self.layout.shard(self.rank).slice]
+
+    def let_go(self) -> None:
+        """Nobody needs the values any more: its own storage goes, unless it is lasting."""
+        if not self._lasting:
+            self._storage = self._allocate(0)
+            self.shard = self._storage.view(self.dtype)
+            if self.owns_full:
+                self.full = None
+                self._forget_views()
 
     def attach(self, full: Tensor) -> None:
         """Borrow a full-size tensor [layout.numel] for a while."""
@@ -78,7 +109,7 @@ class FlatBuffer:
         assert self._borrowed, "the full buffer is held for good"
         self.full = None
         if forget:
-            self._views, self._padding, self._views_of = [], [], None
+            self._forget_views()
 
     def views(self) -> list[Tensor]:
         """One view per slot of the full buffer, in the parameter's shape."""
@@ -97,6 +128,9 @@ class FlatBuffer:
             self._padding = [self.full[interval.slice] for interval in self.layout.padding]
             self._views_of = self.full
 
+    def _forget_views(self) -> None:
+        self._views, self._padding, self._views_of = [], [], None
+
     def own_part_of_full(self) -> Tensor:
         """[shard_numel]: the own interval inside the full buffer."""
         assert self.full is not None, "the full buffer is not here"
@@ -105,64 +139,6 @@ class FlatBuffer:
     def storages(self) -> list[Tensor]:
         """What this buffer owns (not what it borrows)."""
         return [self._storage]
-
-
-@dataclass(frozen=True)
-class Borrower:
-    """Someone who needs a full-size storage for a while. Those of one kind take turns; `alone`: needs one for good."""
-
-    key: Hashable
-    kind: Hashable
-    num_bytes: int
-    alone: bool
-
-
-@dataclass(frozen=True)
-class Allotment:
-    """Which storages a set of borrowers needs.
-
-    Attributes:
-        own: key -> bytes, for those who need one for good.
-        shared: kind -> (how many, bytes of each), for those who take turns.
-    """
-
-    own: dict[Hashable, int]
-    shared: dict[Hashable, tuple[int, int]]
-
-    @classmethod
-    def of(cls, borrowers: Iterable[Borrower], turns: int) -> Allotment:
-        """`turns`: how many storages a kind needs at the same time, at most."""
-        borrowers = list(borrowers)
-        sizes: dict[Hashable, list[int]] = {}
-        for borrower in borrowers:
-            if not borrower.alone:
-                sizes.setdefault(borrower.kind, []).append(borrower.num_bytes)
-        return cls(
-            {borrower.key: borrower.num_bytes for borrower in borrowers if borrower.alone},
-            {kind: (min(turns, len(of_kind)), max(of_kind)) for kind, of_kind in sizes.items()},
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.own.values()) + sum(count * size for count, size in self.shared.values())
-
-
-class Place:
-    """One preallocated full-size storage. `holder` is whoever's values it has."""
-
-    __slots__ = ("_tensors", "holder", "storage")
-
-    def __init__(self, num_bytes: int, allocate: Allocate) -> None:
-        self.storage = allocate(num_bytes)
-        self.holder: Any = None
-        self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], from the front; the same tensor object each time."""
-        key = numel, dtype
-        if key not in self._tensors:
-            self._tensors[key] = self.storage[: numel * dtype.itemsize].view(dtype)
-        return self._tensors[key]
 
 
 def live_bytes(tensors: list[Tensor]) -> int:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,10 @@ from zeroshard.sums import carve, divide, in_shards, sum_in_rank_order
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+Transport = Literal["shared", "pairwise", "native"]
+"""One of the three ways above."""
 
 
 class Pending:
@@ -146,6 +150,13 @@ class Collectives:
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
 
+    @property
+    def transport(self) -> Transport:
+        """The way that whole buffers go. (In shared memory, what is cast on the way goes pairwise.)"""
+        if self.shared is not None:
+            return "shared"
+        return "pairwise" if self.pairwise else "native"
+
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 zeros [num_bytes] for buffers that peers gather or reduce from."""
         if self.shared is not None and device.type == "cpu":
@@ -215,7 +226,7 @@ class Collectives:
                 pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter", unit, of_shards)
                 pending.at_place(at)
         else:
-            if out.data_ptr() != own.data_ptr():
+            if not _is_in_place(out, own):
                 out.copy_(own)
             divide(out, of_shards)
         if replicas.size == 1 or not full.numel():
@@ -391,7 +402,8 @@ class Collectives:
                 if rank != axis.rank
             ]
             own = in_shards(full, axis.size)[axis.rank]
-            sum_in_rank_order(own, terms, axis.rank, scratch[: out.nbytes].view(out.dtype), out, divisor)
+            total = scratch.view(out.dtype) if _is_in_place(out, own) else out
+            sum_in_rank_order(own, terms, axis.rank, total, out, divisor)
             return self.messages.acknowledge(axis)
 
         return Pending(self, (), sum_from_peers, told)
@@ -437,7 +449,11 @@ class Collectives:
     ) -> Pending:
         shards = in_shards(full, axis.size)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        received, rest = carve(scratch, len(peers), out.numel(), wire)
+        own = shards[axis.rank]
+        # One term arrives where the sum goes.
+        spared = [out] if wire == out.dtype and not _is_in_place(out, own) else []
+        received, rest = carve(scratch, len(peers) - len(spared), out.numel(), wire)
+        received = [*spared, *received]
         told = self.messages.tell(axis, None, kind, unit, full.nbytes) if kind == "reduce_scatter" else None
         works = [receive(axis, term, peer, kind) for term, peer in zip(received, peers, strict=True)]
         if wire == full.dtype:
@@ -447,7 +463,6 @@ class Collectives:
             for term, peer in zip(terms, peers, strict=True):
                 term.copy_(shards[peer])
         works += [send(axis, term, peer, kind) for term, peer in zip(terms, peers, strict=True)]
-        own = shards[axis.rank]
         narrow = wire.itemsize < full.element_size()
         total = rest.view(full.dtype)[: out.numel()] if narrow and len(peers) > 1 else received[0]
         return Pending(self, works, lambda: sum_in_rank_order(own, received, axis.rank, total, out, divisor), told)
@@ -482,3 +497,8 @@ class Collectives:
 def _trace(name: str) -> AbstractContextManager[Any]:
     """A named range in the profiler's trace, where one is on."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+def _is_in_place(out: Tensor, own: Tensor) -> bool:
+    """Whether a reduction's result goes to the own shard of what is reduced."""
+    return out.data_ptr() == own.data_ptr()

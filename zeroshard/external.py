@@ -59,7 +59,7 @@ def take_parameters(handle: Handle, parameters: Sequence[nn.Parameter]) -> None:
     handle.collectives.broadcast([parameter.data for parameter in parameters])
     units = build_units(named, specs, OPTIMIZER_ONLY, handle.collectives, first=len(handle.units))
     handle.units = (*handle.units, *units)
-    handle.gatherer = Gatherer(handle.units, handle.collectives)
+    handle.gatherer = Gatherer(handle.units, handle.collectives, handle.pool)
     handle.schedule.take(handle.gatherer, handle.reducer, ())
     claim_parameters(handle, parameters)
     handle.collectives.meet()

@@ -1,11 +1,12 @@
-"""When weights are gathered: before the module that needs them, one step ahead, into places allocated once.
+"""When weights are gathered: before the module that needs them, one step ahead, into a few places.
 
     forward    place 0 | gather u0 | compute u0 | gather u2  | compute u2 ...
                place 1             | gather u1  | compute u1 | gather u3 ...
 
 Each unit keeps one place (autograd holds views of it), and two neighbours in execution order hold different ones.
-Nothing is freed: a unit whose forward is over is hidden, and its place is taken over by the next unit that needs it.
-If nobody has, backward finds the weights still there; so the last units of a forward are not gathered again.
+Nothing is freed on the way: a unit whose forward is over is hidden, and its place is taken over by the next unit that
+needs it. If nobody has, backward finds the weights still there; so the last units of a forward are not gathered again.
+A step gives all places back (`pool.py`).
 
 Backward runs the nodes of the graph in the reverse of the order in which forward made them. So when it reaches the
 output of a unit, every unit that ran later in forward is done, and only what was reached last is protected.
@@ -18,13 +19,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.buffer import Allotment, Place
 from zeroshard.collectives import Collectives
+from zeroshard.pool import Allotment, Place, Pool
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
-
-PLACES = 2
-"""Full-size places that units take turns in: one in use, one for the unit to come."""
 
 
 def in_backward() -> bool:
@@ -39,9 +37,10 @@ class Gatherer:
         places: kind of unit (dtype, trainable) -> the places that its units take turns in.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
         self.collectives = collectives
+        self._pool = pool
         self.places: dict[Hashable, list[Place]] = {}
         self._place_of: dict[Unit, Place] = {}
         self._taken: dict[Hashable, int] = {}
@@ -51,12 +50,12 @@ class Gatherer:
         self._called: set[Unit] = set()  # since they were updated
         self._uncalled: set[Unit] = set()  # not between the last two updates, though they got gradients
         borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
-        allotment = Allotment.of((unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers), PLACES)
+        allotment = Allotment.of_places(unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers)
         for unit in borrowers:
             if unit.name in allotment.own:
-                self._give_own_place(unit)
+                self._place_of[unit] = pool.place("ring", allotment.own[unit.name], self)
         for kind, (count, num_bytes) in allotment.shared.items():
-            self.places[kind] = [self._new_place(num_bytes) for _ in range(count)]
+            self.places[kind] = [pool.place("ring", num_bytes, self) for _ in range(count)]
 
     def begin_forward(self) -> None:
         """The model is called. Weights that rest in full, of units that no module has been called for, may be read by
@@ -147,9 +146,15 @@ class Gatherer:
             self.start(unit, "unshard")
         unit.weights.arrive()
 
-    def tensors(self) -> list[Tensor]:
-        places = [place for ring in self.places.values() for place in ring]
-        return [place.storage for place in dict.fromkeys([*places, *self._place_of.values()])]
+    def vacate(self, place: Place) -> bool:
+        """Nobody needs the weights in it any more, unless a forward or a scope that shows them is under way."""
+        unit: Unit | None = place.holder
+        if unit is None or unit.weights.state is Residency.SHARDED:
+            return True
+        if unit.weights.in_use:
+            return False
+        unit.weights.drop()
+        return True
 
     def _unshard(self, unit: Unit, phase: str) -> None:
         weights = unit.weights
@@ -200,9 +205,6 @@ class Gatherer:
 
     def _give_own_place(self, unit: Unit) -> Place:
         num_bytes = unit.spec.weight_borrower(unit.layout.numel).num_bytes
-        place = self._place_of[unit] = self._new_place(num_bytes)
+        why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
+        place = self._place_of[unit] = self._pool.place("ring", num_bytes, self, why)
         return place
-
-    def _new_place(self, num_bytes: int) -> Place:
-        device = self.units[0].weights.own().device
-        return Place(num_bytes, lambda n: torch.empty(n, dtype=torch.uint8, device=device))

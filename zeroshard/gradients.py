@@ -72,7 +72,7 @@ class Gradients:
     @property
     def needs_bucket(self) -> bool:
         """Whether the next accumulation has to borrow a full-size bucket first."""
-        return self.buffer.full is None
+        return self.buffer.full is None and not self.buffer.owns_full
 
     def open(self, bucket: Tensor | None = None) -> None:
         """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
@@ -81,6 +81,8 @@ class Gradients:
         carries = self._reduced_before and self.carries
         if bucket is not None:
             self.buffer.attach(bucket)
+        else:
+            self.buffer.hold()
         assert self.buffer.full is not None, "accumulation needs a bucket"
         if padding := self.buffer.padding():  # borrowed buckets and unparked ones have any values there
             torch._foreach_zero_(padding)
@@ -122,6 +124,7 @@ class Gradients:
         for index in self.stale:
             self.buffer.views()[index].zero_()
         self.stale.clear()
+        self.buffer.hold()
         if self._carry:
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.num_ranks))
         self._pending = collectives.reduce_scatter(
@@ -171,6 +174,7 @@ class Gradients:
         self.waiting -= slots
         if not self.waiting:
             self.state = GradState.EMPTY
+            self.buffer.let_go()
             return
         for index in slots:
             if self.buffer.full is not None:
@@ -181,6 +185,7 @@ class Gradients:
     def assign(self, index: int, part: Tensor) -> None:
         """The reduced gradient of one slot becomes `part`: flat, of the elements that `held_interval` has of it."""
         if self.state is GradState.EMPTY:
+            self.buffer.hold()
             for held in (self.buffer.shard, self.buffer.full):
                 held.zero_() if held is not None else None
             self.stale.clear()

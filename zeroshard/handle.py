@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,9 @@ from zeroshard.join import join
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parked
 from zeroshard.placement import Plan
+from zeroshard.planner import check_limit
+from zeroshard.pool import KINDS as TRANSIENT_KINDS
+from zeroshard.pool import Pool
 from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
 from zeroshard.transforms import outside_transforms
@@ -39,7 +44,7 @@ _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary(
 """Parameter -> weak reference to the handle that owns its data. The one piece of global state: a parameter handed to
 `shard` or to an optimizer says in no other way whether, and by whom, it is sharded."""
 
-KINDS = ("weights", "grads", "main", "state", "scalars", "ring", "buckets", "scratch")
+KINDS = ("weights", "grads", "main", "state", "scalars", *TRANSIENT_KINDS)
 
 
 class HoldsTensors(Protocol):
@@ -66,6 +71,7 @@ class Handle(NotCopied):
         managed: which parameters and buffers of the model are the handle's.
         units: in registration order.
         comm_log: what has been communicated.
+        pool: full-size places, buckets and scratch.
         background: a checkpoint that is still being written.
     """
 
@@ -76,18 +82,21 @@ class Handle(NotCopied):
         collectives: Collectives,
         model: nn.Module | None,
         managed: Managed = EVERYTHING,
+        max_transient_bytes: int | None = None,
     ) -> None:
         self.plan = plan
         self.managed = managed
         self.collectives = collectives
         self.units = tuple(units)
-        self.gatherer = Gatherer(self.units, collectives)
-        self.reducer = Reducer(self.units, collectives)
+        self.pool = Pool(collectives, max_transient_bytes)
+        self.gatherer = Gatherer(self.units, collectives, self.pool)
+        self.reducer = Reducer(self.units, collectives, self.pool)
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._freezing = Freezing(self.units, collectives)
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._claims: dict[int, weakref.ref[Owner]] = {}
         self._owners: list[weakref.ref[Owner]] = []  # also those that have no parameter yet
+        self.pool.besides = partial(_scratch_of_owners, weakref.ref(self))
         self._guards: list[RemovableHandle] = []
         self.background: Unfinished | None = None
         self._reading = False
@@ -111,6 +120,7 @@ class Handle(NotCopied):
 
         Raises:
             ValueError: a part that this handle does not have.
+            RuntimeError: `max_transient_bytes` does not allow it.
         """
         before = self.reducer.local
         self.set_requires_gradient_sync(False, *parts)
@@ -124,7 +134,7 @@ class Handle(NotCopied):
         self.check_open("set_requires_gradient_sync")
         units = self._units_of(parts, "set_requires_gradient_sync")
         local = self.reducer.local
-        self.reducer.local = local - frozenset(units) if requires else local | frozenset(units)
+        self.reducer.accumulate_locally(local - frozenset(units) if requires else local | frozenset(units))
 
     def _units_of(self, parts: Sequence[Part], what: str) -> Sequence[Unit]:
         return units_of(parts, self.model, self.units, what) if parts else self.units
@@ -287,7 +297,9 @@ class Handle(NotCopied):
             device: where to ("cpu"); None: where the model is. At most one unit is there in full meanwhile.
         """
         self.check_open("full_state_dict")
-        return full_state(self._names(), self.units, self.gatherer, Taking(rank0_only, device), main=main)
+        state = full_state(self._names(), self.units, self.gatherer, Taking(rank0_only, device), main=main)
+        self.pool.rest()
+        return state
 
     @torch.no_grad()
     def load_full_state_dict(
@@ -348,22 +360,29 @@ class Handle(NotCopied):
         self.check_open("find_reads")
         return ReadsRaise(self.units)
 
-    def memory(self) -> dict[str, int]:
-        """Live bytes on this rank by kind: what rests between steps (weights, grads, main, state, scalars) and the
-        preallocated transients (ring: full-size places of weights; buckets: of gradients; scratch). What is mapped of
-        another rank's memory is counted there."""
+    def memory(self, *, peak: bool = False) -> dict[str, int]:
+        """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
+        places of weights; buckets: of gradients; scratch). What is mapped of another rank's memory is counted there.
+
+        Args:
+            peak: of what comes and goes in a step, the most of each kind that has been held at once since `shard`.
+        """
         if self._parked is None:
             self.check_open("memory")
         kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
-        kinds["ring"] = self.gatherer.tensors()
-        holders: list[HoldsTensors] = [*self.units, self.reducer]
-        holders += self.owners()
-        for holder in holders:
-            for kind, tensors in holder.tensors().items():
-                kinds[kind] += tensors
+        for kind in TRANSIENT_KINDS:
+            kinds[kind] = self.pool.tensors(kind)
+        for holder in [*self.units, *self.owners()]:
+            for held, tensors in holder.tensors().items():
+                kinds[held] += tensors
         if self._parked is not None:
             return self._parked.memory(kinds, list(self._shards.values()))
-        return {kind: live_bytes(tensors) for kind, tensors in kinds.items()}
+        found = {kind: live_bytes(tensors) for kind, tensors in kinds.items()}
+        if peak:
+            found["grads"] = sum(unit.grads.buffer.most for unit in self.units if unit.grads is not None)
+            found |= {kind: self.pool.most.get(kind, 0) for kind in TRANSIENT_KINDS}
+            found["scratch"] += self.pool.besides()
+        return found
 
     @property
     def model(self) -> nn.Module:
@@ -426,7 +445,7 @@ class Handle(NotCopied):
         begin to update them. Collective; done by the next call of the model.
 
         Raises:
-            ValueError: ranks differ.
+            ValueError: ranks differ; more transients than `max_transient_bytes` allows.
             RuntimeError: gradients are waiting for a step, and a unit needs some for the first time.
         """
         if not self._freezing.has_changed():
@@ -448,6 +467,13 @@ class Handle(NotCopied):
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
             )
+        if self.pool.limit is not None:
+            specs = [replace(unit.spec, trainable=unit.spec.trainable or unit in frozen) for unit in self.units]
+            mesh = self.collectives.mesh
+            shape = mesh.shard.size, mesh.replicate.size
+            check_limit(
+                specs, self.pool.limit, self.plan, shape, self.collectives.transport, self.collectives.device.type
+            )
         self.gatherer.settle()  # the next gatherer knows nothing of what is arriving
         for unit in self.units:
             if not unit.weights.buffer.owns_full:
@@ -455,7 +481,9 @@ class Handle(NotCopied):
         for unit in frozen:
             unit.thaw(self.collectives)
         local = self.reducer.local
-        self.gatherer, self.reducer = Gatherer(self.units, self.collectives), Reducer(self.units, self.collectives)
+        self.pool.clear()
+        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
+        self.reducer = Reducer(self.units, self.collectives, self.pool)
         self.reducer.local = local
         self.schedule.take(self.gatherer, self.reducer, frozen)
         self.collectives.meet()
@@ -476,8 +504,9 @@ class Handle(NotCopied):
             raise RuntimeError("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()
         self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
+        self.pool.empty()
         kept: list[Tensor] = []
-        emptied = [*self.gatherer.tensors(), *(t for ts in self.reducer.tensors().values() for t in ts)]
+        emptied: list[Tensor] = []
         self._shards = {}
         for unit in self.units:
             if unit.weights.buffer.owns_full:
@@ -578,8 +607,9 @@ class Handle(NotCopied):
         for unit in self.units:
             give_up_parameters(unit.parameters)
         self.units = ()
-        self.gatherer = Gatherer((), self.collectives)
-        self.reducer = Reducer((), self.collectives)
+        self.pool = Pool(self.collectives)
+        self.gatherer = Gatherer((), self.collectives, self.pool)
+        self.reducer = Reducer((), self.collectives, self.pool)
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._freezing = Freezing((), self.collectives)
 
@@ -640,6 +670,12 @@ class Handle(NotCopied):
                 if mine is parameter:
                     return slot.name
         return "(unknown)"
+
+
+def _scratch_of_owners(handle: weakref.ref[Handle]) -> int:
+    alive = handle()
+    owners = alive.owners() if alive is not None else []
+    return live_bytes([tensor for owner in owners for tensor in owner.tensors().get("scratch", [])])
 
 
 def handle_of(parameter: nn.Parameter) -> Handle | None:

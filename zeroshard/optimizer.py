@@ -204,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self.handle.expect_in_place(wait=True)
         control = self._agree()
+        self.handle.pool.rest()
         if control.is_idle:
             self._discard_gradients()
             return StepResult(False, 0.0, control.group_norms, loss=loss)
@@ -603,6 +604,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             steppers_left[unit] -= 1
             if not steppers_left[unit] and unit.plan.main is SHARDED and any(active[unit]):
                 self.handle.gatherer.updated(unit)
+                self._consume(unit)  # before the next unit's state is made
 
         for stepper in self._steppers:
             stepper.set_active(active)
@@ -617,11 +619,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.agreement.forget()
         self._clip, self._clip_value = 1.0, None
         for unit in self.handle.units:
-            if unit.grads is not None:
-                slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
-                unit.grads.consume(slots)
-                self.handle.reducer.visible.forget(unit, slots)
+            self._consume(unit)
         self.handle.reducer.forget_scale()
+        self.handle.pool.rest("buckets", "scratch")  # a backward may still need the weights
+
+    def _consume(self, unit: Unit) -> None:
+        if unit.grads is not None:
+            slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
+            unit.grads.consume(slots)
+            self.handle.reducer.visible.forget(unit, slots)
 
     def _own_padding(self, unit: Unit) -> int:
         """Elements of padding in the pieces of the own shard (they are zero)."""

@@ -1,24 +1,25 @@
 """Bytes per rank and kind, before anything is allocated: from the same layouts and allotments that the engine uses.
 
-The model may live on the meta device. The numbers equal `handle.memory()` (a test demands it).
+The model may live on the meta device. The numbers equal `handle.memory()`, at rest and at the peak (a test demands it).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from zeroshard.buffer import Allotment
 from zeroshard.casting import Precisions
-from zeroshard.gather import PLACES
+from zeroshard.collectives import Transport
 from zeroshard.layout import BufferLayout
 from zeroshard.managed import EVERYTHING, Ignored, Managed
 from zeroshard.owners import balance, cost
 from zeroshard.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
+from zeroshard.pool import Allotment, beyond_turns, kept
 from zeroshard.reduce import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
@@ -35,15 +36,16 @@ def plan_memory(
     state_scalars: int = 1,
     rank: int = 0,
     num_replicas: int = 1,
-    pairwise: bool = True,
+    transport: Transport = "shared",
     device_type: str = "cpu",
     group_of: Callable[[str], Hashable] = lambda name: 0,
     whole_state_bytes: Callable[[str], int | None] = lambda name: None,
     no_sync: bool = False,
     ignored: Ignored = (),
     keep_gathered: KeepGathered = (),
+    peak: bool = False,
 ) -> dict[str, int]:
-    """What `handle.memory()` will say on `rank`, in steady state, one optimizer over all parameters.
+    """What `handle.memory()` will say on `rank` after a step, one optimizer over all parameters.
 
     Args:
         world_size: ranks on the shard axis.
@@ -52,9 +54,10 @@ def plan_memory(
         group_of: parameter name -> its param group, where the optimizer has several (they cut the pieces).
         whole_state_bytes: parameter name -> state per element of an optimizer that steps it whole, at an owner (Muon:
             4); None where the optimizer is elementwise.
-        pairwise: whether reductions go by pairwise exchange (gloo) or natively (NCCL).
+        transport: "shared" (gloo, all ranks on one host), "pairwise" (gloo, several hosts) or "native" (NCCL).
         ignored, keep_gathered: as for `shard`.
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
+        peak: what `handle.memory(peak=True)` will say: of each kind the most that is held at once in a step.
     """
     plan = as_plan(plan)
     specs = choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered)
@@ -65,7 +68,7 @@ def plan_memory(
         if not spec.trainable:
             continue
         main_numel = _held(layout, plan.main is SHARDED)
-        if not plan.external_gradients:
+        if not plan.external_gradients and (peak or plan.grads is not SHARDED):
             kinds["grads"] += _held(layout, plan.grads is SHARDED) * spec.precision.grad.itemsize
         if spec.precision.main == "remainder":
             kinds["main"] += main_numel * 2
@@ -78,48 +81,103 @@ def plan_memory(
     pieces = [numel for numel, *_ in _pieces(specs, layouts, plan, rank, group_in_pieces)]
     kinds["state"] = sum(pieces) * state_bytes_per_element
     kinds["scalars"] = len(pieces) * state_scalars * 4
-    kinds |= plan_transients(specs, plan, world_size, num_replicas, pairwise, device_type, rank, group_in_pieces)
-    if no_sync and plan.grads is SHARDED and not plan.external_gradients:  # every unit gets a bucket for good
-        trainable = [pair for pair in zip(specs, layouts, strict=True) if pair[0].trainable and not pair[0].outer]
-        kinds["buckets"] += sum(spec.bucket_borrower(layout.numel).num_bytes for spec, layout in trainable)
+    pool = _places(specs, plan, world_size, num_replicas, transport, no_sync=no_sync)
+    if not peak:
+        pool = _resting(pool, device_type)
+    for kind in ("ring", "buckets", "scratch"):
+        kinds[kind] = sum(place.num_bytes for place in pool if place.kind == kind)
+    kinds["scratch"] += _step_scratch(specs, layouts, plan, rank, device_type, group_in_pieces)
     _add_owners(kinds, specs, layouts, plan, rank, whole_state_bytes)
     return kinds
 
 
-def plan_transients(
-    specs: list[UnitSpec],
+@dataclass(frozen=True)
+class _Place:
+    kind: str
+    num_bytes: int
+    is_shared: bool = False
+    lasting: bool = False
+    passing: bool = False  # given back before the end of backward
+
+
+def _places(
+    specs: Sequence[UnitSpec],
     plan: Plan,
     num_shards: int,
     num_replicas: int,
-    pairwise: bool,
-    device_type: str,
-    rank: int = 0,
-    group_of: Callable[[str], Hashable | None] = lambda name: 0,
-) -> dict[str, int]:
-    """The preallocated full-size storages and scratch."""
-    layouts = [spec.layout(num_shards, num_replicas) for spec in specs]
-    pairs = list(zip(specs, layouts, strict=True))
-    trainable = [(spec, layout) for spec, layout in pairs if spec.trainable and not plan.external_gradients]
-    ring = Allotment.of(
-        (spec.weight_borrower(layout.numel) for spec, layout in pairs if plan.weights is SHARDED), PLACES
-    )
-    buckets = Allotment.of(
-        (spec.bucket_borrower(layout.numel) for spec, layout in trainable if plan.grads is SHARDED), IN_FLIGHT
-    )
+    transport: Transport,
+    *,
+    no_sync: bool = False,
+) -> list[_Place]:
+    """The places of the pool, in the order in which the engine makes them. One shard that is the whole needs none."""
+    pairs = [(spec, spec.layout(num_shards, num_replicas)) for spec in specs]
+    trainable = [(spec, layout) for spec, layout in pairs if spec.trainable and not plan.external_gradients][::-1]
+    weights = pairs if plan.weights is SHARDED and num_shards > 1 else []
+    gradients = trainable if plan.grads is SHARDED and num_shards > 1 else []
+    ring = Allotment.of_places(spec.weight_borrower(layout.numel) for spec, layout in weights)
+    borrowers = [spec.bucket_borrower(layout.numel) for spec, layout in gradients]
+    buckets = Allotment.of_buckets(borrowers, transport)
     reducing = [
-        reduce_scratch_bytes(layout.numel, spec.precision.grad, spec.precision.wire, num_shards, num_replicas, pairwise)
+        reduce_scratch_bytes(
+            layout.numel,
+            spec.precision.grad,
+            spec.precision.wire,
+            num_shards,
+            num_replicas,
+            transport,
+            in_place=not gradients,
+        )
         for spec, layout in trainable
     ]
-    scratch = IN_FLIGHT * max(reducing, default=0)
-    pieces = list(_pieces(specs, layouts, plan, rank, group_of))
-    for needed in (1, 2):  # the gradient in main's dtype, and main where it is joined
+    shared = transport == "shared"
+    places = [_Place("ring", size) for size in ring.sizes]
+    places += [_Place("buckets", size, shared) for size in buckets.own.values()]
+    for count, num_bytes in buckets.shared.values():
+        places += [_Place("buckets", num_bytes, shared, passing=i > 0 and not shared) for i in range(count)]
+    places += [_Place("scratch", max(reducing, default=0))] * (1 if gradients else IN_FLIGHT)
+    if no_sync:
+        more = beyond_turns(borrowers, {kind: count for kind, (count, _) in buckets.shared.items()})
+        places += [_Place("buckets", borrower.num_bytes, shared, lasting=shared) for borrower in more]
+    return places
+
+
+def _resting(places: list[_Place], device_type: str) -> list[_Place]:
+    """Those that stay held between steps (see `Pool.rest`)."""
+    spare = sorted((p for p in places if not p.lasting and not p.passing), key=lambda place: not place.is_shared)
+    keep = kept(place.num_bytes for place in spare) if device_type == "cpu" else [False] * len(spare)
+    return [
+        *(place for place, stays in zip(spare, keep, strict=True) if stays),
+        *(place for place in places if place.lasting),
+    ]
+
+
+def _step_scratch(
+    specs: Sequence[UnitSpec],
+    layouts: Sequence[BufferLayout],
+    plan: Plan,
+    rank: int,
+    device_type: str,
+    group_of: Callable[[str], Hashable | None] = lambda name: 0,
+) -> int:
+    """What an elementwise optimizer holds: the gradient in main's dtype, and main where it is joined."""
+    pieces = _pieces(specs, layouts, plan, rank, group_of)
+    scratch = 0
+    for needed in (1, 2):
         sums = [
             sum(pieces[i][needed] for i in batch)
             for batch in batches([piece[0] for piece in pieces], BATCH_NUMEL[device_type])
         ]
         scratch += max(sums, default=0)
-    scratch += max((piece[3] for piece in pieces), default=0)  # one piece of the weights, to compare main with
-    return {"ring": ring.num_bytes, "buckets": buckets.num_bytes, "scratch": scratch}
+    return scratch + max((piece[3] for piece in pieces), default=0)  # one piece of the weights, to compare main with
+
+
+def _needed(
+    specs: Sequence[UnitSpec], plan: Plan, mesh_shape: tuple[int, int], transport: Transport, device_type: str
+) -> int:
+    """The most transients at once. (Every rank is planned as rank 0, so that all find the same answer.)"""
+    layouts = [spec.layout(*mesh_shape) for spec in specs]
+    places = _places(specs, plan, *mesh_shape, transport)
+    return sum(place.num_bytes for place in places) + _step_scratch(specs, layouts, plan, 0, device_type)
 
 
 def fit_units(
@@ -128,7 +186,7 @@ def fit_units(
     limit: int,
     plan: Plan,
     mesh_shape: tuple[int, int],
-    pairwise: bool,
+    transport: Transport,
     managed: Managed = EVERYTHING,
     keep_gathered: KeepGathered = (),
 ) -> list[UnitSpec]:
@@ -141,7 +199,7 @@ def fit_units(
     device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     while True:
         specs = choose_units(model, unit_bytes, precision, managed, keep_gathered)
-        needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
+        needed = _needed(specs, plan, mesh_shape, transport, device_type)
         if needed <= limit:
             return specs
         if unit_bytes <= 1:
@@ -150,11 +208,16 @@ def fit_units(
 
 
 def check_limit(
-    specs: list[UnitSpec], limit: int, plan: Plan, mesh_shape: tuple[int, int], pairwise: bool, device_type: str
+    specs: Sequence[UnitSpec],
+    limit: int,
+    plan: Plan,
+    mesh_shape: tuple[int, int],
+    transport: Transport,
+    device_type: str,
 ) -> None:
     """Raises:
     ValueError: the transients of these units exceed `limit`, with the number of bytes needed."""
-    needed = sum(plan_transients(specs, plan, *mesh_shape, pairwise, device_type).values())
+    needed = _needed(specs, plan, mesh_shape, transport, device_type)
     if needed > limit:
         raise ValueError(_too_small(limit, needed))
 
@@ -204,8 +267,8 @@ def _add_owners(
 
 
 def _pieces(
-    specs: list[UnitSpec],
-    layouts: list[BufferLayout],
+    specs: Sequence[UnitSpec],
+    layouts: Sequence[BufferLayout],
     plan: Plan,
     rank: int,
     group_of: Callable[[str], Hashable | None],
@@ -218,7 +281,8 @@ def _pieces(
         main = spec.precision.main_dtype
         cast = plan.external_gradients or spec.precision.grad != main
         joined = spec.precision.main == "remainder"
-        follows = plan.weights is REPLICATED and not joined and not spec.precision.weights_are_main
+        in_full = plan.weights is REPLICATED or layout.num_shards == 1
+        follows = in_full and not joined and not spec.precision.weights_are_main
         for _, world in cut(layout, [group_of(slot.name) for slot in layout.slots]):
             if (plan.main is REPLICATED or world in layout.shard(rank)) and any(layout.fragments_in(world)):
                 num_bytes = scratch_bytes(world.numel, main)

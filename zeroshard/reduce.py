@@ -12,23 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from zeroshard.buffer import Allotment, Place
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.loss_scale import LossScaler, ScaleState
 from zeroshard.origins import Origins
+from zeroshard.pool import Allotment, Place, Pool, beyond_turns
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import Unit
 from zeroshard.visible import VisibleGradients
 
 IN_FLIGHT = 2
-"""Reductions under way at a time: one arriving, one starting. Each has its own scratch (and bucket)."""
+"""Reductions under way at a time: one arriving, one starting. Where each needs memory of its own (a bucket, scratch)
+there is one, while the gradients of the next unit come."""
 
 
 Watch = Callable[[Tensor], None]
@@ -47,7 +47,7 @@ class Reducer:
             the model has found an overflow.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
         self.order = list(self._trainable)
         self.collectives = collectives
@@ -59,28 +59,52 @@ class Reducer:
         self._backward_scale = 1.0
         self._watch: Watch | None = None
         self._weighted = False
+        self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit whose last gradient hooks of the user still look at
-        self._in_flight: deque[tuple[Unit, Tensor]] = deque()
+        self._in_flight: deque[tuple[Unit, Place]] = deque()
         self._read_by_peers: deque[Unit] = deque()  # reduced here, perhaps not yet everywhere
         self._buckets: dict[Hashable, list[Place]] = {}  # that units take turns in; a free one has no holder
         self._bucket_of: dict[Unit, Place] = {}  # of its own, for good
+        self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `Allotment.of_buckets`
         self._borrowed: dict[Unit, Place] = {}
         borrowers = [unit for unit in self.order if unit.grads is not None and unit.grads.needs_bucket]
-        allotment = Allotment.of((unit.spec.bucket_borrower(unit.layout.numel) for unit in borrowers), IN_FLIGHT)
-        device = self.order[0].weights.own().device if self.order else None
+        allotment = Allotment.of_buckets(
+            (unit.spec.bucket_borrower(unit.layout.numel) for unit in borrowers), collectives.transport
+        )
         for unit in borrowers:
             if unit.name in allotment.own:
                 self._bucket_of[unit] = self._new_bucket(unit)
         for dtype, (count, num_bytes) in allotment.shared.items():
-            self._buckets[dtype] = [self._new_place(num_bytes) for _ in range(count)]
-        scratch_bytes = max((_scratch_bytes(unit, collectives) for unit in self.order), default=0)
-        self._scratch = [torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
-        self._free_scratch = list(self._scratch)
+            self._buckets[dtype] = [pool.place("buckets", num_bytes, self) for _ in range(count)]
+            if count > 1 and collectives.transport != "shared":
+                of_kind = [unit for unit in borrowers if unit not in self._bucket_of and _kind(unit) == dtype]
+                self._last_two[dtype] = of_kind[-2:]
+        scratch_bytes = max(
+            (_scratch_bytes(unit, collectives, in_place=not borrowers) for unit in self.order), default=0
+        )
+        most_in_flight = 1 if borrowers and (scratch_bytes or collectives.transport != "shared") else IN_FLIGHT
+        self._free_scratch = [pool.place("scratch", scratch_bytes, self) for _ in range(most_in_flight)]
 
     def rest(self, resting: set[Unit]) -> None:
         """Between two backwards: these units have no gradients, and will get none; the others are reduced."""
         self.order = [unit for unit in self._trainable if unit not in resting]
+
+    def accumulate_locally(self, units: frozenset[Unit]) -> None:
+        """From now on just these are not reduced.
+
+        Raises:
+            RuntimeError: the pool's limit does not allow that many buckets.
+        """
+        borrowers = [u for u in self._trainable if u in units and u.grads is not None and not u.grads.buffer.owns_full]
+        without = (u.spec.bucket_borrower(u.layout.numel) for u in borrowers if u not in self._bucket_of)
+        more = beyond_turns(without, {kind: len(places) for kind, places in self._buckets.items()})
+        self._pool.expect_room(
+            sum(borrower.num_bytes for borrower in more),
+            "no_sync, which keeps a gradient of full size,",
+            "reduce in every backward",
+        )
+        self.local = units
 
     @contextmanager
     def scaled(self, scale: float, watch: Watch | None, *, weighted: bool = False) -> Iterator[None]:
@@ -168,7 +192,7 @@ class Reducer:
                 view = full[unit.layout.slots[index].world.slice].view(term.shape)
                 view.copy_(term.to_dense() if term.layout is not torch.strided else term)
         own = full[grads.own_interval.slice]
-        scratch = torch.empty(_scratch_bytes(unit, self.collectives), dtype=torch.uint8, device=device)
+        scratch = torch.empty(_scratch_bytes(unit, self.collectives, in_place=True), dtype=torch.uint8, device=device)
         self.collectives.meet()
         self.collectives.reduce_scatter(
             full, own, scratch, wire=unit.spec.precision.wire, unit=unit.name, phase="step", divisor=grads.num_ranks
@@ -283,21 +307,32 @@ class Reducer:
         self.forget_scale()
 
     def _finish(self) -> None:
-        while self._in_flight:
-            self._finish_oldest()
-        while self._read_by_peers:
-            self._release_oldest()
+        """Backward has ended."""
+        self._wait()
         self._cursor = 0
         self._complete_but_seen = False
         for unit in self._trainable:
             assert unit.grads is not None
             unit.grads.ready.clear()
 
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Buckets and scratch, by kind."""
-        shared = [place for places in self._buckets.values() for place in places]
-        places = dict.fromkeys([*shared, *self._bucket_of.values(), *self._borrowed.values()])
-        return {"buckets": [place.storage for place in places], "scratch": self._scratch}
+    def _wait(self) -> None:
+        """For all reductions under way."""
+        while self._in_flight:
+            self._finish_oldest()
+        while self._read_by_peers:
+            self._release_oldest()
+
+    def vacate(self, place: Place) -> bool:
+        """Nobody refers to it any more, unless it holds gradients that have not been reduced."""
+        unit: Unit | None = place.holder
+        if unit is not None and unit.grads is not None and unit.grads.state is GradState.EMPTY:
+            self._close(unit, unit.grads)  # they have been discarded
+        if place.holder is not None or any(place is scratch for _, scratch in self._in_flight):
+            return False
+        for unit in self.order if place.kind == "buckets" else ():
+            if unit not in self._borrowed and unit.grads is not None:
+                unit.grads.close(forget=True)
+        return True
 
     def _advance(self) -> None:
         while self._cursor < len(self.order):
@@ -329,8 +364,12 @@ class Reducer:
         self.collectives.give_order("reduce", unit.name)  # before this rank waits for one whose reduction is not over
         if not self._free_scratch:
             self._finish_oldest()
+        if unit in self._last_two.get(unit.grads.buffer.dtype, ())[:1]:
+            self._wait()
+            for place in self._buckets[unit.grads.buffer.dtype]:
+                place.try_to_give_back()
         scratch = self._free_scratch.pop()
-        unit.grads.reduce(self.collectives, scratch)
+        unit.grads.reduce(self.collectives, scratch.storage)
         self._in_flight.append((unit, scratch))
 
     def _finish_oldest(self) -> None:
@@ -359,34 +398,47 @@ class Reducer:
         if not grads.needs_bucket:
             grads.open()
             return
-        if unit in self.local and unit not in self._bucket_of:  # local accumulation: the price is a full gradient
-            self._bucket_of[unit] = self._new_bucket(unit)
-        place = self._bucket_of.get(unit)
-        if place is None:
-            place = self._free_bucket(grads.buffer.dtype)
-            while place is None and (self._in_flight or self._read_by_peers):
-                if not self._read_by_peers:
-                    self._finish_oldest()
-                self._release_oldest()
-                place = self._free_bucket(grads.buffer.dtype)
-            if place is not None:
-                place.holder, self._borrowed[unit] = unit, place
-            else:  # earlier units wait for gradients that may never come: this one gets a bucket of its own, for good
-                place = self._bucket_of[unit] = self._new_bucket(unit)
+        place = self._bucket_of.get(unit) or self._bucket_in_turn(unit, grads.buffer.dtype)
+        if place is None:  # local sums wait for more, or earlier units for gradients that may never come
+            place = self._bucket_of[unit] = self._new_bucket(unit)
+            place.lasting = place.is_shared
+        place.holder, self._borrowed[unit] = unit, place
         grads.open(place.tensor(unit.layout.numel, grads.buffer.dtype))
 
-    def _new_bucket(self, unit: Unit) -> Place:
-        return self._new_place(unit.spec.bucket_borrower(unit.layout.numel).num_bytes)
-
-    def _new_place(self, num_bytes: int) -> Place:
-        return Place(num_bytes, partial(self.collectives.allocate, device=self._trainable[0].weights.own().device))
+    def _bucket_in_turn(self, unit: Unit, dtype: torch.dtype) -> Place | None:
+        """The one that is free, or will be when a reduction under way is over."""
+        if unit in self._last_two.get(dtype, ())[1:]:
+            self._wait()
+        place = self._free_bucket(dtype)
+        while place is None and (self._in_flight or self._read_by_peers):
+            if not self._read_by_peers:
+                self._finish_oldest()
+            self._release_oldest()
+            place = self._free_bucket(dtype)
+        return place
 
     def _free_bucket(self, dtype: torch.dtype) -> Place | None:
-        return next((place for place in self._buckets[dtype] if place.holder is None), None)
+        free = [place for place in self._buckets[dtype] if place.holder is None]
+        return max(free, key=lambda place: place.is_held, default=None)
+
+    def _new_bucket(self, unit: Unit) -> Place:
+        num_bytes = unit.spec.bucket_borrower(unit.layout.numel).num_bytes
+        why = f"a bucket for unit {unit.name}, while others wait for gradients or a backward that reduces,"
+        return self._pool.place("buckets", num_bytes, self, why)
 
 
-def _scratch_bytes(unit: Unit, collectives: Collectives) -> int:
+def _kind(unit: Unit) -> Hashable:
+    return unit.spec.bucket_borrower(0).kind
+
+
+def _scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> int:
     precision, mesh = unit.spec.precision, collectives.mesh
     return reduce_scratch_bytes(
-        unit.layout.numel, precision.grad, precision.wire, mesh.reduce.size, mesh.replicate.size, collectives.pairwise
+        unit.layout.numel,
+        precision.grad,
+        precision.wire,
+        mesh.reduce.size,
+        mesh.replicate.size,
+        collectives.transport,
+        in_place=in_place,
     )

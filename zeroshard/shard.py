@@ -102,7 +102,7 @@ def shard(
         if not on_meta and values == "broadcast":
             collectives.broadcast([*(data for _, data in before), *buffers.values()])
         built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
-        handle = Handle(chosen, built, collectives, model, managed)
+        handle = Handle(chosen, built, collectives, model, managed, max_transient_bytes)
         if on_meta:
             assert materialize is not None
             give_values(model, handle.units, materialize, collectives, managed)
@@ -148,11 +148,11 @@ def _choose(
     mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
     if units is None:
         return fit_units(
-            model, precision, max_transient_bytes, plan, mesh_shape, collectives.pairwise, managed, keep_gathered
+            model, precision, max_transient_bytes, plan, mesh_shape, collectives.transport, managed, keep_gathered
         )
     specs = choose_units(model, units, precision, managed, keep_gathered)
     device_type = collectives.device.type
-    check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.pairwise, device_type)
+    check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.transport, device_type)
     return specs
 
 

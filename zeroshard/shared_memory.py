@@ -10,6 +10,8 @@ file is labelled with a random number of its process, its *identity*, and mapped
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import secrets
 import weakref
@@ -55,13 +57,24 @@ class SharedMemory:
         """uint8 zeros [num_bytes] that peers can map as long as the tensor lives."""
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
+        segment, fd = self.create(num_bytes)
+        tensor = self.map(segment, fd, num_bytes)
+        weakref.finalize(tensor, os.close, fd)
+        return tensor
+
+    def create(self, num_bytes: int) -> tuple[int, int]:
+        """A file of zeros: (segment, fd)."""
+        self._count += 1
         fd = os.memfd_create(_label(self.process, self._count))
         os.ftruncate(fd, num_bytes)
+        return self._count, fd
+
+    def map(self, segment: int, fd: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], which `locate` knows as long as the tensor lives."""
         tensor = _map(f"/proc/self/fd/{fd}", num_bytes)
         address = tensor.untyped_storage().data_ptr()
-        self._own[address] = self._count, fd
-        self._count += 1
-        weakref.finalize(tensor, _forget, self._own, address)
+        self._own[address] = segment, fd
+        weakref.finalize(tensor, self._own.pop, address)
         return tensor
 
     def locate(self, tensor: Tensor) -> Location | None:
@@ -152,10 +165,42 @@ def _expect(label: str, path: str) -> None:
         raise OSError(f"{path}: expected the segment {label} of a peer, found {found}")
 
 
+class Segment:
+    """Memory that peers can map, held only now and then: what a peer has mapped stays mapped, and is filled anew."""
+
+    def __init__(self, shared: SharedMemory, num_bytes: int) -> None:
+        self._shared, self._num_bytes = shared, num_bytes
+        self._number, self._fd = shared.create(num_bytes)
+        weakref.finalize(self, os.close, self._fd)
+
+    def take(self) -> Tensor:
+        """uint8 [num_bytes], zeros at first and after `give_back`."""
+        return self._shared.map(self._number, self._fd, self._num_bytes)
+
+    def give_back(self) -> None:
+        """The pages go back to the system. Nobody may be reading them."""
+        os.ftruncate(self._fd, 0)
+        os.ftruncate(self._fd, self._num_bytes)
+
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Ask for large pages: memory that has just been taken is then cleared in a fraction of the time."""
+    if tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE or _libc() is None:
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    start = -(-tensor.data_ptr() // page) * page
+    stop = (tensor.data_ptr() + tensor.nbytes) // page * page
+    _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_HUGEPAGE)  # type: ignore[union-attr]
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if os.uname().sysname == "Linux" else None
+
+
 def _map(path: str, num_bytes: int) -> Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-
-def _forget(own: dict[int, tuple[int, int]], address: int) -> None:
-    _, fd = own.pop(address)
-    os.close(fd)

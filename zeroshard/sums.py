@@ -10,16 +10,33 @@ _CACHED_NUMEL = 1 << 16
 
 
 def reduce_scratch_bytes(
-    numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, pairwise: bool
+    numel: int,
+    grad: torch.dtype,
+    wire: torch.dtype,
+    num_shards: int,
+    num_replicas: int,
+    transport: str,
+    *,
+    in_place: bool,
 ) -> int:
-    """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent."""
+    """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent.
+
+    Args:
+        transport: "shared", "pairwise" or "native" (see `collectives.py`).
+        in_place: the sum goes to the own shard of what is reduced. Else it is put together where it goes.
+    """
     shard = numel // num_shards
     if num_shards == num_replicas == 1:
         return 0
-    if pairwise:
-        foreign = max(numel - shard, shard - shard // num_replicas)
-        return foreign * wire.itemsize * (1 if wire == grad else 2)
-    return 0 if wire == grad else 2 * numel * wire.itemsize
+    if transport == "native":
+        return 0 if wire == grad else 2 * numel * wire.itemsize
+    of_replicas = shard - shard // num_replicas
+    if wire != grad:
+        return 2 * max(numel - shard, of_replicas) * wire.itemsize
+    terms = (num_shards - 1 if in_place else max(num_shards - 2, 0)) * shard
+    if transport == "shared":  # of the sum so far, if it is needed at all, a piece that stays in cache
+        terms = min(_CACHED_NUMEL, shard) if in_place and num_shards > 2 else 0
+    return max(terms, of_replicas) * wire.itemsize
 
 
 def sum_in_rank_order(
@@ -27,18 +44,20 @@ def sum_in_rank_order(
 ) -> None:
     """out = (((g0 + g1) + g2) + ...) / divisor, the own term in its place; `out` may be `own`.
 
-    `total` holds the sum so far, in the wider of the two dtypes, and may be `received[0]`: that one is always among
-    the first two terms.
+    `total` holds the sum so far, in the wider of the two dtypes. It may be `received[0]` (that one is always among the
+    first two terms), `out` where that is not `own`, or a scratch of as many elements as are taken at a time.
     """
     terms = [*received[:rank], own, *received[rank:]]
-    numel = _CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
-    pieces = [tensor.split(numel) for tensor in (total, out, *terms)]  # type: ignore[no-untyped-call]
-    for total_piece, out_piece, so_far, *others in zip(*pieces, strict=True):
-        for index, term in enumerate(others, start=1):
-            target = out_piece if index == len(others) else total_piece
-            add(so_far, term, out=target)
+    at_a_time = _CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    for start in range(0, out.numel(), at_a_time):
+        piece = slice(start, min(start + at_a_time, out.numel()))
+        total_piece = total[piece] if total.numel() >= out.numel() else total[: piece.stop - start]
+        so_far = terms[0][piece]
+        for index, term in enumerate(terms[1:], start=1):
+            target = out[piece] if index == len(terms) - 1 else total_piece
+            add(so_far, term[piece], out=target)
             so_far = target
-        divide(out_piece, divisor)
+        divide(out[piece], divisor)
 
 
 def divide(tensor: Tensor, divisor: int) -> None:

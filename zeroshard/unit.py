@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.buffer import Borrower, FlatBuffer
+from zeroshard.buffer import FlatBuffer
 from zeroshard.casting import Pattern, Precisions, Region, Rules, matches
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
@@ -24,6 +24,7 @@ from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.placement import REPLICATED, SHARDED, Plan
+from zeroshard.pool import Borrower, plain_bytes
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 from zeroshard.readers import has_forward, is_whole, readers
 from zeroshard.weights import Weights
@@ -118,8 +119,12 @@ class Unit:
         interval = Interval(0, self.layout.numel) if replicated else self.own_shard()
         self.main = MainWeights(interval, held, precision, exposed=buffer.owns_full)
         if not self.plan.external_gradients:
+            # A shard of gradients is read by no peer, and by nobody between a step and the next backward.
             allocate = partial(collectives.allocate, device=held.device)
-            grads = FlatBuffer(self.layout, rank, precision.grad, self.plan.grads, allocate)
+            if self.plan.grads is SHARDED:
+                allocate = partial(plain_bytes, device=held.device)
+            lasting = self.plan.grads is not SHARDED
+            grads = FlatBuffer(self.layout, rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
             self.grads = Gradients(
                 self.spec.name,
                 grads,

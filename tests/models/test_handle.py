@@ -222,7 +222,7 @@ def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(precision
                     with pytest.raises(RuntimeError, match=r"parked; call unpark\(\) first"):
                         call()
                 handle.unpark()
-                assert handle.memory() == before
+                assert handle.memory() == {**before, "ring": 0, "buckets": 0}  # these come when they are needed
                 assert same_bits(handle.full_state_dict(), of_twin.full_state_dict()), (plan, at)
             steps(model, optimizer, rank, range(4, 6))
             steps(twin, other, rank, range(4, 6))

@@ -86,8 +86,8 @@ def test_every_row_is_exact_and_is_what_was_planned(num_ranks: int) -> None:
             for precision, row in TABLE.values():
                 for plan, (a, b) in zip(PLANS, row, strict=True):
                     model, handle, _optimizer = trained(plan, precision, name, rank)
-                    memory = handle.memory()
-                    found = sum(memory[kind] for kind in RESTING)
+                    memory, peak = handle.memory(), handle.memory(peak=True)
+                    found = sum(peak[kind] for kind in RESTING)
                     assert found == expected_bytes(handle, rank, a, b, state_bytes), (name, precision, plan, memory)
                     with torch.device("meta"):
                         on_meta = one_block()
@@ -115,7 +115,7 @@ def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
             rest = {}
             for precision in ("bf16", "bf16-remainder"):
                 _model, handle, _ = trained(plan, precision, "sgd", rank)
-                rest[precision] = sum(handle.memory()[kind] for kind in RESTING)
+                rest[precision] = sum(handle.memory(peak=True)[kind] for kind in RESTING)
                 held = sum(unit.main.interval.numel for unit in handle.units)
             assert rest["bf16"] - rest["bf16-remainder"] == 2 * held > 0
 

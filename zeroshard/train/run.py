@@ -67,7 +67,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
             ranks.world_size,
             units=Block,
             precision=parallel.precision,
-            pairwise=ranks.device.type == "cpu",
+            transport="shared" if ranks.device.type == "cpu" else "native",
             device_type=ranks.device.type,
             group_of=lambda name: model.get_parameter(name).dim() >= 2,  # as in make_optimizer
             no_sync=config.batch.micro_batches > 1 and not config.batch.reduce_every_micro_batch,

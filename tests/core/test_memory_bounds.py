@@ -1,0 +1,239 @@
+"""What no phase needs is not held: the bounds of FSDP2's own test, phase by phase.
+
+Places, buckets and scratch used to be held from `shard` on. With few large blocks that was most of the memory: a model
+of 3 blocks of 28 MB, ZERO3 on 2 ranks, held 228 MB in forward and backward and 313 MB at rest, where torch's
+`test_fully_shard_memory.py` demands 144, 187 and 160 of FSDP2.
+
+Bytes are counted without asking the engine: all storages behind all tensors, activations and temporaries of autograd
+included, at every operation of torch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import zeroshard
+from zeroshard import collectives, pieces, pool
+from zeroshard.collectives import Collectives
+from zeroshard.mesh import Mesh
+from zeroshard.planner import plan_memory
+from zeroshard.testing import run_ranks
+
+MB = 10**6
+WIDTH = 768  # of torch's test; smaller ones have bounds that are smaller alike
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.o(nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y)))
+        return x + self.down(torch.relu(self.up(self.second_norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(32, width), nn.Embedding(16, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages of this process that have been seen since `look`, now and at most. Storages of peers are
+    theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refs: dict[int, StorageWeakRef] = {}
+        self.shared: Any = None
+        self.most = 0
+        self._before = set(map(_ref, _tensors_of_python()))
+
+    def look(self) -> None:
+        """At all tensors that Python can reach."""
+        gc.collect()
+        self._add(_tensors_of_python())
+        self.restart()
+
+    def restart(self) -> None:
+        self.most = self.now()
+
+    def now(self) -> int:
+        foreign = {tensor.untyped_storage()._cdata for tensor in self.shared.mapped()} if self.shared else set()
+        total = 0
+        for key, ref in list(self._refs.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                del self._refs[key]
+            elif storage._cdata not in foreign:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._add(tensor for tensor in pytree.tree_leaves((args, kwargs, result)) if isinstance(tensor, Tensor))
+        if func is not torch.ops.aten.from_file.default:  # whose it is will be known in a moment
+            self.most = max(self.most, self.now())
+        return result
+
+    def _add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._refs and tensor.nbytes >= 1024 and _ref(tensor) not in self._before:
+                self._refs[key] = _ref(tensor)
+
+
+def _ref(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _tensors_of_python() -> list[Tensor]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
+
+
+def bounds(model: nn.Module, num_ranks: int) -> Callable[[int], dict[str, float]]:
+    """Number of a step, from 0 -> phase -> bytes, by the formulas of torch's test for `reshard_after_forward=True`.
+    That test ends with the first step; from then on there is the optimizer's state as well, and what stays at rest."""
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    rest = whole - 4 * sum(p.numel() for p in model.blocks.parameters())
+    sharded, buffer = whole / num_ranks, 16 * MB * (block / (28.3 * MB))
+
+    def of_step(step: int) -> dict[str, float]:
+        state = 2 * sharded * (step > 0)
+        return {
+            "init": sharded + block,
+            "forward": sharded + 3 * block + rest + buffer + state,
+            "backward": 2 * sharded + 3 * block + rest + buffer + state,
+            "step": 4 * sharded + buffer + pool.KEPT_BYTES * (step > 0),
+            "rest": 3 * sharded + 2 * buffer,
+        }
+
+    return of_step
+
+
+def choose(transport: str) -> None:
+    """In a forked rank: the way that buffers move."""
+    if transport != "shared":
+        Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
+    if transport == "native":  # gloo has these collectives, too; it copies whole buffers, which NCCL does not
+        Mesh.is_pairwise = property(lambda self: False)  # type: ignore[method-assign,assignment]
+        for name in ("_reduce_scatter", "_all_gather"):
+            setattr(collectives, name, partial(Unseen, getattr(collectives, name)))
+
+
+class Unseen:
+    """A collective of torch, and what it allocates inside is not counted."""
+
+    def __init__(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():
+            self._work = start(*args, **kwargs)
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self._work.wait()
+
+
+def adam(before: Callable[[], None]) -> type[torch.optim.Adam]:
+    """`before` is called when the step begins to update."""
+
+    class Adam(torch.optim.Adam):
+        begun = False
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.begun:
+                before()
+            self.begun = True
+            return super().step(closure)
+
+    return Adam
+
+
+def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3) -> tuple[list[Any], list[Any]]:
+    """(phase, bytes, the bound) of each phase of each step; (phase, counted by the engine, planned)."""
+    choose(transport)
+    pool.KEPT_BYTES = pool.KEPT_BYTES * width**2 // WIDTH**2
+    pieces.cut.__defaults__ = (pieces.PIECE_NUMEL * width**2 // WIDTH**2,)  # Adam makes some temporaries of each
+    pieces.BATCH_NUMEL["cpu"] = pieces.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
+    with torch.device("meta"):
+        on_meta = Model(width)
+    bound = bounds(on_meta, num_ranks)
+    live = Live()
+    torch.manual_seed(0)
+    model = Model(width)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    assert num_ranks == 1 or handle.collectives.transport == transport
+    live.shared = handle.collectives.shared
+    optimizer = zeroshard.ShardedOptimizer(handle, adam(before=live.restart), lr=1e-2, foreach=False)
+    phases = []
+    live.look()
+    phases.append(("init", live.most, bound(0)["init"]))
+    with live:
+        for step in range(steps):
+
+            def note(phase: str, step: int = step) -> None:
+                phases.append((phase, live.most, bound(step)[phase]))
+                live.restart()
+
+            loss = model(torch.randint(0, 32, (1, 4))).sum()
+            note("forward")
+            loss.backward()
+            del loss
+            note("backward")
+            for stepper in optimizer._steppers:
+                stepper.optimizer.begun = False
+            optimizer.step()
+            note("step")
+            optimizer.zero_grad()
+            live.restart()
+            note("rest")
+    arguments: dict[str, Any] = {"units": Block, "rank": rank, "transport": transport}
+    return phases, [
+        (handle.memory(), plan_memory(on_meta, "zero3", num_ranks, **arguments)),
+        (handle.memory(peak=True), plan_memory(on_meta, "zero3", num_ranks, **arguments, peak=True)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "transport"), [(1, "shared"), (2, "shared"), (3, "shared"), (2, "pairwise"), (2, "native")]
+)
+def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> None:
+    """In small, and all that is constant in those bounds (the 16 MB for all else) in small as well. (torch's test is
+    for 2 ranks. On 3, by messages, backward has two buckets and two places until its last unit, and may exceed the
+    bound by less than a fifth of a block.)"""
+    for phases, counted in run_ranks(found, num_ranks, num_ranks, 384, transport):
+        over = [(phase, most / MB, bound / MB) for phase, most, bound in phases if most > bound]
+        assert not over, (over, phases)
+        for measured, planned in counted:
+            assert measured == planned
+
+
+def test_the_numbers_of_torchs_test() -> None:
+    """3 blocks of 28 MB on 2 ranks: at most 144 MB in forward, 187 in backward and in the step, 160 at rest."""
+    for phases, counted in run_ranks(found, 2, 2, WIDTH, "shared", 1):
+        by_phase = {phase: (most / MB, bound / MB) for phase, most, bound in phases}
+        assert {phase: round(bound) for phase, (_, bound) in by_phase.items()} == {
+            "init": 71, "forward": 144, "backward": 187, "step": 187, "rest": 160,
+        }  # fmt: skip
+        assert all(most <= bound for most, bound in by_phase.values()), by_phase
+        assert all(measured == planned for measured, planned in counted)
