@@ -77,11 +77,10 @@ def spoil(handle: zeroshard.Handle) -> None:
     """NaN wherever between two steps values do not matter: in buckets taken in turns, in gradients that are used up."""
     collectives = handle.collectives
     collectives.exchange_objects(None)  # nobody writes before everybody has read
-    for storage in handle.reducer.tensors()["buckets"]:
+    for storage in handle.pool.tensors("buckets"):
         storage.view(torch.float32).fill_(torch.nan)
     for unit in handle.units:
-        if unit.grads is not None and unit.grads.buffer.owns_full:
-            assert unit.grads.buffer.full is not None
+        if unit.grads is not None and unit.grads.buffer.owns_full and unit.grads.buffer.full is not None:
             unit.grads.buffer.full.fill_(torch.nan)
     collectives.exchange_objects(None)
 

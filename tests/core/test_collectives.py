@@ -61,9 +61,9 @@ def sum_by_hand(own: int, of_ranks: list[Tensor], wire: torch.dtype) -> Tensor:
 def reduce_scatter(collectives: Collectives, full: Tensor, wire: torch.dtype, *, in_place: bool) -> Tensor:
     mesh = collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
-    scratch = torch.empty(
-        reduce_scratch_bytes(full.numel(), full.dtype, wire, *sizes, collectives.pairwise), dtype=torch.uint8
-    )
+    transport = "shared" if collectives.is_shared(full) else "pairwise" if collectives.pairwise else "native"
+    num_bytes = reduce_scratch_bytes(full.numel(), full.dtype, wire, *sizes, transport, in_place=in_place)
+    scratch = torch.empty(num_bytes, dtype=torch.uint8)
     own = full.view(mesh.shard.size, -1)[mesh.shard.rank]
     out = own if in_place else torch.full_like(own, 99)
     collectives.reduce_scatter(full, out, scratch, wire=wire, unit="u", phase="test").wait()

@@ -62,7 +62,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     assert main.extra is not None and main.extra.shape == (4,) and main.extra.dtype == torch.float32
 
     grads.full.copy_(gradient(rank))
-    scratch = torch.empty(reduce_scratch_bytes(16, FP16, FP16, 4, 1, True), dtype=torch.uint8)
+    scratch = torch.empty(reduce_scratch_bytes(16, FP16, FP16, 4, 1, "pairwise", in_place=True), dtype=torch.uint8)
     collectives.reduce_scatter(grads.full, grads.shard, scratch, wire=FP16, unit="u", phase="backward").wait()
     assert torch.equal(grads.full[own.slice], sum(gradient(r) for r in range(4))[own.slice])
     others = [i for i in range(16) if i not in range(own.start, own.stop)]
