@@ -202,7 +202,7 @@ def both_in_one_process(rank: int, num_ranks: int, steps: int = 4) -> dict[str, 
                 total[p] = p.grad if p not in total else total[p] + p.grad
                 p.grad = None
         for p, grad in total.items():
-            p.grad = grad * (1 / num_ranks)
+            p.grad = grad / num_ranks
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
