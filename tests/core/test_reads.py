@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
 from tests.core.models import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
@@ -110,8 +111,20 @@ def test_between_step_and_forward_too() -> None:
     run_ranks(check, 2)
 
 
+class Weights(Dataset[Tensor]):
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        weight: Tensor = self.model.blocks[1].up.weight
+        return weight.detach().mean()
+
+
 def test_readers_outside_of_forward_are_found() -> None:
-    """An average of the weights, a thread: NaN without, and a name and a line with `find_reads`."""
+    """An average of the weights, a thread, a loader's worker: NaN without, and a name and a line with `find_reads`."""
 
     def check(rank: int) -> None:
         model = make(Net)
@@ -141,7 +154,10 @@ def test_readers_outside_of_forward_are_found() -> None:
         thread.join()
         assert "parameter blocks.1.up.weight" in str(errors[0])
 
-        assert READS["norm"](model).isnan()
+        assert Weights(model)[0].isnan()
+        for workers in (0, 1):
+            with handle.find_reads(), pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight"):
+                list(DataLoader(Weights(model), num_workers=workers))
         with pytest.raises(TypeError, match="cannot be copied"):
             AveragedModel(model)
 
