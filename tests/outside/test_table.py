@@ -34,3 +34,9 @@ def test_every_test_that_the_table_names_is_here() -> None:
 
 def test_every_test_here_is_in_the_table() -> None:
     assert defined() - set(re.findall(r"\btest_\w+", DOCS.read_text())) == set()
+
+
+def test_every_file_that_the_table_names_is_there() -> None:
+    root = HERE.parent.parent
+    rows = "".join(line for line in DOCS.read_text().splitlines() if line.startswith("|"))
+    assert [path for path in re.findall(r"tests/\w+/\w+\.py", rows) if not (root / path).exists()] == []
