@@ -100,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.handle.claimed(self._parameters(), self):
             self.handle.thaw()
             self._steppers = self._build_steppers()
+            self.handle.pool.expect_room(0, "the scratch of this optimizer")
             units = self._find_units()
             policy = _policy(loss_scale, units)
             self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)

@@ -1,0 +1,140 @@
+"""`max_transient_bytes` is kept, or what needs more is refused with the number.
+
+With 200,000 bytes allowed a backward under `no_sync` held 417,792, in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import Block, Net, loss_of_tokens, make
+from zeroshard.planner import plan_memory
+from zeroshard.testing import run_ranks
+
+SHARDED = ("zero2", "zero3")
+
+
+def transients(memory: dict[str, int]) -> int:
+    return memory["ring"] + memory["buckets"] + memory["scratch"]
+
+
+def needed(plan: str, model: Any = Net, **more: Any) -> int:
+    with torch.device("meta"):
+        return transients(plan_memory(model(), plan, 2, units=Block, peak=True, **more))
+
+
+def number_in(error: pytest.ExceptionInfo[BaseException]) -> int:
+    found = re.search(r"(\d+) in all", str(error.value))
+    assert found is not None, str(error.value)
+    return int(found[1])
+
+
+def test_no_sync_under_a_cap_is_refused_with_the_number_that_is_enough() -> None:
+    def check(rank: int) -> None:
+        for plan in SHARDED:
+            cap = needed(plan)
+            handle = zeroshard.shard(make(Net), plan, units=Block, max_transient_bytes=cap)
+            with pytest.raises(RuntimeError, match=f"max_transient_bytes={cap}: no_sync") as error, handle.no_sync():
+                pass
+            enough = number_in(error)
+            assert enough == needed(plan, no_sync=True)
+            handle.close()
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, max_transient_bytes=enough)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            for step in range(2):
+                with handle.no_sync():
+                    loss_of_tokens(model, rank, 0, step).backward()
+                loss_of_tokens(model, rank, 1, step).backward()
+                optimizer.step()
+            assert transients(handle.memory(peak=True)) <= enough
+
+    run_ranks(check, 2)
+
+
+def test_units_that_turn_out_to_be_nested_are_refused_under_a_cap_and_else_get_their_places() -> None:
+    class Inside(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.other[0](x)) if hasattr(self, "other") else super().forward(x)
+
+    def model() -> nn.Module:
+        layers = nn.Sequential(*(Inside(16, 16) for _ in range(3)))
+        for outer, inner in ((0, 1), (1, 2)):  # no children: the tree of modules does not show them
+            object.__setattr__(layers[outer], "other", [layers[inner]])
+        return layers
+
+    def check(rank: int) -> None:
+        plain = make(model)
+        with torch.device("meta"):
+            cap = transients(plan_memory(model(), "zero3", 2, units=Inside, peak=True))
+        x = torch.randn(2, 16)
+        expected = plain(x)
+        for limit in (cap, None):
+            sharded = make(model)
+            zeroshard.shard(sharded, "zero3", units=Inside, max_transient_bytes=limit)
+            if limit is None:
+                assert torch.equal(sharded(x), expected)
+            else:
+                with pytest.raises(
+                    RuntimeError, match=f"max_transient_bytes={cap}: unit 2, which runs inside"
+                ) as error:
+                    sharded(x)
+                assert number_in(error) > cap
+
+    run_ranks(check, 2)
+
+
+def test_gradients_that_wait_for_an_unused_parameter_are_refused_under_a_cap() -> None:
+    """The unit with the unused parameter is reduced last, and those after it find no bucket free."""
+
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__(blocks=5)
+            self.blocks[4].unused = nn.Parameter(torch.ones(3))
+
+    def check(rank: int) -> None:
+        model = make(Unused)
+        cap = needed("zero2", Unused)
+        zeroshard.shard(model, "zero2", units=Block, max_transient_bytes=cap)
+        with pytest.raises(RuntimeError, match=f"max_transient_bytes={cap}: a bucket for unit blocks") as error:
+            loss_of_tokens(model, rank, 0, 0).backward()
+        assert number_in(error) > cap
+
+    run_ranks(check, 2)
+
+
+def test_parameters_that_are_let_train_are_refused_under_a_cap_before_anything_changes() -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        with torch.device("meta"):
+            frozen = Net()
+            frozen.requires_grad_(False)
+            frozen.head.requires_grad_(True)
+        cap = transients(plan_memory(frozen, "zero2", 2, units=Block, peak=True))
+        handle = zeroshard.shard(model, "zero2", units=Block, max_transient_bytes=cap)
+        model.requires_grad_(True)
+        with pytest.raises(ValueError, match=f"max_transient_bytes={cap}: these units need"):
+            loss_of_tokens(model, rank, 0, 0)
+        assert transients(handle.memory()) <= cap
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_whose_scratch_does_not_fit_is_refused() -> None:
+    def check(rank: int) -> None:
+        cap = needed("zero3")
+        model = make(Net)
+        zeroshard.shard(model, "zero3", units=Block, max_transient_bytes=cap)
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        with pytest.raises(RuntimeError, match=f"max_transient_bytes={cap}: the scratch of this optimizer"):
+            zeroshard.ShardedOptimizer([{"params": matrices}], torch.optim.Muon, lr=0.1)
+
+    run_ranks(check, 2)
