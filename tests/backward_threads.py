@@ -23,7 +23,8 @@ def backward_on_threads() -> Iterator[None]:
 
 
 def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
-    if torch._C._current_graph_task_id() != -1:  # a backward inside of one stays on its thread
+    # A backward inside of one stays on its thread; so does one that a tracer runs, inside modes of its thread.
+    if torch._C._current_graph_task_id() != -1 or torch._C._len_torch_dispatch_stack():
         return _run_backward(*args, **kwargs)
     result: list[Any] = []
     errors: list[BaseException] = []
