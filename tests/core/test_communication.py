@@ -185,7 +185,7 @@ def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gathers_start_one_unit_ahead_in_forward_and_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, when a module asks for its unit, the gather is already under way."""
     started: list[tuple[str, str, bool]] = []
-    prefetch, start = Gatherer._prefetch, Gatherer._start
+    prefetch, start = Gatherer._prefetch, Gatherer.start
     ahead = False
 
     def noting_prefetch(self: Gatherer, *args: Any) -> None:
@@ -212,7 +212,7 @@ def test_gathers_start_one_unit_ahead_in_forward_and_in_backward(monkeypatch: py
         assert backward == [(f"blocks.{i}", True) for i in (3, 2, 1, 0)]
 
     monkeypatch.setattr(Gatherer, "_prefetch", noting_prefetch)
-    monkeypatch.setattr(Gatherer, "_start", noting_start)
+    monkeypatch.setattr(Gatherer, "start", noting_start)
     run_ranks(check, 2)
 
 
