@@ -25,9 +25,9 @@ class Origins:
 
     def look(self, unit: Unit, grads: Gradients) -> None:
         """At the terms of the backward under way. The slots of a unit lie in the order of backward."""
-        fresh = sorted(grads.ready - grads.stale)
+        views = grads.buffer.views()
+        fresh = [index for index in sorted(grads.ready - grads.stale) if views[index].numel()]
         if fresh:
-            views = grads.buffer.views()
             largest = torch._foreach_norm([views[index] for index in fresh], torch.inf)
             self._backwards[-1].append(([unit.layout.slots[index].name for index in fresh], list(largest)))
 

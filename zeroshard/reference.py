@@ -90,6 +90,7 @@ class Reference:
         self.precisions[parameter] = precision
         if precision.grad.itemsize > precision.param.itemsize:
             parameter.grad_dtype = precision.grad  # autograd adds the uses within one backward in it, too
+        parameter.data = parameter.data.contiguous()  # as in a flat buffer: a transposed one meets other kernels
         if precision.weights_are_main:
             parameter.data = parameter.data.to(precision.param)
             self.main[parameter] = parameter

@@ -126,7 +126,7 @@ class Own(nn.Module):
             super().__init__()
             self.scale = nn.Parameter(torch.tensor(1.5))
             self.nothing = nn.Parameter(torch.empty(0, 7))
-            self.transposed = nn.Parameter(torch.randn(HIDDEN, WIDTH).t())
+            self.transposed = nn.Parameter(torch.randn(HIDDEN, WIDTH).t())  # in a unit's buffer it is contiguous
             self.list = nn.ParameterList([torch.randn(WIDTH), torch.randn(1)])
 
         def forward(self, x: Tensor) -> Tensor:
@@ -461,7 +461,7 @@ def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], in
                 loop(model, lambda loss, **options: loss.backward(**options), of_rank, step)
                 totals.append({name: p.grad for name, p in model.named_parameters()})
             for name, parameter in model.named_parameters():
-                parameter.grad = ((totals[0][name] + totals[1][name]) + totals[2][name]) * (1 / 3)
+                parameter.grad = ((totals[0][name] + totals[1][name]) + totals[2][name]) / 3
             optimizer.step()
         return model.state_dict()
 

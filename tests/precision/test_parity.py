@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,8 +151,9 @@ def reduced_gradients(rank: int, precision: MixedPrecision) -> list[tuple[list[t
         def look(name: str, grad: torch.Tensor, terms: dict[str, torch.Tensor] = terms) -> None:
             terms[name] = grad.float().clone()
 
-        with handle.reducer.scaled(1.0, look):
-            loss_of_tokens(model, rank, 0, 0).backward()
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(partial(look, name))
+        loss_of_tokens(model, rank, 0, 0).backward()
         own = [unit.grads.piece(unit.own_shard()).clone() for unit in handle.units]
         full = []
         for unit in handle.units:
@@ -165,18 +167,19 @@ def reduced_gradients(rank: int, precision: MixedPrecision) -> list[tuple[list[t
 
 @pytest.mark.parametrize("name", NARROW_WIRES)
 def test_16_bits_on_the_wire_and_sums_in_fp32(name: str) -> None:
-    """What a rank receives has been rounded to the wire's dtype, its own term has not; sums are fp32, in rank order."""
+    """What a rank receives has been rounded to the wire's dtype, its own term has not; sums are fp32, in rank order,
+    and become the mean."""
     by_rank = run_ranks(reduced_gradients, 3, NARROW_WIRES[name])
     for plan in range(len(PLANS)):
         for owner in range(3):
             for unit, own in enumerate(by_rank[owner][plan][0]):
                 terms = [by_rank[rank][plan][1][unit].view(3, -1)[owner] for rank in range(3)]
                 rounded = [term if rank == owner else term.bfloat16().float() for rank, term in enumerate(terms)]
-                assert own.dtype == FP32 and torch.equal(own, (rounded[0] + rounded[1]) + rounded[2])
+                assert own.dtype == FP32 and torch.equal(own, ((rounded[0] + rounded[1]) + rounded[2]) / 3)
                 if name.startswith("fp32 weights") and own.any():  # the negative control
-                    assert not torch.equal(own, (terms[0] + terms[1]) + terms[2])
+                    assert not torch.equal(own, ((terms[0] + terms[1]) + terms[2]) / 3)
                     rounded_sum = ((rounded[0] + rounded[1]).bfloat16() + rounded[2]).float()
-                    assert not torch.equal(own, rounded_sum)
+                    assert not torch.equal(own, rounded_sum / 3)
 
 
 def test_a_narrow_wire_is_the_same_in_every_plan_and_halves_the_bytes() -> None:
