@@ -134,6 +134,7 @@ class Gatherer:
         self.finish()
         for unit in self.units:
             if unit.weights.buffer.owns_full and unit.weights.state is Residency.RESIDENT:
+                unit.weights.expect_in_place(through_data=True)
                 unit.weights.show()
 
     def unshard(self, unit: Unit, full: Tensor | None = None) -> None:

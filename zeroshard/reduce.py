@@ -186,7 +186,8 @@ class Reducer:
         grads = unit.grads
         assert grads is not None
         dtype, device, numel = grads.buffer.dtype, unit.weights.own().device, unit.layout.numel
-        full = self.collectives.allocate(numel * dtype.itemsize, device).view(dtype)
+        storage = self.collectives.allocate(numel * dtype.itemsize, device)  # peers can read it as long as this lives
+        full = storage.view(dtype)
         for index, term in terms.items():
             if term is not None:
                 view = full[unit.layout.slots[index].world.slice].view(term.shape)

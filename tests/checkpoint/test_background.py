@@ -42,7 +42,7 @@ def changing_at_once(rank: int, folder: Path, plan: str, precision: str, trials:
         run.train(range(trial + 1, trial + 2))
         if plan == "ddp":  # and by hand
             for unit in run.handle.units:
-                unit.weights.own().add_(1.0)
+                unit.weights.buffer.full.add_(1.0)
         changed.set()
         saving.wait()
         run.handle.collectives.exchange_objects(None)

@@ -153,13 +153,14 @@ def test_one_other_batch_on_one_rank_is_seen() -> None:
 
 
 def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own term first, as a straightforward exchange would do it: plans agree among themselves, not with the truth."""
+    """The last rank's term first: plans agree among themselves, not with the truth."""
 
-    def own_first(own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int) -> None:
-        out.copy_(sum(received, start=own)).div_(divisor)
+    def last_first(own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int) -> None:
+        *others, last = [*received[:rank], own, *received[rank:]]
+        out.copy_(sum(reversed(others), start=last)).div_(divisor)
 
     expected = run_ranks(all_references, 1, 3, [Job()])[0][0][0]
-    monkeypatch.setattr(collectives, "sum_in_rank_order", own_first)
+    monkeypatch.setattr(collectives, "sum_in_rank_order", last_first)
     by_plan = run_ranks(all_plans, 3, [Job()])[0][0]
     expect_identical(by_plan)
     assert not same_bits(by_plan[0].weights, expected.weights)

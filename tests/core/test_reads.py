@@ -161,7 +161,7 @@ def test_readers_outside_of_forward_are_found() -> None:
         with pytest.raises(TypeError, match="cannot be copied"):
             AveragedModel(model)
 
-    run_ranks(check, 1)
+    run_ranks(check, 2)
 
 
 def test_being_watched_changes_nothing() -> None:

@@ -48,21 +48,19 @@ def test_ranks_that_read_their_own_memory_for_that_of_a_peer_raise(
     """As in the containers; the probe has been passed here."""
 
     def own_memory(self: Collectives, axis: Any, rank: int, message: Tensor, like: Tensor) -> Tensor:
-        assert self.shared is not None
-        by_segment = {segment: address for address, (segment, _) in self.shared._own.items()}
-        own: Tensor = known[by_segment[int(message[0])]]
+        own = known[int(message[0])]
         return own[int(message[3]) :][: like.nbytes].view(like.dtype).view(like.shape)
 
-    allocate = SharedMemory.allocate
-    known: dict[int, Tensor] = {}
+    make_map = SharedMemory.map
+    known: dict[int, Tensor] = {}  # by segment
 
-    def remembered(self: SharedMemory, num_bytes: int) -> Tensor:
-        tensor = allocate(self, num_bytes)
-        known[tensor.untyped_storage().data_ptr()] = tensor
+    def remembered(self: SharedMemory, segment: int, fd: int, num_bytes: int) -> Tensor:
+        tensor = make_map(self, segment, fd, num_bytes)
+        known[segment] = tensor.view(-1)
         return tensor
 
     monkeypatch.setattr(Collectives, "_peer", own_memory)
-    monkeypatch.setattr(SharedMemory, "allocate", remembered)
+    monkeypatch.setattr(SharedMemory, "map", remembered)
 
     def run(rank: int) -> list[int]:
         return [steps_until_it_raises(rank, plan, nothing) for plan in PLANS]
