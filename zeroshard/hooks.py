@@ -249,6 +249,8 @@ class Schedule(NotCopied):
         way = module, module.training, torch.is_grad_enabled()
         if way not in self._watched and any(not unit.weights.shown for unit in self.gatherer.units):
             self._watched.add(way)
+            if any(map(_is_compiled, module.modules())):  # under a mode it would run uncompiled, with other roundings
+                return
             self._reads = ReadsRaise(self.gatherer.units)
             self._reads.__enter__()  # type: ignore[no-untyped-call]
 
@@ -327,6 +329,10 @@ class Schedule(NotCopied):
         if accumulates:
             self.reducer.end_backward()
         self.gatherer.end_backward()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _reset_grad_dtype(parameter: nn.Parameter) -> None:

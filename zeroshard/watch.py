@@ -475,6 +475,8 @@ def _where(thread: int | None) -> str:
     inner = ""
     while frame is not None:
         code = frame.f_code
+        if code is Watch._whom_to_blame.__code__:  # it waits in vain itself
+            return GIVING_UP
         if not _is_library(code.co_filename):
             return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{inner}"
         inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"

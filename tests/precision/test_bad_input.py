@@ -30,10 +30,6 @@ def sharded() -> tuple[nn.Module, Any]:
     return model, zeroshard.shard(model, "zero2")
 
 
-def frozen() -> nn.Module:
-    return small().requires_grad_(False)
-
-
 def backward_of_a_vector() -> None:
     model, handle = sharded()
     zeroshard.ShardedOptimizer(handle, SGD, lr=1.0).backward(model(torch.ones(2, 4)))
@@ -126,10 +122,6 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "both kinds of 16 bits": (lambda: MixedPrecision(F16, F32, None, BF16), ("bfloat16 and float16",)),
     "both kinds of 16 bits, gradient": (lambda: MixedPrecision(BF16, F16), ("bfloat16 and float16",)),
     "no parameters": (lambda: zeroshard.ShardedOptimizer([], SGD, lr=1.0), ("empty parameter list",)),
-    "nothing requires grad": (
-        lambda: zeroshard.ShardedOptimizer(frozen().parameters(), SGD, lr=1.0),
-        ("requires grad",),
-    ),
     "a parameter in two groups": (two_groups, ("more than one parameter group",)),
     "a parameter in two optimizers": (two_optimizers, ("0.", "belongs to another ShardedOptimizer", "delete")),
     "two handles": (two_handles, ("different handles", "one ShardedOptimizer per handle")),
