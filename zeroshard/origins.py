@@ -1,6 +1,6 @@
 """Where a gradient that is not finite has come from: which parameter, on which rank, in which micro-batch.
 
-A sum over ranks does not say who has spoiled it. So each rank takes the largest absolute value of each gradient of its
+A sum over ranks does not say who has spoiled it. So each rank takes the norm of each gradient of its
 own, when a unit is about to be reduced, or when a backward that reduces nothing is over. Nobody waits for these
 numbers, and nobody reads them, until a step finds a gradient that is not finite.
 """
@@ -28,8 +28,10 @@ class Origins:
         views = grads.buffer.views()
         fresh = [index for index in sorted(grads.ready - grads.stale) if views[index].numel()]
         if fresh:
-            largest = torch._foreach_norm([views[index] for index in fresh], torch.inf)
-            self._backwards[-1].append(([unit.layout.slots[index].name for index in fresh], list(largest)))
+            wide = torch.promote_types(grads.buffer.dtype, torch.float32)
+            # The 2-norm: a tenth of the time of the largest value, on a CPU.
+            norms = torch._foreach_norm([views[index] for index in fresh], 2, dtype=wide)
+            self._backwards[-1].append(([unit.layout.slots[index].name for index in fresh], list(norms)))
 
     def next_backward(self) -> None:
         self._backwards.append([])
