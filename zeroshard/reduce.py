@@ -49,7 +49,7 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
-        self.order = list(self._trainable)
+        self.rest(set())
         self.collectives = collectives
         self.local: frozenset[Unit] = frozenset()
         self.scale: float | None = None
@@ -89,6 +89,7 @@ class Reducer:
     def rest(self, resting: set[Unit]) -> None:
         """Between two backwards: these units have no gradients, and will get none; the others are reduced."""
         self.order = [unit for unit in self._trainable if unit not in resting]
+        self._place_in_order = {unit: place for place, unit in enumerate(self.order)}
 
     def accumulate_locally(self, units: frozenset[Unit]) -> None:
         """From now on just these are not reduced.
@@ -209,12 +210,13 @@ class Reducer:
         grads = unit.grads
         assert grads is not None, "only trainable units accumulate"
         name = unit.layout.slots[index].name
-        if unit not in self.order:
+        place = self._place_in_order.get(unit)
+        if place is None:
             raise RuntimeError(
                 f"parameter {name} has a gradient, and nothing of its unit required grad when the model was called "
                 "last: let it require grad before the model (not only a part of it) is called"
             )
-        if unit in self.order[: self._cursor] and unit not in self.local:
+        if place < self._cursor and unit not in self.local:
             raise RuntimeError(
                 f"{name} got a second gradient in one backward, after its unit has been reduced: its module runs in "
                 "several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) (torch DDP asks for the same)"
@@ -250,7 +252,7 @@ class Reducer:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank (unless the graph
         says that theirs is still to come)."""
         grads = unit.grads
-        if unit in self.local or grads is None or unit not in self.order[self._cursor :]:
+        if unit in self.local or grads is None or self._place_in_order.get(unit, -1) < self._cursor:
             return
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
         if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):

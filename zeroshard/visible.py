@@ -105,7 +105,7 @@ class VisibleGradients:
         return by_hand
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
-        """The reduced gradient of a slot becomes `part` (see `Gradients.assign`), and is shown."""
+        """The reduced gradient of a slot becomes `part` (see `Gradients.assign`). `show` shows it."""
         assert unit.grads is not None
         unit.parameters[index].grad = None
         unit.grads.assign(index, part)
