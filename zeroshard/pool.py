@@ -159,7 +159,8 @@ class Place:
     def storage(self) -> Tensor:
         """uint8 [num_bytes], held from now on."""
         if self._bytes is None:
-            self._bytes = self._memory.take()
+            with torch.inference_mode(False):  # what is made inside an evaluation serves the training after it as well
+                self._bytes = self._memory.take()
             if (pool := self._pool_ref()) is not None:
                 pool.took(self)
         return self._bytes
@@ -168,7 +169,8 @@ class Place:
         """[numel], from the front, held from now on; the same tensor object each time until it is given back."""
         storage, key = self.storage, (numel, dtype)
         if key not in self._tensors:
-            self._tensors[key] = storage[: numel * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):
+                self._tensors[key] = storage[: numel * dtype.itemsize].view(dtype)
         return self._tensors[key]
 
     def try_to_give_back(self) -> None:

@@ -258,27 +258,33 @@ def test_a_sharded_model_is_not_copied_nor_pickled() -> None:
 
 
 def test_evaluation_needs_no_ceremony() -> None:
-    """Forward under no_grad and inference_mode, also of parts, between steps and by itself."""
+    """Forward under no_grad and inference_mode, whichever is first, also of parts, between steps and by itself.
 
-    def check(rank: int) -> None:
+    What an evaluation under inference_mode had allocated could not be written to by the training after it.
+    """
+
+    def check(rank: int, modes: tuple[type[torch.no_grad | torch.inference_mode], ...]) -> None:
         for plan in PLANS:
             model, plain = make(Net), make(Net)
-            handle, optimizer = started(plan, rank, model)
-            plain.load_state_dict(handle.full_state_dict())
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
             tokens = torch.arange(6).view(2, 3)
-            for mode in (torch.no_grad, torch.inference_mode):
-                with mode():
-                    expected = plain(tokens)
-                    assert torch.equal(model(tokens), expected)
-                    part = model.blocks[1](model.embed(tokens))
-                    assert torch.equal(part, plain.blocks[1](plain.embed(tokens)))
-            assert torch.equal(model(tokens).detach(), expected)
-            optimizer.backward(loss_of_tokens(model, rank, 0, 7))
-            optimizer.step()
-            with torch.no_grad():
-                assert not torch.equal(model(tokens), expected)
+            for seed in (7, 8):
+                for mode in modes:
+                    with mode():
+                        expected = plain(tokens)
+                        assert torch.equal(model(tokens), expected)
+                        part = model.blocks[1](model.embed(tokens))
+                        assert torch.equal(part, plain.blocks[1](plain.embed(tokens)))
+                assert torch.equal(model(tokens).detach(), expected)
+                optimizer.backward(loss_of_tokens(model, rank, 0, seed))
+                optimizer.step()
+                with modes[0]():
+                    assert not torch.equal(model(tokens), expected)
+                    plain.load_state_dict(handle.full_state_dict())
 
-    run_ranks(check, 3)
+    for modes in ((torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)):
+        run_ranks(check, 3, modes)
 
 
 # A plain model back ---------------------------------------------------------------------------------------------------
