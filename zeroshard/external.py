@@ -1,7 +1,8 @@
 """Plan OPTIMIZER_ONLY: a handle over parameters alone, whose gradients something else reduces (torch DDP, say).
 
 Parameters may come later: those of an added param group, and those that have begun to require grad. They become further
-units; what is there stays where it is. A parameter that does not require grad is left alone until then.
+units; what is there stays where it is. A parameter that does not require grad is left alone until then. The name of a
+parameter is its position in the optimizer, whether it trains or not.
 """
 
 from __future__ import annotations
@@ -30,21 +31,30 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     """
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
     handle = Handle(OPTIMIZER_ONLY, (), collectives, None)
-    take_parameters(handle, [p for p in dict.fromkeys(parameters) if is_wanted(p)])
+    take_parameters(handle, {name: p for name, p in named(parameters).items() if is_wanted(p)})
+    note_untaken(handle, parameters)
     return handle
+
+
+def named(parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """All parameters of an optimizer."""
+    return {str(position): parameter for position, parameter in enumerate(dict.fromkeys(parameters))}
+
+
+def note_untaken(handle: Handle, parameters: Iterable[nn.Parameter]) -> None:
+    """`parameters`: all of the optimizer's."""
+    handle.untaken = {name: p for name, p in named(parameters).items() if handle_of(p) is None}
 
 
 def is_wanted(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def take_parameters(handle: Handle, parameters: Sequence[nn.Parameter]) -> None:
+def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     """Further ones. Collective; errors as above."""
-    known = sum(len(unit.parameters) for unit in handle.units)
-    named = {str(known + index): parameter for index, parameter in enumerate(parameters)}
-    problem = ""
+    parameters, problem = list(new.values()), ""
     try:
-        for name, parameter in named.items():
+        for name, parameter in new.items():
             _refuse_unready(name, parameter, handle.collectives)
         devices = {*(unit.weights.own().device for unit in handle.units), *(p.device for p in parameters)}
         if len(devices) > 1:
@@ -54,10 +64,10 @@ def take_parameters(handle: Handle, parameters: Sequence[nn.Parameter]) -> None:
     except ValueError as error:
         problem = str(error)
     handle.collectives.raise_together(problem, "ShardedOptimizer")
-    specs = list(_specs(named, known))
-    expect_same_model(handle.collectives, named, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
+    specs = list(_specs(new, is_first=not handle.units))
+    expect_same_model(handle.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
     handle.collectives.broadcast([parameter.data for parameter in parameters])
-    units = build_units(named, specs, OPTIMIZER_ONLY, handle.collectives, first=len(handle.units))
+    units = build_units(new, specs, OPTIMIZER_ONLY, handle.collectives, first=len(handle.units))
     handle.units = (*handle.units, *units)
     handle.gatherer = Gatherer(handle.units, handle.collectives, handle.pool)
     handle.schedule.take(handle.gatherer, handle.reducer, ())
@@ -65,33 +75,35 @@ def take_parameters(handle: Handle, parameters: Sequence[nn.Parameter]) -> None:
     handle.collectives.meet()
 
 
-def newcomers(handle: Handle, parameters: Iterable[nn.Parameter], name_of: Callable[[int], str]) -> list[nn.Parameter]:
+def newcomers(
+    handle: Handle, parameters: Iterable[nn.Parameter], name_of: Callable[[str], str]
+) -> dict[str, nn.Parameter]:
     """Those of the optimizer's parameters that the handle does not have yet, and that are to be trained from now on, on
     every rank. Collective.
 
     Args:
-        name_of: of the parameter at a position.
+        name_of: a position in words.
 
     Raises:
         ValueError: on every rank: the ranks do not agree on them.
     """
-    wanted = {i: p for i, p in enumerate(parameters) if handle_of(p) is None and is_wanted(p)}
+    wanted = {name: p for name, p in named(parameters).items() if handle_of(p) is None and is_wanted(p)}
     for rank, theirs in enumerate(found := handle.collectives.exchange_objects(list(wanted))):
         if theirs != found[0]:
-            name = name_of(min({*theirs} ^ {*found[0]}))
+            name = name_of(min({*theirs} ^ {*found[0]}, key=int))
             raise ValueError(
                 f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on both. "
                 "Freeze and unfreeze on every rank alike"
             )
-    return list(wanted.values())
+    return wanted
 
 
-def _specs(named: dict[str, nn.Parameter], known: int) -> Iterable[UnitSpec]:
+def _specs(named: dict[str, nn.Parameter], *, is_first: bool) -> Iterable[UnitSpec]:
     """One unit for each dtype: nothing is gathered before all of it has been stepped, and then at once."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in named.values())
     for dtype in dtypes:
         names = [name for name, parameter in named.items() if parameter.dtype == dtype]
-        label = "root" if not known else f"from {known} on"
+        label = "root" if is_first else f"from {next(iter(named))} on"
         if len(dtypes) > 1:
             label += f" ({str(dtype).removeprefix('torch.')})"
         yield UnitSpec(

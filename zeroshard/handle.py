@@ -73,6 +73,7 @@ class Handle(NotCopied):
         comm_log: what has been communicated.
         pool: full-size places, buckets and scratch.
         background: a checkpoint that is still being written.
+        untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by their names.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Handle(NotCopied):
         self.pool.besides = partial(_scratch_of_owners, weakref.ref(self))
         self._guards: list[RemovableHandle] = []
         self.background: Unfinished | None = None
+        self.untaken: dict[str, nn.Parameter] = {}
         self._reading = False
         self._closed = False
         self._parked: Parked | None = None

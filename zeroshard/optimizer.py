@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
-from zeroshard.external import newcomers, shard_parameters, take_parameters
+from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
 from zeroshard.flat_step import FlatStep, Update
 from zeroshard.full_state import EVERYWHERE, Taking
 from zeroshard.gradients import GradState
@@ -263,6 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 with self.handle.claimed(group["params"], self):
                     if self.handle.plan.external_gradients:
                         self._take_newcomers()
+                        note_untaken(self.handle, self._parameters())
                     self.handle.thaw()
                     self.rebuild()
             except ValueError:
@@ -283,11 +284,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_state(state)
 
     def _take_unclaimed(self) -> None:
-        """Into the first group, in the order of the model: as if they had been trainable from the start."""
-        params = self.param_groups[0]["params"]
-        mine = {id(parameter) for parameter in [*params, *self._unclaimed()]}
-        params[:] = [p for p in self.handle.trainable_parameters() if id(p) in mine]
-        self.handle.claim(params, self)
+        trainable = {id(parameter) for parameter in self.handle.trainable_parameters()}
+        self.adopt([parameter for parameter in self._unclaimed() if id(parameter) in trainable])
+
+    def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Of a handle's parameters, some that no optimizer has: they join the first group, as if they had required grad
+        from the start."""
+        groups = self.groups_with(parameters)
+        self.handle.claim(groups[0], self)
+        self.param_groups[0]["params"][:] = groups[0]
+
+    def groups_with(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters of each group, once it has adopted these: the first group is in the order of the model."""
+        groups, new = [list(group["params"]) for group in self.param_groups], list(parameters)
+        if new:
+            mine = {id(parameter) for parameter in [*groups[0], *new]}
+            groups[0] = [parameter for parameter in self.handle.model.parameters() if id(parameter) in mine]
+        return groups
+
+    def adoptable(self) -> list[nn.Parameter]:
+        """Those that it would take if they required grad: if built from a handle, what no optimizer has."""
+        return list(self._unclaimed()) if self._takes_all else []
 
     def _take_newcomers(self) -> bool:
         """Under OPTIMIZER_ONLY: those of the parameters that are to be trained from now on. Collective."""
@@ -295,6 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new = newcomers(self.handle, params, lambda position: f"parameter number {position}")
         if new:
             take_parameters(self.handle, new)
+            note_untaken(self.handle, params)
         return bool(new)
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
@@ -410,10 +428,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.handle.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        sizes = [len(group["params"]) for group in self.param_groups]
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != found:
-            raise ValueError(f"the optimizer has param groups of {sizes} parameters, the state_dict of {found}")
+        self._fit_groups(state_dict)
         self._load_state(state_dict)
         self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -421,6 +436,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _fit_groups(self, state_dict: dict[str, Any]) -> None:
+        """What is frozen now may have been trained, and so be in the first group there."""
+        found = [len(group["params"]) for group in state_dict["param_groups"]]
+        for more in ([], self.adoptable()):
+            if [len(params) for params in self.groups_with(more)] == found:
+                self.adopt(more)
+                return
+        sizes = [len(group["params"]) for group in self.param_groups]
+        frozen = f" (and {len(more)} that are frozen)" if more else ""
+        raise ValueError(f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}")
 
     def _load_state(self, state_dict: dict[str, Any]) -> None:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -453,6 +479,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return kinds
 
     @property
+    def waiting(self) -> FullState:
+        """The state of parameters that nobody steps, as they are frozen, in full on every rank."""
+        return self._waiting
+
+    @property
     def steppers(self) -> Sequence[Stepper]:
         """Who steps what: the parts of main that this rank updates, and their state."""
         return tuple(self._steppers)
@@ -465,6 +496,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def classes(self) -> Sequence[type[torch.optim.Optimizer]]:
         """Of each param group."""
         return tuple(self._classes)
+
+    def class_defaults(self, group: int) -> dict[str, Any]:
+        """What the class of that param group is built with."""
+        return self._inner_defaults if self._classes[group] is self._class else {}
 
     def __getattr__(self, name: str) -> Any:
         """A method that the class has and this one has not (`train` and `eval` of schedule-free ones): on all of main
@@ -520,7 +555,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _watched(self) -> list[nn.Parameter]:
         """Its own, and those that it would take if they required grad."""
-        return [*self._parameters(), *(self._unclaimed() if self._takes_all else ())]
+        return [*self._parameters(), *self.adoptable()]
 
     def _unclaimed(self) -> Iterator[nn.Parameter]:
         for unit in self.handle.units:
@@ -550,7 +585,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = self._groups_by_unit(mine)
             if not groups:
                 continue
-            defaults = self._inner_defaults if optimizer_class is self._class else {}
+            defaults = self.class_defaults(mine[0]) if mine else {}
             elementwise = self._elementwise if optimizer_class is self._class else None
             options = {i: {k: v for k, v in self.param_groups[i].items() if k != "params"} for i in mine}
             if kind_of(optimizer_class, defaults, elementwise) is Kind.ELEMENTWISE:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroshard.checkpoint.items import Extra, names_of
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
@@ -115,7 +116,8 @@ def _same(a: TensorEntry, b: TensorEntry) -> bool:
 
 def model_entries(handle: Handle) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> shape and dtype of what is saved of the model as it is now."""
-    entries = {name: (tuple(value.shape), value.dtype) for name, value in handle.unsharded_state().items()}
+    whole = handle.unsharded_state() | handle.untaken
+    entries = {name: (tuple(value.shape), value.dtype) for name, value in whole.items()}
     for unit in handle.units:
         dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
         entries |= {slot.name: (slot.shape, dtype) for slot in unit.layout.slots}
@@ -125,6 +127,13 @@ def model_entries(handle: Handle) -> dict[str, tuple[tuple[int, ...], torch.dtyp
 def pairs_of(manifest: Manifest, optimizers: Sequence[ShardedOptimizer]) -> Pairs:
     saved = manifest.values.get("optimizers")
     return list(zip(optimizers, saved if isinstance(saved, list) else [], strict=False))
+
+
+def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:
+    """Parameters that nobody has, as they are frozen, and that this optimizer had in its first group."""
+    names, groups = names_of(optimizer.handle), groups_of(saved)
+    first = set(groups[0]["params"]) if groups else set()
+    return [parameter for parameter in optimizer.adoptable() if names[id(parameter)] in first]
 
 
 def groups_of(saved: Any) -> list[dict[str, Any]]:
@@ -157,7 +166,7 @@ def state_names(manifest: Manifest) -> dict[str, list[StateName]]:
 def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
     names, groups, state = names_of(optimizer.handle), groups_of(saved), state_names(manifest)
     class_of = {name: group["class"] for group in groups for name in group["params"]}
-    mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    mine = [[names[id(p)] for p in params] for params in optimizer.groups_with(adopted(optimizer, saved))]
     result.compare([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
     if mine != [group["params"] for group in groups] and {*class_of} == {
         name for of_group in mine for name in of_group

@@ -2,8 +2,9 @@
 
 model/<parameter>               main where there is one (fp32, whether held as weights, as a master or as bf16 and
                                 remainder), else the frozen weights; by the ranks of one replica, each its shard
-model/<buffer>                  rank 0's
-optimizer/<state>/<parameter>   by whoever holds the elements, or steps the whole parameter
+model/<buffer>                  rank 0's; so are parameters that OPTIMIZER_ONLY has not taken yet
+optimizer/<state>/<parameter>   by whoever holds the elements, or steps the whole parameter; where nobody does (it is
+                                frozen), the ranks take turns
 scalar/<state>/<parameter>      a tensor of one number for a parameter (counts of steps)
 number/<state>/<parameter>      the same, as a plain Python number
 value/<state>/<parameter>       None, a text, a list, ...: JSON as bytes
@@ -29,8 +30,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.checkpoint.writer import Item
 from zeroshard.flat_step import FlatStep
 from zeroshard.handle import Handle
+from zeroshard.inner import is_elementwise_state
 from zeroshard.interval import Interval
-from zeroshard.layout import Fragment, Slot
+from zeroshard.layout import Fragment
 from zeroshard.low_bit import dense
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.owner_step import OwnerStep
@@ -56,8 +58,9 @@ def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
 
 
 def names_of(handle: Handle) -> dict[int, str]:
-    """id of each sharded parameter -> its name."""
-    return {
+    """id of each parameter of the handle or its optimizer -> its name."""
+    names = {id(parameter): name for name, parameter in handle.untaken.items()}
+    return names | {
         id(parameter): slot.name
         for unit in handle.units
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
@@ -81,6 +84,8 @@ def model_items(handle: Handle) -> Iterator[Item]:
                 slot = fragment.slot
                 read = partial(_read_weights, unit, slot.world.start)
                 yield Item(f"model/{slot.name}", slot.shape, dtype, fragment.param, read)
+    for name, parameter in handle.untaken.items() if mesh.world.rank == 0 else ():
+        yield whole(f"model/{name}", parameter)
 
 
 def _read_weights(unit: Unit, origin: int, param: Interval) -> Tensor:
@@ -122,7 +127,32 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
                 if not stepper.replicated or number % mesh.shard.size == mesh.shard.rank:
                     kinds = stepper.elementwise_state(one.group)
                     for key, value in state.items():
-                        yield _state_item(key, one.slot, value, kinds.get(key))
+                        yield _state_item(key, one.slot.name, value, kinds.get(key))
+    names, kinds_of = names_of(optimizer.handle), StateKinds(optimizer)
+    for number, parameter in enumerate(optimizer.waiting):
+        if number % mesh.world.size == mesh.world.rank:
+            for key, value in optimizer.waiting[parameter].items():
+                yield _state_item(key, names[id(parameter)], value, kinds_of[parameter].get(key))
+
+
+class StateKinds:
+    """What the state of a parameter is made of (see `inner.is_elementwise_state`), whether or not somebody steps it."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._known: dict[int, dict[str, bool]] = {}
+
+    def options(self, parameter: Tensor) -> dict[str, Any]:
+        group: dict[str, Any] = self._optimizer.param_groups[self._groups[id(parameter)]]
+        return {key: value for key, value in group.items() if key != "params"}
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, bool]:
+        group = self._groups[id(parameter)]
+        if group not in self._known:
+            optimizer_class, defaults = self._optimizer.classes[group], self._optimizer.class_defaults(group)
+            self._known[group] = is_elementwise_state(optimizer_class, self.options(parameter), defaults)
+        return self._known[group]
 
 
 def _flat_items(flat: FlatStep) -> Iterator[Item]:
@@ -132,14 +162,14 @@ def _flat_items(flat: FlatStep) -> Iterator[Item]:
             for key, value in state.items():
                 if isinstance(value, Tensor) and flat.is_elementwise(piece, key, value):
                     if not flat.quantises:
-                        _expect_plain(key, fragment.slot, value)
+                        _expect_plain(key, fragment.slot.name, value)
                     read = partial(_read_state, value, fragment)
-                    name = _state_name("optimizer", key, fragment.slot)
+                    name = _state_name("optimizer", key, fragment.slot.name)
                     yield Item(name, fragment.slot.shape, value.dtype, fragment.param, read)
                 elif fragment.param.start == 0:  # once for each parameter
                     if isinstance(value, Tensor) and value.numel() != 1:
                         raise ValueError(f"state {key} of {fragment.slot.name} has the shape {tuple(value.shape)}")
-                    yield _state_item(key, fragment.slot, value, False)
+                    yield _state_item(key, fragment.slot.name, value, False)
 
 
 def _read_state(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
@@ -147,17 +177,16 @@ def _read_state(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
     return dense(value)[fragment.local.slice][param.relative_to(fragment.param.start).slice]
 
 
-def _state_item(key: str, slot: Slot, value: Any, elementwise: bool | None) -> Item:
-    """A whole tensor of any shape, or a plain value. `elementwise`: whether it has a value for every element (None: the
-    class does not tell)."""
+def _state_item(key: str, of: str, value: Any, elementwise: bool | None) -> Item:
+    """A whole tensor of any shape, or a plain value. `of`: the parameter; `elementwise`: whether each element has its
+    own value (None: the class does not tell)."""
     if isinstance(value, (bool, int, float)):
-        return number(_state_name("number", key, slot), value)
+        return number(_state_name("number", key, of), value)
     if not isinstance(value, Tensor):
-        where = f"state {key} of {slot.name}"
-        return blob(_state_name("value", key, slot), encode(value, no_tensors, where))
-    _expect_plain(key, slot, value)
+        return blob(_state_name("value", key, of), encode(value, no_tensors, f"state {key} of {of}"))
+    _expect_plain(key, of, value)
     is_scalar = value.numel() == 1 and not (value.dim() if elementwise is None else elementwise)
-    return whole(_state_name("scalar" if is_scalar else "optimizer", key, slot), value)
+    return whole(_state_name("scalar" if is_scalar else "optimizer", key, of), value)
 
 
 def number(name: str, value: bool | int | float) -> Item:
@@ -168,18 +197,18 @@ def number(name: str, value: bool | int | float) -> Item:
     return whole(name, torch.tensor(value, dtype=dtype))
 
 
-def _expect_plain(key: str, slot: Slot, value: Any) -> None:
+def _expect_plain(key: str, of: str, value: Any) -> None:
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
         raise ValueError(
-            f"state {key} of {slot.name} is a {type(value).__name__}, made of several tensors (quantised, perhaps): "
+            f"state {key} of {of} is a {type(value).__name__}, made of several tensors (quantised, perhaps): "
             "checkpoints hold dense tensors. Save optimizer.state_dict() yourself"
         )
 
 
-def _state_name(kind: str, key: str, slot: Slot) -> str:
+def _state_name(kind: str, key: str, of: str) -> str:
     if not isinstance(key, str) or "/" in key:
-        raise ValueError(f"optimizer state {key!r} of {slot.name}: its name must be a text without '/'")
-    return f"{kind}/{key}/{slot.name}"
+        raise ValueError(f"optimizer state {key!r} of {of}: its name must be a text without '/'")
+    return f"{kind}/{key}/{of}"
 
 
 def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> dict[str, Any]:

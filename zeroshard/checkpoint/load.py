@@ -96,8 +96,8 @@ def load(
             for unit in handle.units:
                 unit.edits += 1
             take_weights(reader, handle, meeting)
-            for one, _ in pairs:
-                take_optimizer(reader, one, meeting)
+            for one, saved in pairs:
+                take_optimizer(reader, one, saved, meeting)
 
         def unless_stopped(work: Callable[[], None]) -> tuple[None, None]:
             try:

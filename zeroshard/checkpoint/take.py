@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroshard.checkpoint.fit import Pairs, StateName, groups_of, state_names
-from zeroshard.checkpoint.items import Extra, names_of, set_random_state
+from zeroshard.checkpoint.fit import Pairs, StateName, adopted, groups_of, state_names
+from zeroshard.checkpoint.items import Extra, StateKinds, names_of, set_random_state
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.reader import Reader
@@ -21,6 +21,7 @@ from zeroshard.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.optimizer_state import Elementwise, load_state
 from zeroshard.owner_step import OwnerStep
+from zeroshard.precision import precision_for
 from zeroshard.unit import Unit
 from zeroshard.values import decode
 
@@ -41,6 +42,9 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
         if isinstance(stepper, OwnerStep)
         for one, _ in stepper.owned()
     }
+    for optimizer, saved in pairs:
+        names = names_of(handle)
+        owned |= {names[id(p)] for p in [*adopted(optimizer, saved), *unstepped(optimizer)]}
     state = state_names(reader.manifest) if pairs else {}
     parts = {
         fragment.slot.name: fragment
@@ -52,7 +56,7 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
             if (entry := tensors.get(tensor)) is not None:
                 cut = name in parts and name not in owned and entry.shape == parts[name].slot.shape
                 reader.read(tensor, parts[name].param if cut else Interval(0, entry.numel), look)
-    unsharded = {f"model/{name}" for name in handle.unsharded_state()}
+    unsharded = {f"model/{name}" for name in [*handle.unsharded_state(), *handle.untaken]}
     for tensor, entry in tensors.items():
         if tensor in unsharded or tensor.startswith((f"rank/{rank}/", "extra/")):
             reader.read(tensor, Interval(0, entry.numel), look)
@@ -79,51 +83,79 @@ def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values
     meeting.beat()
 
 
-def take_optimizer(reader: Reader, optimizer: ShardedOptimizer, meeting: Meeting) -> None:
-    """State of the pieces that this rank steps, and of the parameters that it owns."""
-    names = state_names(reader.manifest)
+def unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
+    """Parameters of an optimizer that are frozen: their state waits, in full."""
+    stepped = {
+        id(parameter)
+        for stepper in optimizer.steppers
+        for unit, groups in stepper.groups.items()
+        for parameter, group in zip(unit.parameters, groups, strict=True)
+        if group is not None
+    }
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in stepped]
+
+
+def take_optimizer(reader: Reader, optimizer: ShardedOptimizer, saved: Any, meeting: Meeting) -> None:
+    """State of the pieces that this rank steps, of the parameters that it owns, and of those that are frozen."""
+    names, own_names = state_names(reader.manifest), names_of(optimizer.handle)
+    optimizer.adopt(adopted(optimizer, saved))
+    optimizer.waiting.clear()
+    kinds_of = StateKinds(optimizer)
+    main_of = {id(p): unit.spec.precision.main_dtype for unit in optimizer.handle.units for p in unit.parameters}
+    for parameter in unstepped(optimizer):
+        name = own_names[id(parameter)]
+        main = main_of.get(id(parameter)) or precision_for(parameter.dtype, None).main_dtype
+        into = Into(name, main, parameter.device, kinds_of.options(parameter), kinds_of[parameter])
+        if waiting := _state(reader, names, into, whole=True):
+            optimizer.waiting[parameter] = waiting
+        meeting.beat()
     for stepper in optimizer.steppers:
         if isinstance(stepper, FlatStep):
             state: dict[Tensor, dict[str, Any]] = {}
             for unit, groups in stepper.groups.items():
                 for index, group in enumerate(groups):
                     if group is not None:
-                        kinds, options = stepper.elementwise_state(group), optimizer.param_groups[group]
-                        state[unit.parameters[index]] = _state(reader, names, unit, index, options, kinds, whole=False)
+                        into = _into(unit, index, optimizer.param_groups[group], stepper.elementwise_state(group))
+                        state[unit.parameters[index]] = _state(reader, names, into, whole=False)
                         meeting.beat()
             load_state(stepper, state)
         elif isinstance(stepper, OwnerStep):
             for one, _ in list(stepper.owned()):
-                kinds, options = stepper.elementwise_state(one.group), optimizer.param_groups[one.group]
-                stepper.set_state(one, _state(reader, names, one.unit, one.index, options, kinds, whole=True))
+                options, kinds = optimizer.param_groups[one.group], stepper.elementwise_state(one.group)
+                stepper.set_state(one, _state(reader, names, _into(one.unit, one.index, options, kinds), whole=True))
                 meeting.beat()
 
 
-def _state(
-    reader: Reader,
-    names: Mapping[str, list[StateName]],
-    unit: Unit,
-    index: int,
-    options: Mapping[str, Any],
-    kinds: Mapping[str, bool],
-    *,
-    whole: bool,
-) -> dict[str, Any]:
-    """The state of one parameter: whole, or with something to read it by in place of what is elementwise. `kinds`: what
-    the class says is (whoever wrote the step may not have known it of a parameter of a single element)."""
+class Into(NamedTuple):
+    """Whose state is taken. `main`: the dtype of main; `kinds`: what the class says is elementwise (whoever wrote the
+    step may not have known it of a parameter of a single element)."""
+
+    name: str
+    main: torch.dtype
+    device: torch.device
+    options: Mapping[str, Any]
+    kinds: Mapping[str, bool]
+
+
+def _into(unit: Unit, index: int, options: Mapping[str, Any], kinds: Mapping[str, bool]) -> Into:
     assert unit.main is not None
-    tensors, slot, device = reader.manifest.tensors, unit.layout.slots[index], unit.main.weights.device
-    main = tensors.get(f"model/{slot.name}")
-    on_device = bool(options.get("capturable") or options.get("fused"))  # as torch keeps its counts of steps
+    return Into(unit.layout.slots[index].name, unit.main.dtype, unit.main.weights.device, options, kinds)
+
+
+def _state(reader: Reader, names: Mapping[str, list[StateName]], into: Into, *, whole: bool) -> dict[str, Any]:
+    """The state of one parameter: whole, or with something to read it by in place of what is elementwise."""
+    tensors, device, kinds = reader.manifest.tensors, into.device, into.kinds
+    main = tensors.get(f"model/{into.name}")
+    on_device = bool(into.options.get("capturable") or into.options.get("fused"))  # as torch keeps its counts of steps
     state: dict[str, Any] = {}
-    for one in names.get(slot.name, []):
+    for one in names.get(into.name, []):
         dtype, numel = tensors[one.tensor].dtype, tensors[one.tensor].numel
         if one.kind in ("number", "value"):
             state[one.key] = plain_value(reader, one)
             continue
         elementwise = kinds.get(one.key, one.kind == "optimizer") if numel == 1 else one.kind == "optimizer"
         if main is not None and dtype == main.dtype and elementwise:
-            dtype = unit.main.dtype  # moments are kept as main is
+            dtype = into.main  # moments are kept as main is
         if elementwise and not whole:
             state[one.key] = Elementwise(dtype, partial(reader.read_into, one.tensor))
         else:
@@ -145,6 +177,9 @@ def take_rest(reader: Reader, handle: Handle, pairs: Pairs, extra: Extra) -> Non
         if f"model/{name}" in reader.manifest.tensors:
             mine = same.get("buffers", {}).get(name)
             value.copy_(reader.tensor(f"model/{name}") if mine is None else mine)
+    for name, parameter in handle.untaken.items():
+        if f"model/{name}" in reader.manifest.tensors:
+            parameter.copy_(reader.tensor(f"model/{name}"))
     names = names_of(handle)
     for optimizer, saved in pairs:
         for group, saved_group in zip(optimizer.param_groups, groups_of(saved), strict=False):
