@@ -544,8 +544,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> NoReturn:
         """`torch.amp.GradScaler` asks for this before anything else."""
         raise RuntimeError(
-            "torch.amp.GradScaler looks for gradients in p.grad, and they are in the sharded buckets: pass "
-            "loss_scale='dynamic' to ShardedOptimizer and use optimizer.backward(loss) instead"
+            "torch.amp.GradScaler decides on each rank alone whether to skip a step, by the gradients in p.grad, of "
+            "which a rank may hold a part: pass loss_scale='dynamic' to ShardedOptimizer, and call "
+            "optimizer.backward(loss) in place of the scaler"
         )
 
     # Building ----------------------------------------------------------------------------------------------------
