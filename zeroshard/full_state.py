@@ -66,7 +66,7 @@ def load_full_state(
     names: Mapping[str, Tensor],
     units: Sequence[Unit],
     gatherer: Gatherer,
-    state: Mapping[str, Tensor] | None,
+    state: object,
     *,
     strict: bool,
     from_rank0: bool,
@@ -75,7 +75,8 @@ def load_full_state(
     """Main, weights and buffers become these values. Collective.
 
     Args:
-        state: the same on every rank; or, `from_rank0`, what rank 0 has, which the others get unit by unit.
+        state: name -> value, the same on every rank; or, `from_rank0`, what rank 0 has: the others get it unit by
+            unit.
         left_alone: buffers and parameters in `names` that each rank keeps for itself.
 
     Raises:
@@ -83,8 +84,12 @@ def load_full_state(
     """
     collectives = gatherer.collectives
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
-    given = {plain_name(name): value for name, value in (state or {}).items()} if has_state else {}
-    keys, problem = _compare(names, given, strict=strict) if has_state else (IncompatibleKeys([], []), "")
+    given, keys, problem = dict[str, Tensor](), IncompatibleKeys([], []), ""
+    if has_state and not isinstance(state, (Mapping, type(None))):
+        problem = f"expected a dict of tensors, found a {type(state).__name__}"
+    elif has_state:
+        given = {plain_name(str(name)): value for name, value in (state or {}).items()}  # type: ignore[attr-defined]
+        keys, problem = _compare(names, given, strict=strict)
     collectives.raise_together(problem, "load_full_state_dict")
     found = [IncompatibleKeys(*of_rank) for of_rank in collectives.exchange_objects(list(keys))]
     if not from_rank0 and found.count(found[0]) < len(found):
@@ -116,11 +121,13 @@ def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict
     unexpected = [name for name in given if name not in names]
     problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
     problems = problems if strict else []
-    problems += [
-        f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}"
-        for name, value in given.items()
-        if name in names and names[name].shape != value.shape
-    ]
+    for name, value in given.items():
+        if name not in names:
+            continue
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            problems.append(f"{name}: expected a dense tensor, found a {type(value).__name__}")
+        elif names[name].shape != value.shape:
+            problems.append(f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}")
     return IncompatibleKeys(missing, unexpected), "; ".join(problems[:10])
 
 

@@ -312,7 +312,8 @@ class Handle(NotCopied):
         Args:
             state_dict: the same on every rank.
             strict: whether names that are missing or unexpected are an error; else they are left, and returned.
-            broadcast_from_rank0: rank 0 alone has a state_dict; the others get the values unit by unit.
+            broadcast_from_rank0: rank 0 alone has a state_dict; the others get the values unit by unit. They pass {} or
+                None.
 
         Returns:
             `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.

@@ -17,6 +17,7 @@ from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
 from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
 from zeroshard.flat_step import FlatStep, Update
+from zeroshard.from_rank0 import FromRank0
 from zeroshard.full_state import EVERYWHERE, Taking
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
@@ -27,7 +28,7 @@ from zeroshard.optimizer_state import FullState
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
-from zeroshard.state_view import StateView, gather_state, take_state
+from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
@@ -419,17 +420,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._waiting |= take_state(self._steppers, state)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any] | None, *, broadcast_from_rank0: bool = False) -> None:
         """Take the state that this method's counterpart, or a plain optimizer of the class, has given.
 
+        Args:
+            state_dict: the same on every rank.
+            broadcast_from_rank0: rank 0 alone has a state_dict; the others pass {} or None, and get the state unit by
+                unit. Collective.
+
         Raises:
-            ValueError: other param groups, or state of another shape.
+            ValueError: other param groups, or state of another shape; where rank 0 alone has it, on every rank.
         """
         self.handle.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        self._fit_groups(state_dict)
-        self._load_state(state_dict)
+            state_dict = before(self, state_dict or {}) or state_dict
+        if broadcast_from_rank0:
+            told = FromRank0(self.handle.collectives, state_dict, self._expect_fitting)
+            state_dict = told.state_dict
+            self.adopt(self._adopted_with(state_dict))
+            self._receive_state(told)
+        else:
+            state_dict = dict(state_dict or {})
+            self._expect_fitting(state_dict)
+            self.adopt(self._adopted_with(state_dict))
+            self._take_state(self._state_by_parameter(state_dict))
         self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
@@ -437,21 +451,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _fit_groups(self, state_dict: dict[str, Any]) -> None:
-        """What is frozen now may have been trained, and so be in the first group there."""
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
-        for more in ([], self.adoptable()):
-            if [len(params) for params in self.groups_with(more)] == found:
-                self.adopt(more)
-                return
+    def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: other param groups, or state of another shape.
+        """
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(
+                "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
+                f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
+            )
+        expect_shapes(self._steppers, self._state_by_parameter(state_dict))
+
+    def _adopted_with(self, state_dict: dict[str, Any]) -> list[nn.Parameter]:
+        """What is frozen now may have been trained, and so be in the first group there: all of it, or nothing."""
+        found, more = [len(group["params"]) for group in state_dict["param_groups"]], self.adoptable()
+        for adopted in ([], more):
+            if [len(params) for params in self.groups_with(adopted)] == found:
+                return adopted
         sizes = [len(group["params"]) for group in self.param_groups]
         frozen = f" (and {len(more)} that are frozen)" if more else ""
         raise ValueError(f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}")
 
-    def _load_state(self, state_dict: dict[str, Any]) -> None:
+    def _state_by_parameter(self, state_dict: dict[str, Any]) -> FullState:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.groups_with(self._adopted_with(state_dict)) for p in group]
         saved = state_dict["state"]
-        self._take_state({p: saved[i] for p, i in zip(self._parameters(), indices, strict=False) if i in saved})
+        return {p: saved[i] for p, i in zip(params, indices, strict=True) if i in saved}
+
+    def _receive_state(self, told: FromRank0) -> None:
+        """Unit by unit; then what is frozen."""
+        state, done = self._state_by_parameter(told.state_dict), stepped(self._steppers)
+        self._waiting.clear()
+        for params in [*(unit.parameters for unit in self.agreement.units), [p for p in state if p not in done]]:
+            received = {p: told.receive(state[p]) for p in params if p in state}
+            self._waiting |= take_state(self._steppers, state | received, dict.fromkeys(params))
 
     @property  # type: ignore[override]
     def state(self) -> StateView:

@@ -75,13 +75,17 @@ class Elementwise:
     read: Callable[[Interval, Tensor], None]
 
 
-def load_full_state(flat: FlatStep, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Parameter -> state (as `full_state` gives it): every rank takes its own pieces.
+def load_full_state(
+    flat: FlatStep, state: Mapping[Tensor, Mapping[str, Any]], only: Collection[Tensor] | None = None
+) -> None:
+    """Parameter -> state (as `full_state` gives it): every rank takes its own pieces; of `only` the units of these
+    parameters.
 
     Raises:
         ValueError: state of another shape.
     """
-    load_state(flat, _recognised(flat, state))
+    units = [unit for unit in flat.groups if only is None or any(p in only for p in unit.parameters)]
+    load_state(flat, recognised(flat, state), units)
 
 
 def set_full_state(flat: FlatStep, parameter: Tensor, state: Mapping[str, Any]) -> None:
@@ -90,7 +94,7 @@ def set_full_state(flat: FlatStep, parameter: Tensor, state: Mapping[str, Any]) 
     Raises:
         ValueError: state of another shape.
     """
-    taken = _recognised(flat, {parameter: state}).get(parameter, {})
+    taken = recognised(flat, {parameter: state}).get(parameter, {})
     for unit in flat.groups:
         for index, one in enumerate(unit.parameters):
             if one is parameter:
@@ -101,10 +105,12 @@ def set_full_state(flat: FlatStep, parameter: Tensor, state: Mapping[str, Any]) 
                         _take(flat, piece, of_slot, index)
 
 
-def load_state(flat: FlatStep, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def load_state(
+    flat: FlatStep, state: Mapping[Tensor, Mapping[str, Any]], units: Collection[Unit] | None = None
+) -> None:
     """Parameter -> state, `Elementwise` in place of what has a value for every element; anything else as it is. Of an
-    `Elementwise`, only what this rank's pieces hold is read."""
-    for unit in flat.groups:
+    `Elementwise`, only what this rank's pieces hold is read. `units`: None for all."""
+    for unit in flat.groups if units is None else units:
         of_slot = [state.get(parameter, {}) for parameter in unit.parameters]
         flat.refine(unit, [_same_in_a_piece(values) for values in of_slot])
         for piece in flat.of_unit(unit):
@@ -122,8 +128,12 @@ def _take(flat: FlatStep, piece: Piece, of_slot: Sequence[Mapping[str, Any]], fi
         }
 
 
-def _recognised(flat: FlatStep, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """With `Elementwise` in place of what has a value for every element."""
+def recognised(flat: FlatStep, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """With `Elementwise` in place of what has a value for every element.
+
+    Raises:
+        ValueError: state of another shape.
+    """
     members = [
         (parameter, slot, group)
         for unit, groups in flat.groups.items()

@@ -303,10 +303,13 @@ class OwnerStep:
             result[whole.unit.parameters[whole.index]] = decode(values, partial(_at, received))
         return result
 
-    def load_full_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Every owner takes its own."""
+    def load_full_state(
+        self, state: Mapping[Tensor, Mapping[str, Any]], only: Collection[Tensor] | None = None
+    ) -> None:
+        """Every owner takes its own; of `only` these parameters."""
         for whole in self._values:
-            self._take(whole, state.get(whole.unit.parameters[whole.index]) or {})
+            if only is None or whole.unit.parameters[whole.index] in only:
+                self._take(whole, state.get(whole.unit.parameters[whole.index]) or {})
 
     def set_full_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """That of one parameter; its owner takes it."""

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from zeroshard.collectives import Collectives
 from zeroshard.flat_step import FlatStep
-from zeroshard.optimizer_state import FullState, full_state, load_full_state, parameters_with_state, set_full_state
+from zeroshard.optimizer_state import (
+    FullState,
+    full_state,
+    load_full_state,
+    parameters_with_state,
+    recognised,
+    set_full_state,
+)
 from zeroshard.owner_step import OwnerStep
 
 
@@ -37,8 +44,13 @@ def gather_state(
     return state
 
 
-def take_state(steppers: Sequence[FlatStep | OwnerStep], state: Mapping[Tensor, Mapping[str, Any]]) -> FullState:
-    """As `gather_state` gives it, the same on every rank; a parameter that is not in it has none.
+def take_state(
+    steppers: Sequence[FlatStep | OwnerStep],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    only: Collection[Tensor] | None = None,
+) -> FullState:
+    """As `gather_state` gives it, the same on every rank; a parameter that is not in it has none. Of `only` these
+    parameters, whole units; that of the others stays.
 
     Returns:
         That of parameters that nobody steps now (they are frozen), copied.
@@ -48,14 +60,29 @@ def take_state(steppers: Sequence[FlatStep | OwnerStep], state: Mapping[Tensor, 
     """
     for stepper in steppers:
         if isinstance(stepper, FlatStep):
-            load_full_state(stepper, state)
+            load_full_state(stepper, state, only)
         else:
-            stepper.load_full_state(state)
-    stepped = _stepped(steppers)
-    return {parameter: copy.deepcopy(dict(of_one)) for parameter, of_one in state.items() if parameter not in stepped}
+            stepper.load_full_state(state, only)
+    done = stepped(steppers)
+    return {
+        parameter: copy.deepcopy(dict(of_one))
+        for parameter, of_one in state.items()
+        if parameter not in done and (only is None or parameter in only)
+    }
 
 
-def _stepped(steppers: Sequence[FlatStep | OwnerStep]) -> set[Tensor]:
+def expect_shapes(steppers: Sequence[FlatStep | OwnerStep], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Before anything is taken.
+
+    Raises:
+        ValueError: state of another shape.
+    """
+    for stepper in steppers:
+        if isinstance(stepper, FlatStep):
+            recognised(stepper, state)
+
+
+def stepped(steppers: Sequence[FlatStep | OwnerStep]) -> set[Tensor]:
     return {
         parameter
         for stepper in steppers
@@ -90,7 +117,7 @@ class StateView(MutableMapping[Tensor, Any]):
         """
         self._expect_mine(parameter)
         self._waiting.pop(parameter, None)
-        if state and parameter not in _stepped(self._steppers):
+        if state and parameter not in stepped(self._steppers):
             self._waiting[parameter] = copy.deepcopy(dict(state))
         for stepper in self._steppers:
             if isinstance(stepper, FlatStep):

@@ -22,6 +22,7 @@ from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.optimizer_state import Elementwise, load_state
 from zeroshard.owner_step import OwnerStep
 from zeroshard.precision import precision_for
+from zeroshard.state_view import stepped
 from zeroshard.unit import Unit
 from zeroshard.values import decode
 
@@ -85,14 +86,8 @@ def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values
 
 def unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
     """Parameters of an optimizer that are frozen: their state waits, in full."""
-    stepped = {
-        id(parameter)
-        for stepper in optimizer.steppers
-        for unit, groups in stepper.groups.items()
-        for parameter, group in zip(unit.parameters, groups, strict=True)
-        if group is not None
-    }
-    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in stepped]
+    done = stepped(optimizer.steppers)
+    return [p for group in optimizer.param_groups for p in group["params"] if p not in done]
 
 
 def take_optimizer(reader: Reader, optimizer: ShardedOptimizer, saved: Any, meeting: Meeting) -> None:
