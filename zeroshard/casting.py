@@ -100,8 +100,17 @@ class Rules:
         return found
 
 
-def cast_calls(model: nn.Module, rules: Rules, units: Iterable[str]) -> Iterator[Remover]:
-    """Attach the casts of the module's note. `units`: paths of the modules whose calls are those of units."""
+@dataclass(frozen=True)
+class Cast:
+    """What a call's inputs and outputs are cast to; None: nothing."""
+
+    into: torch.dtype | None = None
+    out: torch.dtype | None = None
+
+
+def casts_of(model: nn.Module, rules: Rules, units: Iterable[str]) -> dict[nn.Module, Cast]:
+    """Those of the module's note. `units`: paths of the modules whose calls are those of units."""
+    casts = {}
     regions = rules.regions(model)
     borders = {path: _at_border(model, path, regions) for path in regions}
     inputs = {path: regions[path].precision for path in dict.fromkeys(["", *units])}
@@ -110,10 +119,16 @@ def cast_calls(model: nn.Module, rules: Rules, units: Iterable[str]) -> Iterator
         precision = inputs.get(path)
         if into is None and precision is not None:
             into = precision.param if precision.cast_inputs else None
-        if into is not None:
-            yield module.register_forward_pre_hook(_cast_call(into), prepend=True, with_kwargs=True).remove
-        if out is not None:
-            yield module.register_forward_hook(_cast_output(out)).remove
+        casts[module] = Cast(into, out)
+    return casts
+
+
+def attach_casts(casts: Mapping[nn.Module, Cast]) -> Iterator[Remover]:
+    for module, one in casts.items():
+        if one.into is not None:
+            yield module.register_forward_pre_hook(_cast_call(one.into), prepend=True, with_kwargs=True).remove
+        if one.out is not None:
+            yield module.register_forward_hook(_cast_output(one.out)).remove
 
 
 def _at_border(
@@ -149,8 +164,10 @@ def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
     return fnmatchcase(".".join(plain), pattern)
 
 
-def cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """The same tree, its floating-point tensors in `dtype`."""
+    if dtype is None:
+        return tree
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.buffer import live_bytes
-from zeroshard.casting import Remover
+from zeroshard.casting import Cast
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.freezing import Freezing
@@ -277,13 +277,14 @@ class Handle(NotCopied):
                 buffer.copy_(rows.mean(0).view(buffer.shape))
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
-        """Let `module.name(...)` do what `module(...)` does: give the module's own parameters their values.
+        """Let `module.name(...)` do what `module(...)` does: give the module's own parameters their values, and cast
+        inputs and outputs where calls of the module do.
 
         Needed for a method that uses parameters of that very module and is called in place of it (a `forward_features`
         that adds `self.position`, say). Methods that only call other modules work as they are. The name is FSDP2's.
         """
         self.check_open("register_forward_method")
-        self.schedule.wrap(module, name)
+        self.schedule.wrap(module, name, self._before_forward if module is self.model else None)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -540,8 +541,8 @@ class Handle(NotCopied):
         self._shards = {}
         self.gatherer.settle()
 
-    def attach(self, casts: Iterable[Remover] = ()) -> None:
-        """Install the hooks. They keep the handle: a model whose handle is dropped trains on. `casts`: come first."""
+    def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
+        """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
         model = self.model
         self.schedule.attach(model, casts)
         self._guards = [

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.casting import Remover
+from zeroshard.casting import Cast, attach_casts, cast
 from zeroshard.gather import Gatherer, in_backward
 from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
@@ -107,6 +107,7 @@ class Schedule(NotCopied):
         self._backward: int | None = None  # the graph task under way
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, list[Unit]] = {}
+        self._casts: dict[nn.Module, Cast] = {}
         self._running: list[Sequence[Unit]] = []  # the units of each forward under way, the innermost last
         self._entered: dict[Unit, Entry] = {}
         self._watched: set[tuple[nn.Module, bool, bool]] = set()  # the ways in which the model has been called
@@ -117,7 +118,7 @@ class Schedule(NotCopied):
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, casts: Iterable[Remover] = ()) -> None:
+    def attach(self, model: nn.Module, casts: Mapping[nn.Module, Cast]) -> None:
         """Install all hooks, `casts` (see `casting.py`) inside those that gather and hide. The first are not copied: a
         copy of the model is refused before it begins."""
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
@@ -127,7 +128,8 @@ class Schedule(NotCopied):
                 of_module = self._needs.setdefault(model.get_submodule(path), [])
                 if unit not in of_module:
                     of_module.append(unit)
-        self._removers += casts
+        self._casts = dict(casts)
+        self._removers += attach_casts(casts)
         for module, needed in self._needs.items():
             after = module.register_forward_hook(_after(self, needed), always_call=True)
             before = _before(self, needed, partial(_move_to_end, after))
@@ -153,18 +155,25 @@ class Schedule(NotCopied):
                     parameter.grad_dtype = unit.spec.precision.grad
                     self._removers.append(partial(_reset_grad_dtype, parameter))
 
-    def wrap(self, module: nn.Module, name: str) -> None:
-        """Let a method of a module do what calling the module does: its own parameters have their values inside."""
-        method, needed = getattr(module, name), self._needs.get(module, [])
+    def wrap(self, module: nn.Module, name: str, begin: Callable[[nn.Module, Any], None] | None) -> None:
+        """Let a method of a module do what calling the module does: its own parameters have their values inside, inputs
+        and outputs are cast.
 
+        Args:
+            begin: what comes before a call of the whole model, if it is that.
+        """
+        method, needed, casts = getattr(module, name), self._needs.get(module, []), self._casts.get(module, Cast())
         before, after = _before(self, needed, lambda: None), _after(self, needed)
+        begin = None if begin is None else OutsideGraphs(begin)
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if begin is not None and not self._running:
+                begin(module, args)
             before(module, args, kwargs)
             output = None
             try:
-                output = method(*args, **kwargs)
+                output = cast(method(*cast(args, casts.into), **cast(kwargs, casts.into)), casts.out)
             finally:
                 after(module, args, output)
             return output

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.casting import Precisions, Rules, cast_calls
+from zeroshard.casting import Precisions, Rules, attach_casts, casts_of
 from zeroshard.precision import MixedPrecision, precision_for
 from zeroshard.unit import UnitPolicy, choose_units
 
@@ -82,7 +82,7 @@ class Reference:
         groups = params if params is not None else [{"params": list(self.main)}]
         main_groups = [{**group, "params": [self.main[p] for p in group["params"]]} for group in groups]
         self.optimizer = optimizer_class(main_groups, **defaults)
-        list(cast_calls(model, rules, called))
+        list(attach_casts(casts_of(model, rules, called)))
 
     def _adopt(self, parameter: nn.Parameter, precision: MixedPrecision) -> None:
         if precision.wire.itemsize < precision.grad.itemsize:

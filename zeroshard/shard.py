@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.casting import Precisions, Rules, cast_calls
+from zeroshard.casting import Precisions, Rules, casts_of
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.digest import digest
@@ -112,7 +112,7 @@ def shard(
             handle.gatherer.settle()
         claim_parameters(handle, parameters.values())
         called = [path for unit in built for path in unit.spec.calls]
-        handle.attach(cast_calls(model, Rules.of(precision), called))
+        handle.attach(casts_of(model, Rules.of(precision), called))
     except Exception as error:
         failure = error
     collectives.wait_for_all()  # files are read by some more slowly than by others

@@ -193,6 +193,58 @@ def test_the_casts_are_those_of_fsdp2() -> None:
     run_ranks(check, 2)
 
 
+class Again(Block):
+    def again(self, x: Tensor, *, bias: Tensor) -> Tensor:
+        return Block.forward(self, x, bias=bias)
+
+
+class ByMethod(nn.Module):
+    """Does by methods what `Model` does by calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Again() for _ in range(3))
+        self.head = nn.Linear(24, 5)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        for block in self.blocks:
+            x = block.again(x, bias=torch.full((24,), 0.1))  # type: ignore[operator]
+        return self.head(x.to(self.head.weight.dtype))
+
+
+@pytest.mark.parametrize("precision", [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"], ids=str)
+def test_methods_in_place_of_forward_cast_as_it_does(precision: Any) -> None:
+    """Inputs of what `register_forward_method` named were not cast: "mat1 and mat2 must have the same dtype". And where
+    a method of the model is called in place of it, what was let train meanwhile is found, as by a call."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            weights = []
+            for by_method in (False, True):
+                model: Any = make(ByMethod if by_method else Model)
+                model.blocks[0].requires_grad_(False)
+                handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+                if by_method:
+                    handle.register_forward_method(model, "features")
+                    for block in model.blocks:
+                        handle.register_forward_method(block, "again")
+                for step in range(3):
+                    model.blocks[0].requires_grad_(step > 0)
+                    out = model.features(batch(rank, step)) if by_method else model(batch(rank, step))
+                    assert out.dtype == (BF16 if precision == "bf16" else FP32)
+                    assert all(block.seen["x"] == BF16 for block in model.blocks)
+                    out.float().square().mean().backward()
+                    optimizer.step()
+                weights.append(handle.full_state_dict(main=True))
+            assert same_bits(*weights)
+            fresh = make(Model)
+            assert not torch.equal(weights[0]["blocks.0.up.weight"], fresh.state_dict()["blocks.0.up.weight"])
+
+    run_ranks(check, 2)
+
+
 def test_bad_precisions() -> None:
     def check(rank: int) -> None:
         for wrong, told in (
