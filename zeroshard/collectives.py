@@ -20,7 +20,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -33,10 +34,11 @@ from zeroshard.mesh import Axis, Mesh, problem_of
 from zeroshard.messages import Messages, Told, label, receive, send
 from zeroshard.orders import Orders
 from zeroshard.patience import wait_for_all
+from zeroshard.portions import Portions, everything
 from zeroshard.positions import HERE, Wait
 from zeroshard.samples import Samples
 from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
-from zeroshard.sums import carve, divide, in_shards, sum_in_rank_order
+from zeroshard.sums import carve, divide, in_shards, parts, split_like, sum_in_rank_order
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -125,6 +127,51 @@ class Pending:
                     work.wait()
 
 
+@dataclass(frozen=True)
+class Sum:
+    """One sum over the ranks of an axis.
+
+    Attributes:
+        portions: what is summed.
+        full: [numel], this rank's terms.
+        out: [numel / d], where the sum of the own portions goes.
+        scratch: uint8, exclusive until it is there.
+        divisor: of the sum.
+    """
+
+    axis: Axis
+    portions: Portions
+    full: Tensor
+    out: Tensor
+    scratch: Tensor
+    divisor: int
+
+    @property
+    def is_in_place(self) -> bool:
+        return _is_in_place(self.out, in_shards(self.full, self.axis.size)[self.axis.rank])
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """Of the own portions, in `out`."""
+        return parts(self.out, self.portions.inside(self.axis.rank))
+
+    def take(self, of_peers: Sequence[Sequence[Tensor]], totals: Sequence[Tensor]) -> None:
+        """Add up, for each of the own portions.
+
+        Args:
+            of_peers: the terms of each, in rank order.
+            totals: where the sum so far is put (see `sum_in_rank_order`).
+        """
+        own = parts(self.full, self.portions.of_shard[self.axis.rank])
+        for number, (place, total) in enumerate(zip(self.places, totals, strict=True)):
+            terms = [of_peer[number] for of_peer in of_peers]
+            sum_in_rank_order(own[number], terms, self.axis.rank, total, place, self.divisor)
+
+    def totals_in(self, scratch: Tensor) -> list[Tensor]:
+        """For `take`, one after the other in bytes that nobody needs any more."""
+        return [scratch.view(self.full.dtype)] * len(self.places)
+
+
 class Collectives:
     """The collectives of one mesh, logged.
 
@@ -170,75 +217,107 @@ class Collectives:
     # Full buffers -----------------------------------------------------------------------------------------------
 
     def all_gather(
-        self, full: Tensor, source: Tensor | None = None, *, unit: str, phase: str, acknowledge: bool = False
+        self,
+        full: Tensor,
+        source: Tensor | None = None,
+        *,
+        unit: str,
+        phase: str,
+        acknowledge: bool = False,
+        portions: Portions | None = None,
     ) -> Pending:
         """SHARDED -> REPLICATED, in place. `full` [numel]: the own shard is filled in, the others arrive.
 
         Args:
             source: [numel / d], the same values where they rest, if that is not inside `full`.
+            portions: what arrives; the rest of `full` is the same on all ranks already.
             acknowledge: the own shard will be written to before the ranks meet again; call `release` first. (Weights
                 are written by a step, and a step begins with an exchange among all ranks.)
         """
         if phase not in ("forward", "backward"):
             self._expect_followed(f"a gather of unit {unit} ({phase})")
         axis = self.mesh.shard
+        moved = portions or everything(full.numel(), axis.size)
         at = self._begin("all_gather", axis, unit, phase)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         location = self.shared.locate(own) if self.shared is not None else None
         sample = partial(self.samples.take, self.samples.next_number(), unit, full)
         if location is None or axis.size == 1 or not full.numel():
-            return self._all_gather(axis, full, "all_gather", unit, phase).then(sample, at)
-        self.log.record("all_gather", unit, phase, (full.numel() - own.numel()) * full.element_size())
+            return self._all_gather(axis, full, "all_gather", unit, phase, moved).then(sample, at)
+        self._record_gather(axis, "all_gather", unit, phase, moved, full.element_size())
         with _trace(f"zeroshard::all_gather({unit})"):
-            told = self.messages.tell(axis, location, "all_gather", label(unit, phase), full.nbytes)
+            num_bytes = moved.total * full.element_size()
+            told = self.messages.tell(axis, location, "all_gather", label(unit, phase), num_bytes)
 
         def copy_from_peers() -> Sequence[Any]:
             for rank, place in enumerate(in_shards(full, axis.size)):
                 if rank != axis.rank:
-                    place.copy_(self._peer(axis, rank, told.messages[rank], place))
+                    theirs, inside = self._peer(axis, rank, told.messages[rank], place), moved.inside(rank)
+                    for to, value in zip(parts(place, inside), parts(theirs, inside), strict=True):
+                        to.copy_(value)
             return self.messages.acknowledge(axis) if acknowledge else []
 
         return Pending(self, (), copy_from_peers, told).then(sample, at)
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, scratch: Tensor, *, wire: torch.dtype, unit: str, phase: str, divisor: int = 1
+        self,
+        full: Tensor,
+        out: Tensor,
+        scratch: Tensor,
+        *,
+        wire: torch.dtype,
+        unit: str,
+        phase: str,
+        divisor: int = 1,
+        portions: Portions | None = None,
     ) -> Pending:
         """PARTIAL -> SHARDED: `out` becomes the sum over ranks of the own shard of `full`, divided.
 
         Args:
-            full: [numel], this rank's terms. Nothing may write to it until the result has been waited for.
+            full: [numel], this rank's terms. Nothing may write to it until the result has been waited for. (The
+                backend's own collectives may leave other values in the shards of others.)
             out: [numel / d], `full`'s dtype; may be the own shard inside `full` (then it happens in place).
             scratch: `reduce_scratch_bytes(...)` bytes of uint8 or more, exclusive until the result is waited for.
             wire: the dtype that travels. Sums are taken in the wider of `wire` and `full.dtype`.
             divisor: of the sum, once it has been rounded to `full.dtype`.
+            portions: what is summed; the rest of `out` stays as it is.
 
         Under a 2-D mesh the shard is then summed over its replicas as well, before it is divided.
         """
         axis, replicas = self.mesh.reduce, self.mesh.replicate
-        own = in_shards(full, axis.size)[axis.rank]
+        moved = portions or everything(full.numel(), axis.size)
         of_shards, of_replicas = (divisor, 1) if replicas.size == 1 else (1, divisor)
         pending, at = Pending(), self._begin("reduce_scatter", axis, unit, phase)
         if axis.size > 1 and full.numel():
-            self.log.record("reduce_scatter", unit, phase, (full.numel() - own.numel()) * wire.itemsize)
+            num_bytes = moved.sent_to_reduce(axis.rank) * wire.itemsize
+            self.log.record("reduce_scatter", unit, phase, num_bytes, common=moved.total * wire.itemsize)
             with _trace(f"zeroshard::reduce_scatter({unit})"):
-                shared = self._reduce_shared(axis, full, out, scratch, unit, of_shards) if wire == full.dtype else None
+                sum_ = Sum(axis, moved, full, out, scratch, of_shards)
+                shared = self._reduce_shared(sum_, unit) if wire == full.dtype else None
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
-                pending = shared or start(axis, full, out, scratch, wire, "reduce_scatter", unit, of_shards)
+                pending = shared or start(sum_, wire, "reduce_scatter", unit)
                 pending.at_place(at)
         else:
-            if not _is_in_place(out, own):
-                out.copy_(own)
-            divide(out, of_shards)
+            for place, own in zip(
+                parts(out, moved.inside(axis.rank)), parts(full, moved.of_shard[axis.rank]), strict=True
+            ):
+                if not _is_in_place(place, own):
+                    place.copy_(own)
+                divide(place, of_shards)
         if replicas.size == 1 or not full.numel():
             return pending
 
         def sum_over_replicas() -> None:
             pending.release()
+            of_own = Portions.of(moved.inside(axis.rank), out.numel(), replicas.size)
+            num_elements = of_own.sent_to_reduce(replicas.rank) + of_own.sent_to_gather(replicas.rank)
+            self.log.record(
+                "reduce_replicas", unit, phase, num_elements * wire.itemsize, common=moved.total * wire.itemsize
+            )
             part = in_shards(out, replicas.size)[replicas.rank]
-            self.log.record("reduce_replicas", unit, phase, 2 * (out.numel() - part.numel()) * wire.itemsize)
             start = self._reduce_pairwise if self.pairwise else self._reduce_native
-            start(replicas, out, part, scratch, wire, "replicate", unit, of_replicas).wait()
-            self._all_gather(replicas, out, "replicate", unit, phase, log=False).wait()
+            start(Sum(replicas, of_own, out, part, scratch, of_replicas), wire, "replicate", unit).wait()
+            self._all_gather(replicas, out, "replicate", unit, phase, of_own, log=False).wait()
 
         return Pending(self, (), sum_over_replicas).at_place(at)
 
@@ -251,7 +330,7 @@ class Collectives:
         at = self._begin("all_to_all", axis, unit, phase)
         total = sum(sent)
         parts, places = torch.split(data[:total], list(sent)), torch.split(out[: sum(received)], list(received))
-        self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), uneven=True)
+        self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), common=0)
         with _trace(f"zeroshard::all_to_all({unit})"):
             if not self.pairwise and axis.size > 1:
                 arguments = out[: sum(received)], data[:total], list(received), list(sent)
@@ -286,7 +365,8 @@ class Collectives:
             world.size, -1
         ).contiguous()  # of all ranks as of this one, where a fake backend sends nothing
         at = self._begin("exchange", world, "", "")
-        self._all_gather(world, rows.view(-1), "exchange", "control", "step").at_place(at).wait()
+        moved = everything(rows.numel(), world.size)
+        self._all_gather(world, rows.view(-1), "exchange", "control", "step", moved).at_place(at).wait()
         return rows
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -366,44 +446,56 @@ class Collectives:
 
     # The three ways -----------------------------------------------------------------------------------------------
 
-    def _all_gather(self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, *, log: bool = True) -> Pending:
+    def _all_gather(
+        self, axis: Axis, full: Tensor, kind: str, unit: str, phase: str, moved: Portions, *, log: bool = True
+    ) -> Pending:
         if axis.size == 1 or not full.numel():
             return Pending()
-        shards = in_shards(full, axis.size)
-        own = shards[axis.rank]
         if log:
-            self.log.record(kind, unit, phase, (full.numel() - own.numel()) * full.element_size())
+            self._record_gather(axis, kind, unit, phase, moved, full.element_size())
         with _trace(f"zeroshard::{kind}({unit})"):
             if not self.pairwise:
-                return Pending(self, [_all_gather(full, own, group=axis.group, async_op=True)])
+                return Pending(self, self._gather_native(axis, full, moved))
             told = None
             if kind == "all_gather":
-                told = self.messages.tell(axis, None, kind, label(unit, phase), full.nbytes)
+                num_bytes = moved.total * full.element_size()
+                told = self.messages.tell(axis, None, kind, label(unit, phase), num_bytes)
             works = []
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-                works.append(receive(axis, shards[source], source, kind))
-                works.append(send(axis, own, target, kind))
+                works += [receive(axis, part, source, kind) for part in parts(full, moved.of_shard[source])]
+                works += [send(axis, part, target, kind) for part in parts(full, moved.of_shard[axis.rank])]
             return Pending(self, works, told=told)
 
-    def _reduce_shared(
-        self, axis: Axis, full: Tensor, out: Tensor, scratch: Tensor, unit: str, divisor: int
-    ) -> Pending | None:
-        """None where `full` does not lie in shared memory."""
+    def _gather_native(self, axis: Axis, full: Tensor, moved: Portions) -> list[Any]:
+        if moved.is_whole:
+            return [_all_gather(full, in_shards(full, axis.size)[axis.rank], group=axis.group, async_op=True)]
+        return [
+            dist.broadcast(part, group=axis.group, group_src=rank, async_op=True)
+            for rank, intervals in enumerate(moved.of_shard)
+            for part in parts(full, intervals)
+        ]
+
+    def _record_gather(self, axis: Axis, kind: str, unit: str, phase: str, moved: Portions, itemsize: int) -> None:
+        self.log.record(kind, unit, phase, moved.sent_to_gather(axis.rank) * itemsize, common=moved.total * itemsize)
+
+    def _reduce_shared(self, sum_: Sum, unit: str) -> Pending | None:
+        """None where the terms do not lie in shared memory."""
+        axis, full = sum_.axis, sum_.full
         location = self.shared.locate(full) if self.shared is not None else None
         if location is None:
             return None
-        told = self.messages.tell(axis, location, "reduce_scatter", unit, full.nbytes)
+        num_bytes = sum_.portions.total * full.element_size()
+        told = self.messages.tell(axis, location, "reduce_scatter", unit, num_bytes)
 
         def sum_from_peers() -> Sequence[Any]:
-            terms = [
-                self._peer(axis, rank, told.messages[rank], full).view(axis.size, -1)[axis.rank]
+            own = sum_.portions.of_shard[axis.rank]
+            of_peers = [
+                parts(self._peer(axis, rank, told.messages[rank], full), own)
                 for rank in range(axis.size)
                 if rank != axis.rank
             ]
-            own = in_shards(full, axis.size)[axis.rank]
-            total = scratch.view(out.dtype) if _is_in_place(out, own) else out
-            sum_in_rank_order(own, terms, axis.rank, total, out, divisor)
+            sum_.take(of_peers, sum_.totals_in(sum_.scratch) if sum_.is_in_place else sum_.places)
             return self.messages.acknowledge(axis)
 
         return Pending(self, (), sum_from_peers, told)
@@ -436,62 +528,71 @@ class Collectives:
                     self._processes[rank] = Process(pid, identity)
         self.log.clear()
 
-    def _reduce_pairwise(
-        self,
-        axis: Axis,
-        full: Tensor,
-        out: Tensor,
-        scratch: Tensor,
-        wire: torch.dtype,
-        kind: str,
-        unit: str,
-        divisor: int,
-    ) -> Pending:
-        shards = in_shards(full, axis.size)
+    def _reduce_pairwise(self, sum_: Sum, wire: torch.dtype, kind: str, unit: str) -> Pending:
+        axis, moved, full = sum_.axis, sum_.portions, sum_.full
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        own = shards[axis.rank]
         # One term arrives where the sum goes.
-        spared = [out] if wire == out.dtype and not _is_in_place(out, own) else []
-        received, rest = carve(scratch, len(peers) - len(spared), out.numel(), wire)
-        received = [*spared, *received]
-        told = self.messages.tell(axis, None, kind, unit, full.nbytes) if kind == "reduce_scatter" else None
-        works = [receive(axis, term, peer, kind) for term, peer in zip(received, peers, strict=True)]
-        if wire == full.dtype:
-            terms = [shards[peer] for peer in peers]
-        else:
-            terms, _ = carve(rest, len(peers), out.numel(), wire)
-            for term, peer in zip(terms, peers, strict=True):
-                term.copy_(shards[peer])
-        works += [send(axis, term, peer, kind) for term, peer in zip(terms, peers, strict=True)]
-        narrow = wire.itemsize < full.element_size()
-        total = rest.view(full.dtype)[: out.numel()] if narrow and len(peers) > 1 else received[0]
-        return Pending(self, works, lambda: sum_in_rank_order(own, received, axis.rank, total, out, divisor), told)
+        spared = [sum_.places] if wire == full.dtype and not sum_.is_in_place else []
+        carved, rest = carve(sum_.scratch, len(peers) - len(spared), moved.numel_of(axis.rank), wire)
+        received = [*spared, *(split_like(term, sum_.places) for term in carved)]
+        num_bytes = moved.total * full.element_size()
+        told = self.messages.tell(axis, None, kind, unit, num_bytes) if kind == "reduce_scatter" else None
+        works = [receive(axis, part, peer, kind) for peer, term in zip(peers, received, strict=True) for part in term]
+        left = rest
+        for peer in peers:
+            term = parts(full, moved.of_shard[peer])
+            if wire != full.dtype:
+                cast, left = carve(left, 1, moved.numel_of(peer), wire)
+                for place, part in zip(split_like(cast[0], term), term, strict=True):
+                    place.copy_(part)
+                term = split_like(cast[0], term)
+            works += [send(axis, part, peer, kind) for part in term]
+        narrow = wire.itemsize < full.element_size() and len(peers) > 1
+        return Pending(self, works, lambda: sum_.take(received, sum_.totals_in(rest) if narrow else received[0]), told)
 
-    def _reduce_native(
-        self,
-        axis: Axis,
-        full: Tensor,
-        out: Tensor,
-        scratch: Tensor,
-        wire: torch.dtype,
-        kind: str,
-        unit: str,
-        divisor: int,
-    ) -> Pending:
-        own = in_shards(full, axis.size)[axis.rank]
+    def _reduce_native(self, sum_: Sum, wire: torch.dtype, kind: str, unit: str) -> Pending:
+        """By the backend's reduce-scatter; of parts of shards, by one reduction for each, which needs no other memory.
+        A narrow wire by all-to-all: the backend would add in its dtype."""
+        axis, moved, full = sum_.axis, sum_.portions, sum_.full
+        if wire.itemsize < full.element_size():
+            return self._reduce_narrow(sum_, wire)
         if wire == full.dtype:
-            work = _reduce_scatter(out, full, group=axis.group, async_op=True)
-            return Pending(self, [work], lambda: divide(out, divisor))
-        cast, rest = carve(scratch, 1, full.numel(), wire)
-        received, _ = carve(rest, axis.size, out.numel(), wire)
-        cast[0].copy_(full)
-        if wire.itemsize > full.element_size():
-            work = _reduce_scatter(received[0], cast[0], group=axis.group, async_op=True)
-            return Pending(self, [work], lambda: divide(out.copy_(received[0]), divisor))
-        work = dist.all_to_all_single(rest[: cast[0].nbytes].view(wire), cast[0], group=axis.group, async_op=True)
-        terms = [term for rank, term in enumerate(received) if rank != axis.rank]
-        total = scratch[: out.nbytes].view(out.dtype)  # what was sent has been sent
-        return Pending(self, [work], lambda: sum_in_rank_order(own, terms, axis.rank, total, out, divisor))
+            terms, own = full, sum_.out if moved.is_whole else in_shards(full, axis.size)[axis.rank]
+        else:
+            terms = carve(sum_.scratch, 1, full.numel(), wire)[0][0]
+            own = in_shards(terms, axis.size)[axis.rank]
+            for intervals in moved.of_shard:
+                for place, part in zip(parts(terms, intervals), parts(full, intervals), strict=True):
+                    place.copy_(part)
+        if moved.is_whole:
+            works = [_reduce_scatter(own, terms, group=axis.group, async_op=True)]
+        else:
+            works = [
+                dist.reduce(part, group=axis.group, group_dst=rank, async_op=True)
+                for rank, intervals in enumerate(moved.of_shard)
+                for part in parts(terms, intervals)
+            ]
+
+        def take() -> None:
+            for place, value in zip(sum_.places, parts(own, moved.inside(axis.rank)), strict=True):
+                divide(place if _is_in_place(place, value) else place.copy_(value), sum_.divisor)
+
+        return Pending(self, works, take)
+
+    def _reduce_narrow(self, sum_: Sum, wire: torch.dtype) -> Pending:
+        axis, moved, full = sum_.axis, sum_.portions, sum_.full
+        own = moved.numel_of(axis.rank)
+        sent, rest = carve(sum_.scratch, 1, moved.total, wire)
+        received, _ = carve(rest, axis.size, own, wire)
+        terms = [part for intervals in moved.of_shard for part in parts(full, intervals)]
+        for place, term in zip(split_like(sent[0], terms), terms, strict=True):
+            place.copy_(term)
+        into = rest[: axis.size * own * wire.itemsize].view(wire)
+        sizes = [moved.numel_of(rank) for rank in range(axis.size)]
+        work = dist.all_to_all_single(into, sent[0], [own] * axis.size, sizes, group=axis.group, async_op=True)
+        of_peers = [split_like(term, sum_.places) for rank, term in enumerate(received) if rank != axis.rank]
+        # What was sent has been sent.
+        return Pending(self, [work], lambda: sum_.take(of_peers, sum_.totals_in(sum_.scratch)))
 
 
 def _trace(name: str) -> AbstractContextManager[Any]:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class CommEvent(NamedTuple):
-    """One collective as this rank issued it. `bytes`: what the rank sends, (d - 1) / d of the full buffer."""
+    """One collective as this rank issued it. `bytes`: what the rank sends, (d - 1) / d of the full buffer. (Where parts
+    of it do not take part, ranks may send different amounts.)"""
 
     op: str
     unit: str
@@ -27,11 +28,13 @@ class CommLog:
     wait_seconds: float = 0.0
     digests: dict[str, int] = field(default_factory=dict)
 
-    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, uneven: bool = False) -> None:
-        """`uneven`: ranks may send different amounts."""
+    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> None:
+        """`common`: a number that is the same on every rank, where they send different amounts."""
         self.entries.append(CommEvent(op, unit, phase, num_bytes))
         self.total_bytes += num_bytes
-        self.digests[op] = zlib.crc32(f"{unit} {'' if uneven else num_bytes}".encode(), self.digests.get(op, 0))
+        self.digests[op] = zlib.crc32(
+            f"{unit} {num_bytes if common is None else common}".encode(), self.digests.get(op, 0)
+        )
 
     def clear(self) -> None:
         """Forget the entries (the totals stay)."""

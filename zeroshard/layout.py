@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from zeroshard.interval import Interval, round_up
+from zeroshard.portions import Portions, everything
 
 ALIGNMENT = 256
 """Elements, of shards. Vector kernels see no tail inside a shard, so results do not depend on where a shard is cut; and
@@ -101,6 +102,26 @@ class BufferLayout:
         ends = [0, *(slot.world.stop for slot in self.slots)]
         starts = [*(slot.world.start for slot in self.slots), self.numel]
         return tuple(Interval(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    def portions(self, slots: Collection[int]) -> Portions:
+        """What is exchanged where just these slots (by index) are; of all of them, everything."""
+        if len(slots) == len(self.slots):
+            return everything(self.numel, self.num_shards)
+        return Portions.of(self._runs(sorted(slots)), self.numel, self.num_shards)
+
+    def _runs(self, slots: Iterable[int]) -> Iterator[Interval]:
+        """World ranges of these slots, neighbours as one, up to where the next slot may start."""
+        run = Interval(0, 0)
+        for index in slots:
+            world = self.slots[index].world
+            limit = self.slots[index + 1].world.start if index + 1 < len(self.slots) else self.numel
+            stop = min(round_up(world.stop, SLOT_ALIGNMENT), limit)
+            if world.start != run.stop:
+                yield run
+                run = Interval(world.start, stop)
+            else:
+                run = Interval(run.start, stop)
+        yield run
 
     @property
     def shard_numel(self) -> int:

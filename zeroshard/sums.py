@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
+
+from zeroshard.interval import Interval
 
 _CACHED_NUMEL = 1 << 16
 """Elements that a sum on CPU takes at a time: what is cast, and what is divided, stays in cache."""
@@ -79,6 +83,15 @@ def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 
 def in_shards(full: Tensor, size: int) -> tuple[Tensor, ...]:
     return full.view(size, -1).unbind(0)
+
+
+def parts(full: Tensor, intervals: Iterable[Interval]) -> list[Tensor]:
+    return [full[interval.slice] for interval in intervals]
+
+
+def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat`, as large as these, one after the other."""
+    return list(torch.split(flat, [part.numel() for part in parts]))
 
 
 def carve(scratch: Tensor, count: int, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
