@@ -1,7 +1,8 @@
 """Which parameters require grad: the same ones on every rank, as they change between steps.
 
-A unit of which nothing requires grad any more *rests*: its gradients are not reduced. Ranks must agree in that, because
-a reduction is theirs together. So whoever finds a change, when the model is called, meets the others there.
+What does not require grad is not reduced. A unit of which nothing does *rests*: it has no reductions at all. Ranks must
+agree in that, because a reduction is theirs together. So whoever finds a change, when the model is called, meets the
+others there. What was frozen with a gradient that waits for a step takes part until then.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroshard.collectives import Collectives
-from zeroshard.gradients import GradState
 from zeroshard.unit import Unit
 
 _POINT = "(a change of requires_grad)"
+
+Slots = dict[Unit, set[int]]
+"""Of each unit, by index."""
 
 
 class Freezing:
@@ -20,41 +23,48 @@ class Freezing:
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self._units, self._collectives = units, collectives
-        self._agreed = self._flags()
-        self._again = False  # a unit could not rest yet, because gradients of it wait for a step
+        self._agreed = self._trained()
         collectives.messages.introduce(_POINT)
 
     def has_changed(self) -> bool:
-        """On this rank."""
-        return self._again or self._flags() != self._agreed
+        """On this rank: what requires grad, or what had to take part nevertheless."""
+        trained = self._trained()
+        return trained != self._agreed or any(
+            unit.grads is not None and unit.grads.summed != slots for unit, slots in trained.items()
+        )
 
-    def agree(self) -> set[Unit]:
-        """Meet the other ranks. Collective. Returns the units that rest from now on.
+    def agree(self) -> Slots:
+        """Meet the other ranks. Collective. Returns what is summed over ranks from now on.
 
         Raises:
             ValueError: on every rank: ranks differ, with a parameter and the ranks.
         """
         self._collectives.meet_at(_POINT)
-        flags = self._flags()
-        still = [unit for unit in self._units if unit.grads is not None and not any(flags[unit.index])]
-        waiting = [unit.index for unit in still if unit.grads and unit.grads.state is not GradState.EMPTY]
-        found = self._collectives.exchange_objects([flags, waiting])
-        for unit in self._units:
-            for index, slot in enumerate(unit.layout.slots):
-                theirs = [of_rank[unit.index][index] for of_rank, _ in found]
-                if len(set(theirs)) > 1:
-                    ranks = ", ".join(str(rank) for rank, requires in enumerate(theirs) if requires)
-                    raise ValueError(
-                        f"parameter {slot.name} requires grad on rank {ranks} alone: let the same parameters require "
-                        "grad on every rank"
-                    )
-        busy = {index for _, of_rank in found for index in of_rank}
-        self._agreed, self._again = flags, bool(busy)
-        return {unit for unit in still if unit.index not in busy}
+        trained = self._trained()
+        waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.grads is not None}
+        found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)])
+        for number, unit in enumerate(self._units):
+            theirs = [set(of_rank[number]) for of_rank, _ in found]
+            for index in sorted(set().union(*theirs) - set.intersection(*theirs)):
+                ranks = ", ".join(str(rank) for rank, slots in enumerate(theirs) if index in slots)
+                raise ValueError(
+                    f"parameter {unit.layout.slots[index].name} requires grad on rank {ranks} alone: let the same "
+                    "parameters require grad on every rank"
+                )
+        for number, unit in enumerate(waiting):
+            trained[unit] = trained[unit].union(*(of_rank[number] for _, of_rank in found))
+        return trained
 
-    def ask_again(self) -> None:
-        """What has been agreed could not be done yet."""
-        self._again = True
+    def settle(self, slots: Slots) -> None:
+        """What has been agreed on is done."""
+        self._agreed = self._trained()
+        for unit, of_unit in slots.items():
+            if unit.grads is not None:
+                unit.grads.sum_only(of_unit)
 
-    def _flags(self) -> list[list[bool]]:
-        return [[parameter.requires_grad for parameter in unit.parameters] for unit in self._units]
+    def _trained(self) -> Slots:
+        return {unit: {i for i, p in enumerate(unit.parameters) if p.requires_grad} for unit in self._units}
+
+
+def _listed(slots: Slots) -> list[list[int]]:
+    return [sorted(of_unit) for of_unit in slots.values()]

@@ -14,7 +14,7 @@ output of a unit, every unit that ran later in forward is done, and only what wa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -115,13 +115,15 @@ class Gatherer:
             if unit.weights.shown and not unit.weights.buffer.owns_full and unit.weights.in_use == 0:
                 unit.weights.hide()
 
-    def updated(self, unit: Unit) -> None:
-        """The optimizer has changed the own interval: weights that rest in full start arriving from the others."""
+    def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
+        """The optimizer has changed the own interval, or just what these slots have of it: weights that rest in full
+        start arriving from the others."""
         (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
         self._called.discard(unit)
+        were_there = unit.weights.state is not Residency.SHARDED
         unit.weights.drop()
         if unit.weights.buffer.owns_full:
-            unit.weights.gather(self.collectives, "step")
+            unit.weights.gather(self.collectives, "step", slots=slots if were_there else None)
 
     def finish(self) -> None:
         """Wait for everything that is arriving (what was expected to be needed next, say, and was not)."""

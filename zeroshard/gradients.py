@@ -8,6 +8,9 @@ The *bucket* is the full-size buffer that backward writes to. Plans whose gradie
 sharded gradients borrow one and keep the shard alone. A reduction leaves the mean over ranks, as torch DDP does.
 Reducing at every micro-batch follows one rule under all plans, so that they stay bit-identical: what has been reduced
 so far enters the next sum, times the number of ranks, as part of the owner's own term.
+
+Slots that are frozen are not summed: their gradient is zero wherever somebody may look at it, in the shard and in a
+buffer that is held in full. In a borrowed bucket they are left as they are.
 """
 
 from __future__ import annotations
@@ -41,10 +44,11 @@ class Gradients:
         carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
         replicates: whether all of the mean is gathered on every rank once it has been reduced.
         state: the life cycle above.
+        summed: slots that reductions sum; the same on every rank.
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
         ready: slots accumulated in the backward under way.
         present: slots that got a gradient on this rank since the last step.
-        waiting: slots that no step has used yet; the same on every rank, as `present` need not be.
+        waiting: slots that no step has used yet; the same on every rank, as `present` need not be. All are in `summed`.
     """
 
     def __init__(
@@ -68,6 +72,15 @@ class Gradients:
         self.ready: set[int] = set()
         self.present: set[int] = set()
         self.waiting: set[int] = set()
+        self.sum_only(set(range(len(buffer.layout.slots))))
+
+    def sum_only(self, slots: set[int]) -> None:
+        """From now on; between two backwards, with the same slots on every rank."""
+        assert self.waiting <= slots, "what waits for a step is added to"
+        self.summed = slots
+        self._portions = self.buffer.layout.portions(slots)
+        if self.state is GradState.PARTIAL:
+            self.waiting = set(slots)
 
     @property
     def needs_bucket(self) -> bool:
@@ -94,7 +107,7 @@ class Gradients:
             self.buffer.shard.mul_(self.num_ranks)
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
-        self.waiting = set(range(len(self.buffer.layout.slots)))
+        self.waiting = set(self.summed)
         self.buffer.placement = PARTIAL
         self.state = GradState.PARTIAL
 
@@ -118,13 +131,15 @@ class Gradients:
         return self.state is GradState.PARTIAL and not self._reduced_before
 
     def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
-        """PARTIAL -> REDUCING. Slots without a gradient take part with zeros."""
+        """PARTIAL -> REDUCING. Summed slots without a gradient take part with zeros."""
         self._expect((GradState.PARTIAL,), "reduce")
         assert self.buffer.full is not None, "reducing needs the bucket"
-        for index in self.stale:
+        for index in self.stale if self.buffer.owns_full else self.stale & self.summed:
             self.buffer.views()[index].zero_()
         self.stale.clear()
         self.buffer.hold()
+        if not self.buffer.owns_full and not self._portions.is_whole:
+            self._clear_between_portions()
         if self._carry:
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.num_ranks))
         self._pending = collectives.reduce_scatter(
@@ -135,8 +150,17 @@ class Gradients:
             unit=self._unit,
             phase="backward",
             divisor=self.num_ranks,
+            portions=self._portions,
         )
         self.state = GradState.REDUCING
+
+    def _clear_between_portions(self) -> None:
+        """In the shard. What waits for a step is in the portions."""
+        end = 0
+        for portion in self._portions.inside(self.buffer.rank):
+            self.buffer.shard[end : portion.start].zero_()
+            end = portion.stop
+        self.buffer.shard[end:].zero_()
 
     def arrive(self) -> None:
         """REDUCING -> REDUCED: the shard holds the mean. A borrowed bucket may be given back (`close`)."""
@@ -163,7 +187,7 @@ class Gradients:
             assert self.buffer.full is not None, "replicated gradients own their buffer"
             self.buffer.placement = REPLICATED
             self._pending = collectives.all_gather(
-                self.buffer.full, unit=self._unit, phase="backward", acknowledge=True
+                self.buffer.full, unit=self._unit, phase="backward", acknowledge=True, portions=self._portions
             )
 
     def consume(self, slots: set[int]) -> None:
@@ -192,6 +216,8 @@ class Gradients:
             self.buffer.placement = REPLICATED if self.replicates else SHARDED
             self.state = GradState.REDUCED
         self._expect((GradState.REDUCED,), "assign")
+        if index not in self.summed:  # frozen; a backward before the step adds to it
+            self.sum_only(self.summed | {index})
         self.held_part(index).copy_(part)
         self.present.add(index)
         self.waiting.add(index)

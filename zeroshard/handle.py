@@ -24,7 +24,7 @@ from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.freezing import Freezing
 from zeroshard.full_state import IncompatibleKeys, Taking, full_state, load_full_state
-from zeroshard.gather import Gatherer
+from zeroshard.gather import Gatherer, in_backward
 from zeroshard.gradients import GradState
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
 from zeroshard.join import join
@@ -444,8 +444,8 @@ class Handle(NotCopied):
 
     @torch.no_grad()
     def thaw(self) -> None:
-        """Which parameters require grad may have changed: units of which none does are not reduced any more, until they
-        are needed again; units that were frozen at `shard` get gradients and main, and the optimizers that have them
+        """Which parameters require grad may have changed: those that do not are not reduced any more, until they do
+        again; units that were frozen at `shard` get gradients and main, and the optimizers that have them
         begin to update them. Collective; done by the next call of the model.
 
         Raises:
@@ -454,13 +454,10 @@ class Handle(NotCopied):
         """
         if not self._freezing.has_changed():
             return
-        resting = self._freezing.agree()
-        try:
-            self._begin_to_train()
-        except RuntimeError:
-            self._freezing.ask_again()
-            raise
-        self.reducer.rest(resting)
+        slots = self._freezing.agree()
+        self._begin_to_train()
+        self._freezing.settle(slots)
+        self.reducer.find_order()
 
     def _begin_to_train(self) -> None:
         frozen = [unit for unit in self.units if unit.main is None and any(p.requires_grad for p in unit.parameters)]
@@ -559,7 +556,7 @@ class Handle(NotCopied):
         with outside_transforms():
             if torch.is_grad_enabled():
                 self._expect_known_parameters()
-                if not in_use:  # inside `unsharded` ranks run what they like
+                if not in_use and not in_backward():  # inside `unsharded` ranks run what they like
                     self.thaw()
             self.expect_in_place()
             self.gatherer.begin_forward()

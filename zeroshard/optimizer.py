@@ -673,8 +673,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def updated(unit: Unit) -> None:
             steppers_left[unit] -= 1
-            if not steppers_left[unit] and unit.plan.main is SHARDED and any(active[unit]):
-                self.handle.gatherer.updated(unit)
+            slots = {index for index in units[unit] if active[unit][index]}
+            if not steppers_left[unit] and unit.plan.main is SHARDED and slots:
+                self.handle.gatherer.updated(unit, slots)
                 self._consume(unit)  # before the next unit's state is made
 
         for stepper in self._steppers:

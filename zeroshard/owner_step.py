@@ -159,7 +159,8 @@ class OwnerStep:
             route.whole.unit.read_gradient(route.world, out)
             update.apply(out)
 
-        self._to_owners(self._routes, read_gradient, self._gradients)
+        active = [route for route in self._routes if self._active[route.whole]]
+        self._to_owners(active, read_gradient, self._gradients)
         self._fetch_main()
         try:
             for whole, value in self._values.items():
@@ -210,19 +211,19 @@ class OwnerStep:
                 target[route.whole].view(-1)[route.param.slice] = received.take(route.world.numel)
 
     def _to_holders(self, wholes: Collection[Whole]) -> None:
-        """Main of `wholes` is set; all of it is sent."""
+        """Main of `wholes` is sent, and set."""
         wanted = set(wholes)
         for dtype in self._dtypes:
-            routes = self._routes_in(dtype)
+            routes = [route for route in self._routes_in(dtype) if route.whole in wanted]
+            if not routes:
+                continue
             sent = _Cursor(_as(self._sent, dtype))
             for route in self._incoming(routes):
                 sent.take(route.world.numel).copy_(self._values[route.whole].view(-1)[route.param.slice])
             received = _Cursor(self._exchange(routes, dtype, forth=False))
             for route in self._outgoing(routes):
-                value = received.take(route.world.numel)
-                if route.whole in wanted:
-                    assert route.whole.unit.main is not None
-                    route.whole.unit.main.set(route.world, value, spare=True)
+                assert route.whole.unit.main is not None
+                route.whole.unit.main.set(route.world, received.take(route.world.numel), spare=True)
 
     def _exchange(self, routes: Sequence[Route], dtype: torch.dtype, *, forth: bool) -> Tensor:
         if self.replicated:

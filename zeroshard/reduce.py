@@ -3,8 +3,8 @@
     accumulated   u3 u2 u1 u0            (as backward produces them, maybe differently on each rank)
     reduced          u3 u2 u1 u0         (always this order: reverse registration; an early unit waits)
 
-A unit is *ready* when all its parameters have a gradient in this backward. What is not ready at the end of backward
-takes part with zeros: no collective ever depends on what one rank's graph happens to contain.
+A unit is *ready* when all its parameters that train have a gradient in this backward. What is not ready at the end of
+backward takes part with zeros: no collective ever depends on what one rank's graph happens to contain.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
-        order: trainable units that do not rest, in the order in which they are reduced.
+        order: units of which something is summed, in the order in which they are reduced.
         local: units whose gradients are accumulated, in full-size buckets, and not reduced.
         scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
         visible: what the user finds in `p.grad`.
@@ -49,11 +49,11 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
-        self.rest(set())
+        self.find_order()
         self.collectives = collectives
         self.local: frozenset[Unit] = frozenset()
         self.scale: float | None = None
-        self.visible = VisibleGradients(self.order, collectives)
+        self.visible = VisibleGradients(self._trainable, collectives)
         self.origins = Origins()
         self.settled: dict[LossScaler, tuple[ScaleState, bool]] = {}
         self._backward_scale = 1.0
@@ -68,7 +68,7 @@ class Reducer:
         self._bucket_of: dict[Unit, Place] = {}  # of its own, for good
         self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `Allotment.of_buckets`
         self._borrowed: dict[Unit, Place] = {}
-        borrowers = [unit for unit in self.order if unit.grads is not None and unit.grads.needs_bucket]
+        borrowers = [unit for unit in self._trainable if unit.grads is not None and unit.grads.needs_bucket]
         allotment = Allotment.of_buckets(
             (unit.spec.bucket_borrower(unit.layout.numel) for unit in borrowers), collectives.transport
         )
@@ -81,14 +81,14 @@ class Reducer:
                 of_kind = [unit for unit in borrowers if unit not in self._bucket_of and _kind(unit) == dtype]
                 self._last_two[dtype] = of_kind[-2:]
         scratch_bytes = max(
-            (_scratch_bytes(unit, collectives, in_place=not borrowers) for unit in self.order), default=0
+            (_scratch_bytes(unit, collectives, in_place=not borrowers) for unit in self._trainable), default=0
         )
         most_in_flight = 1 if borrowers and (scratch_bytes or collectives.transport != "shared") else IN_FLIGHT
         self._free_scratch = [pool.place("scratch", scratch_bytes, self) for _ in range(most_in_flight)]
 
-    def rest(self, resting: set[Unit]) -> None:
-        """Between two backwards: these units have no gradients, and will get none; the others are reduced."""
-        self.order = [unit for unit in self._trainable if unit not in resting]
+    def find_order(self) -> None:
+        """Between two backwards: what is summed has changed. Units of which nothing is have no gradients."""
+        self.order = [unit for unit in self._trainable if unit.grads is not None and unit.grads.summed]
         self._place_in_order = {unit: place for place, unit in enumerate(self.order)}
 
     def accumulate_locally(self, units: frozenset[Unit]) -> None:
@@ -196,11 +196,21 @@ class Reducer:
         own = full[grads.own_interval.slice]
         scratch = torch.empty(_scratch_bytes(unit, self.collectives, in_place=True), dtype=torch.uint8, device=device)
         self.collectives.meet()
+        portions = unit.layout.portions(terms)
         self.collectives.reduce_scatter(
-            full, own, scratch, wire=unit.spec.precision.wire, unit=unit.name, phase="step", divisor=grads.num_ranks
+            full,
+            own,
+            scratch,
+            wire=unit.spec.precision.wire,
+            unit=unit.name,
+            phase="step",
+            divisor=grads.num_ranks,
+            portions=portions,
         ).release()
         if grads.replicates:
-            self.collectives.all_gather(full, unit=unit.name, phase="step", acknowledge=True).release()
+            self.collectives.all_gather(
+                full, unit=unit.name, phase="step", acknowledge=True, portions=portions
+            ).release()
         for index in terms:
             self._assign(unit, index, full[(unit.layout.slots[index].world & grads.held_interval).slice])
         self.collectives.exchange_objects(None)  # nobody reads any more what is freed here
@@ -211,10 +221,10 @@ class Reducer:
         assert grads is not None, "only trainable units accumulate"
         name = unit.layout.slots[index].name
         place = self._place_in_order.get(unit)
-        if place is None:
+        if place is None or index not in grads.summed:
             raise RuntimeError(
-                f"parameter {name} has a gradient, and nothing of its unit required grad when the model was called "
-                "last: let it require grad before the model (not only a part of it) is called"
+                f"parameter {name} has a gradient, and did not require grad when the model was called last: let it "
+                "require grad before the model (not only a part of it) is called"
             )
         if place < self._cursor and unit not in self.local:
             raise RuntimeError(
@@ -227,7 +237,7 @@ class Reducer:
         if not seen_by_others:
             self._take(unit, index, grads)
         grads.ready.add(index)
-        if unit not in self.local and len(grads.ready) == len(unit.parameters):
+        if unit not in self.local and grads.summed <= grads.ready:
             self._complete_but_seen = seen_by_others
             if not seen_by_others:
                 self._advance()
@@ -341,16 +351,17 @@ class Reducer:
         while self._cursor < len(self.order):
             unit = self.order[self._cursor]
             assert unit.grads is not None
-            if unit not in self.local and len(unit.grads.ready) < len(unit.parameters):
+            if unit not in self.local and not unit.grads.summed <= unit.grads.ready:
                 return
             if unit not in self.local:
                 self._launch(unit)
             self._cursor += 1
 
     def _take_all(self, unit: Unit) -> None:
-        """What hooks of the user have left in `p.grad`, or the user has put there before this backward."""
+        """What hooks of the user have left in `p.grad`, or the user has put there before this backward. (Where it is
+        not summed it stays there, as set by hand.)"""
         assert unit.grads is not None
-        for index in range(len(unit.parameters)):
+        for index in sorted(unit.grads.summed):
             self._take(unit, index, unit.grads)
 
     def _look(self, unit: Unit) -> None:

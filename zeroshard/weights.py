@@ -12,7 +12,7 @@ so a unit always gathers into the same storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -70,14 +70,28 @@ class Weights:
                 self.buffer.shard[fragment.local.slice] = rounded(value)
             self.hide()
 
-    def gather(self, collectives: Collectives, phase: str, full: Tensor | None = None) -> None:
-        """SHARDED -> GATHERING. `full`: where to, for weights that only hold their shard."""
+    def gather(
+        self,
+        collectives: Collectives,
+        phase: str,
+        full: Tensor | None = None,
+        slots: Collection[int] | None = None,
+    ) -> None:
+        """SHARDED -> GATHERING.
+
+        Args:
+            full: where to, for weights that only hold their shard.
+            slots: of weights that rest in full: what has changed since they were all there; None: anything.
+        """
         self._expect(Residency.SHARDED, "gather")
         if full is not None:
             self.buffer.attach(full)
             self.buffer.own_part_of_full().copy_(self.buffer.shard)
         assert self.buffer.full is not None, "gathering needs a full buffer"
-        self._pending = collectives.all_gather(self.buffer.full, self.buffer.shard, unit=self._unit, phase=phase)
+        portions = self.buffer.layout.portions(slots) if slots is not None else None
+        self._pending = collectives.all_gather(
+            self.buffer.full, self.buffer.shard, unit=self._unit, phase=phase, portions=portions
+        )
         self.state = Residency.GATHERING
 
     def arrive(self, *, stale: bool = False) -> None:

@@ -1,0 +1,410 @@
+"""Units of which a part is frozen after `shard`: what does not train is neither reduced nor sent around after the step.
+
+A user sharded a model, then froze all but the biases. Every unit was still reduced as a whole, zeros for the most part:
+139,264 bytes where torch's FSDP2, which divides by `requires_grad`, sends 8,192. And after each step all weights went
+around again, changed or not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.core.models import PLANS, State, same_bits
+from zeroshard import collectives, unit
+from zeroshard.collectives import Collectives
+from zeroshard.comm_log import CommLog
+from zeroshard.gradients import Gradients
+from zeroshard.interval import round_up
+from zeroshard.layout import SLOT_ALIGNMENT
+from zeroshard.mesh import Mesh
+from zeroshard.placement import Plan
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import RankError, expect_same_logs, run_ranks
+from zeroshard.unit import Unit
+
+WIDTH, HIDDEN, RANKS = 20, 36, 3
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Part(), Part(), nn.Linear(WIDTH, 3))
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1 + rank + 10 * number), dtype=torch.float32)
+    return model(x.to(torch.get_default_dtype())).square().mean()
+
+
+def let_train(wanted: Callable[[str], bool], *models: nn.Module) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(wanted(name))
+
+
+ALL: Callable[[str], bool] = lambda name: True  # noqa: E731
+BIASES: Callable[[str], bool] = lambda name: "bias" in name  # noqa: E731
+LAST: Callable[[str], bool] = lambda name: name in ("1.down.weight", "2.bias")  # noqa: E731
+PHASES = [ALL, BIASES, LAST, lambda name: "up" in name, ALL]
+"""What trains, one after the other."""
+
+
+def poisoned(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory that comes with whatever values."""
+    return torch.full((num_bytes,), 0x7E, dtype=torch.uint8, device=device)
+
+
+@pytest.fixture(autouse=True)
+def memory_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit, "plain_bytes", poisoned)
+
+
+def trained_elements(of: Unit) -> list[int]:
+    """Of each shard, by counting: those of parameters that require grad, each up to a multiple of 64."""
+    marks = torch.zeros(of.layout.numel, dtype=torch.bool)
+    for slot, parameter in zip(of.layout.slots, of.parameters, strict=True):
+        if parameter.requires_grad:
+            marks[slot.world.start : round_up(slot.world.stop, SLOT_ALIGNMENT)] = True
+    if all(parameter.requires_grad for parameter in of.parameters):
+        marks[:] = True
+    return [int(shard.sum()) for shard in marks.view(of.layout.num_shards, -1)]
+
+
+def expected_events(handle: zeroshard.Handle, rank: int) -> Counter[Any]:
+    """(operation, unit, phase, bytes sent by this rank) of a step, but for ZERO3's gathers in forward and backward."""
+    result: Counter[Any] = Counter()
+    for one in handle.units:
+        precision, weight = one.spec.precision, one.spec.weight_dtype.itemsize
+        wire, gradient = precision.wire.itemsize, precision.grad.itemsize
+        elements = trained_elements(one)
+        if not sum(elements):
+            continue
+        others = len(elements) - 1
+        result["reduce_scatter", one.name, "backward", (sum(elements) - elements[rank]) * wire] += 1
+        if handle.plan is zeroshard.DDP:
+            result["all_gather", one.name, "backward", others * elements[rank] * gradient] += 1
+        elif handle.plan is not zeroshard.ZERO3:
+            result["all_gather", one.name, "step", others * elements[rank] * weight] += 1
+    return result
+
+
+def found_events(handle: zeroshard.Handle) -> Counter[Any]:
+    return Counter(
+        tuple(event)
+        for event in handle.comm_log.entries
+        if event.op != "exchange" and (handle.plan is not zeroshard.ZERO3 or event.op != "all_gather")
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("way", ["shared", "messages"])
+def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
+    """Bytes, counted from the parameters; and what is handed to the backend is what the log says."""
+    sent = 0
+
+    def train(rank: int, plan: Plan, precision: Any) -> tuple[State, CommLog]:
+        nonlocal sent
+        model = build()
+        handle = zeroshard.shard(model, plan, units=Part, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, foreach=False)
+        for step, phase in enumerate(PHASES):
+            let_train(phase, model)
+            optimizer.backward(loss_of(model, rank, step))  # ranks meet
+            optimizer.zero_grad()
+            handle.gatherer.settle()
+            handle.comm_log.clear()
+            sent = 0
+            optimizer.backward(loss_of(model, rank, step).float())
+            assert optimizer.step().applied
+            if way == "messages":
+                assert sent == handle.comm_log.bytes()
+            assert found_events(handle) == expected_events(handle, rank), (plan, step)
+        return handle.full_state_dict(main=True), handle.comm_log
+
+    def check(rank: int) -> list[CommLog]:
+        logs = []
+        if way == "messages":
+            Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
+            send = collectives.send
+
+            def counted(axis: Any, tensor: Tensor, to: int, kind: str) -> Any:
+                nonlocal sent
+                sent += tensor.nbytes
+                return send(axis, tensor, to, kind)
+
+            collectives.send = counted
+        for precision in (None, "bf16", MixedPrecision(reduce=torch.bfloat16)):
+            runs = [train(rank, plan, precision) for plan in PLANS]
+            assert all(same_bits(state, runs[0][0]) for state, _ in runs)
+            logs += [log for _, log in runs]
+        return logs
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_same_logs(logs)
+
+
+def as_in_plain_torch(rank: int, num_ranks: int, plan: Plan, mesh: Any = None) -> State:
+    """Freeze, train, let go, train: weights, state and norms are those of one process with plain torch; what is frozen
+    has its very bits."""
+    model, expected = build(), build()
+    handle = zeroshard.shard(model, plan, units=Part, mesh=mesh)
+    options = {"lr": 0.05, "weight_decay": 0.3, "foreach": False}
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **options)
+    plain = torch.optim.AdamW(expected.parameters(), **options)
+    for step, phase in enumerate([*PHASES, LAST]):
+        let_train(phase, model, expected)
+        before = handle.full_state_dict()
+        loss_of(model, rank, step).backward()
+        for of_rank in range(num_ranks):
+            (loss_of(expected, of_rank, step) / num_ranks).backward()
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.5).double(), norm)
+        plain.step(), plain.zero_grad(), optimizer.step(), optimizer.zero_grad()
+        after = handle.full_state_dict()
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(after[name], value)
+            assert torch.equal(before[name], after[name]) != phase(name)
+    state, expected_state = optimizer.state_dict(), plain.state_dict()
+    torch.testing.assert_close(state["state"], expected_state["state"])
+    return handle.full_state_dict()
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("way", ["shared", "messages", "native"])
+def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...], way: str) -> None:
+    """On a mesh of two axes shards are summed over their replicas as well. "native": by the backend's own collectives,
+    as on NCCL."""
+
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        if way != "shared":
+            Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
+        if way == "native":
+            Mesh.is_pairwise = property(lambda self: False)  # type: ignore[method-assign,assignment]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if len(shape) > 1 else None
+        num_ranks = torch.Size(shape).numel()
+        found = [as_in_plain_torch(rank, num_ranks, plan, mesh) for plan in PLANS]
+        assert all(same_bits(state, found[0]) for state in found)
+
+    run_ranks(check, torch.Size(shape).numel())
+
+
+def test_accumulated_before_something_is_frozen_or_let_go() -> None:
+    """Micro-batches that are not reduced, or each one, and a change between them: what was accumulated counts, as in
+    plain torch, and from the next step on it is left out."""
+
+    def run(rank: int, plan: Plan, every: bool, phases: list[Any]) -> State:
+        model, expected = build(), build()
+        handle = zeroshard.shard(model, plan, units=Part)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for step in range(2):
+            for number, phase in enumerate(phases if not step else phases[-1:]):
+                let_train(phase, model, expected)
+                last = number == len(phases) - 1 or step == 1
+                handle.set_requires_gradient_sync(every or last)
+                handle.comm_log.clear()
+                loss_of(model, rank, number + 10 * step).backward()
+                for of_rank in range(RANKS):
+                    (loss_of(expected, of_rank, number + 10 * step) / RANKS).backward()
+            optimizer.step(), plain.step(), plain.zero_grad()
+        reductions = {key: count for key, count in found_events(handle).items() if key[0] == "reduce_scatter"}
+        assert reductions == {k: c for k, c in expected_events(handle, rank).items() if k[0] == "reduce_scatter"}
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(handle.full_state_dict()[name], value)
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        for phases in ([ALL, BIASES], [LAST, BIASES, ALL, LAST]):
+            for every in (False, True):
+                found = [run(rank, plan, every, phases) for plan in PLANS]
+                assert all(same_bits(state, found[0]) for state in found)
+
+    run_ranks(check, RANKS)
+
+
+def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
+    """As in plain torch. Set before a backward or after, added to by none; of each rank its own, the mean is taken."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for before in (True, False):
+                model = build()
+                handle = zeroshard.shard(model, plan, units=Part)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+                let_train(BIASES, model)
+                start = handle.full_state_dict()["0.up.weight"]
+                by_hand = torch.full((HIDDEN, WIDTH), 1.0 + rank)
+                if before:
+                    model[0].up.weight.grad = by_hand
+                loss_of(model, rank, 0).backward()
+                if not before:
+                    model[0].up.weight.grad = by_hand
+                    optimizer.clip_grad_norm_(1e9)  # reduces it
+                    loss_of(model, rank, 1).backward()
+                assert optimizer.step().applied
+                assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
+                handle.comm_log.clear()
+                loss_of(model, rank, 2).backward()
+                optimizer.step()
+                assert found_events(handle) == expected_events(handle, rank)
+                assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
+
+    run_ranks(check, RANKS)
+
+
+def test_two_optimizers_over_one_unit() -> None:
+    """Each sends what it has changed."""
+
+    def run(rank: int, plan: Plan) -> State:
+        model, expected = build(), build()
+        handle = zeroshard.shard(model, plan, units=10**9)
+        sharded, plain = [], []
+        for wanted in (BIASES, lambda name: "bias" not in name):
+            for one, into, kind in ((model, sharded, zeroshard.ShardedOptimizer), (expected, plain, None)):
+                params = [p for name, p in one.named_parameters() if wanted(name)]
+                into.append(kind(params, torch.optim.SGD, lr=0.1) if kind else torch.optim.SGD(params, lr=0.1))
+        for step, phase in enumerate(PHASES):
+            let_train(phase, model, expected)
+            loss_of(model, rank, step).backward()
+            for of_rank in range(RANKS):
+                (loss_of(expected, of_rank, step) / RANKS).backward()
+            handle.comm_log.clear()
+            for one in [*plain, *sharded]:
+                if any(p.requires_grad for group in one.param_groups for p in group["params"]):
+                    one.step()
+            for one in plain:
+                one.zero_grad()
+            handle.gatherer.settle()
+            if plan is zeroshard.ZERO2:
+                gathered = [event.bytes for event in handle.comm_log.entries if event.op == "all_gather"]
+                most = sum(key[-1] for key in expected_events(handle, rank) if key[0] == "all_gather")
+                assert sum(gathered) <= most
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(handle.full_state_dict()[name], value)
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        found = [run(rank, plan) for plan in PLANS]
+        assert all(same_bits(state, found[0]) for state in found)
+
+    run_ranks(check, RANKS)
+
+
+def test_owners_of_frozen_parameters_get_and_give_nothing() -> None:
+    """An optimizer of whole parameters sends gradients to their owners, and main back: of what trains."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS[1:]:
+            sent = {}
+            for phase in (ALL, LAST):
+                model = build()
+                handle = zeroshard.shard(model, plan, units=Part)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adafactor, lr=0.01)
+                let_train(phase, model)
+                loss_of(model, rank, 0).backward()
+                optimizer.step()
+                handle.comm_log.clear()
+                loss_of(model, rank, 1).backward()
+                optimizer.step()
+                rows = handle.collectives.exchange_objects(handle.comm_log.bytes("all_to_all"))
+                sent[phase] = sum(rows)
+            trained = sum(p.numel() for name, p in model.named_parameters() if LAST(name))
+            assert 0 < sent[LAST] <= 2 * 4 * trained < sent[ALL]
+
+    run_ranks(check, RANKS)
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_alone_is_refused() -> None:
+    def check(rank: int) -> None:
+        for plan in (zeroshard.DDP, zeroshard.ZERO3):
+            model = build()
+            zeroshard.shard(model, plan, units=Part)
+            let_train(lambda name: "bias" in name or (rank == 1 and name == "1.up.weight"), model)
+            with pytest.raises(ValueError, match=r"parameter 1\.up\.weight requires grad on rank 1 alone"):
+                loss_of(model, rank, 0)
+
+    run_ranks(check, 2)
+
+
+def test_let_go_where_only_a_part_of_the_model_is_called() -> None:
+    """Ranks meet when the model is called; a gradient that would be left out of the sum is not passed over."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = build()
+            zeroshard.shard(model, plan, units=Part)
+            let_train(BIASES, model)
+            loss_of(model, rank, 0).backward()
+            model.requires_grad_(True)
+            with pytest.raises(RuntimeError, match=r"parameter .*weight has a gradient, and did not require grad when"):
+                model[2](torch.ones(1, WIDTH)).sum().backward()
+
+    run_ranks(check, 2)
+
+
+def test_ranks_that_have_run_out_of_inputs_follow() -> None:
+    def run(rank: int, plan: Plan) -> State:
+        model, expected = build(), build()
+        let_train(BIASES, expected)
+        handle = zeroshard.shard(model, plan, units=Part)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        let_train(BIASES, model)
+        with handle.join():
+            for step in range(rank + 1):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+        for step in range(RANKS):
+            for of_rank in range(step, RANKS):
+                (loss_of(expected, of_rank, step) / RANKS).backward()
+            plain.step(), plain.zero_grad()
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(handle.full_state_dict()[name], value)
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        found = [run(rank, plan) for plan in PLANS]
+        assert all(same_bits(state, found[0]) for state in found)
+
+    run_ranks(check, RANKS)
+
+
+@pytest.mark.parametrize("fault", ["shard not cleared", "too little summed"])
+def test_faults_would_be_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "shard not cleared":
+        monkeypatch.setattr(Gradients, "_clear_between_portions", lambda self: None)
+    else:
+        sum_only = Gradients.sum_only
+
+        def without_one(self: Gradients, slots: set[int]) -> None:
+            sum_only(self, slots)
+            self._portions = self.buffer.layout.portions(sorted(slots)[1:])
+
+        monkeypatch.setattr(Gradients, "sum_only", without_one)
+
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        as_in_plain_torch(rank, 2, zeroshard.ZERO2)
+
+    with pytest.raises(RankError):
+        run_ranks(check, 2)
