@@ -582,16 +582,16 @@ class Collectives:
     def _reduce_narrow(self, sum_: Sum, wire: torch.dtype) -> Pending:
         axis, moved, full = sum_.axis, sum_.portions, sum_.full
         own = moved.numel_of(axis.rank)
-        sent, rest = carve(sum_.scratch, 1, moved.total, wire)
+        room, rest = carve(sum_.scratch, 1, full.numel(), wire)  # the sum so far comes here when what is sent has left
+        sent = room[0][: moved.total]
         received, _ = carve(rest, axis.size, own, wire)
         terms = [part for intervals in moved.of_shard for part in parts(full, intervals)]
-        for place, term in zip(split_like(sent[0], terms), terms, strict=True):
+        for place, term in zip(split_like(sent, terms), terms, strict=True):
             place.copy_(term)
         into = rest[: axis.size * own * wire.itemsize].view(wire)
         sizes = [moved.numel_of(rank) for rank in range(axis.size)]
-        work = dist.all_to_all_single(into, sent[0], [own] * axis.size, sizes, group=axis.group, async_op=True)
+        work = dist.all_to_all_single(into, sent, [own] * axis.size, sizes, group=axis.group, async_op=True)
         of_peers = [split_like(term, sum_.places) for rank, term in enumerate(received) if rank != axis.rank]
-        # What was sent has been sent.
         return Pending(self, [work], lambda: sum_.take(of_peers, sum_.totals_in(sum_.scratch)))
 
 

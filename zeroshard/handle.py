@@ -213,9 +213,10 @@ class Handle(NotCopied):
                 f"gradient: that of {name} is {unit.grads.state.value}; call backward (not under no_sync)"
             )
         full = torch.zeros(unit.layout.numel, dtype=unit.grads.buffer.dtype, device=unit.weights.own().device)
-        own = unit.own_shard()
+        own = slot.world & unit.own_shard()
         unit.read_gradient(own, full[own.slice])
-        self.collectives.all_gather(full, unit=unit.name, phase="unshard").wait()
+        portions = unit.layout.portions({unit.slot_index(name)})
+        self.collectives.all_gather(full, unit=unit.name, phase="unshard", portions=portions).wait()
         return full[slot.world.slice].view(slot.shape).div(self.reducer.scale or 1.0)
 
     @torch.no_grad()

@@ -29,7 +29,9 @@ from tests.core.models import (
 )
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
+from zeroshard.interval import Interval
 from zeroshard.mesh import Mesh
+from zeroshard.portions import Portions
 from zeroshard.precision import MixedPrecision
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
@@ -58,7 +60,9 @@ def sum_by_hand(own: int, of_ranks: list[Tensor], wire: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def reduce_scatter(collectives: Collectives, full: Tensor, wire: torch.dtype, *, in_place: bool) -> Tensor:
+def reduce_scatter(
+    collectives: Collectives, full: Tensor, wire: torch.dtype, *, in_place: bool, portions: Portions | None = None
+) -> Tensor:
     mesh = collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
     transport = "shared" if collectives.is_shared(full) else "pairwise" if collectives.pairwise else "native"
@@ -66,7 +70,7 @@ def reduce_scatter(collectives: Collectives, full: Tensor, wire: torch.dtype, *,
     scratch = torch.empty(num_bytes, dtype=torch.uint8)
     own = full.view(mesh.shard.size, -1)[mesh.shard.rank]
     out = own if in_place else torch.full_like(own, 99)
-    collectives.reduce_scatter(full, out, scratch, wire=wire, unit="u", phase="test").wait()
+    collectives.reduce_scatter(full, out, scratch, wire=wire, unit="u", phase="test", portions=portions).release()
     return out
 
 
@@ -119,6 +123,49 @@ def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(nu
             full[rank * 256 : (rank + 1) * 256] = out
             collectives.all_gather(full, unit="u", phase="test").wait()
             assert torch.equal(full[:256], sum_by_hand(0, of_ranks, wire)[:256])
+        return collectives.log
+
+    expect_same_logs(run_ranks(check, num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(num_ranks: int) -> None:
+    """In shared memory, by messages and by the backend's own collectives; also where a shard has none of it."""
+    numel = num_ranks * 512
+    cases = [[(64, 128)], [(0, 64), (448, 1024)], [(576, 640), (704, 768)], [(0, 320), (384, numel)], []]
+
+    def check(rank: int) -> CommLog:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        shared, mine = collectives.shared, slice(rank * 512, (rank + 1) * 512)
+        for way, (dtype, wire), in_place, case in itertools.product(
+            ("shared", "pairwise", "native"), DTYPES, (True, False), cases
+        ):
+            collectives.shared, collectives.pairwise = shared if way == "shared" else None, way != "native"
+            moved = Portions.of([Interval(*one) for one in case], numel, num_ranks)
+            chosen = torch.zeros(numel, dtype=torch.bool)
+            for one in case:
+                chosen[slice(*one)] = True
+            of_ranks = [terms(r, numel, dtype, exact=way == "native") for r in range(num_ranks)]
+            full = collectives.allocate(numel * dtype.itemsize, torch.device("cpu")).view(dtype)
+            full.copy_(of_ranks[rank])
+            out = reduce_scatter(collectives, full, wire, in_place=in_place, portions=moved)
+            untouched = of_ranks[rank][mine] if in_place else torch.full_like(out, 99)
+            expected = torch.where(chosen[mine], sum_by_hand(rank, of_ranks, wire)[mine], untouched)
+            assert torch.equal(out, expected), (way, dtype, wire, in_place, case)
+            per_shard = chosen.view(num_ranks, -1).sum(1).tolist()
+            assert collectives.log.entries[-1].bytes == (sum(per_shard) - per_shard[rank]) * wire.itemsize
+            if way != "native":
+                outside = [~chosen] if in_place else [slice(None)]
+                assert all(torch.equal(full[part], of_ranks[rank][part]) for part in outside)
+            if wire == dtype and in_place:
+                full.copy_(torch.full_like(full, 5))
+                full[mine] = rank
+                collectives.all_gather(full, unit="u", phase="test", acknowledge=True, portions=moved).release()
+                owners = torch.arange(num_ranks).repeat_interleave(512).to(dtype)
+                gathered = torch.where(chosen, owners, torch.full_like(full, 5))
+                gathered[mine] = rank
+                assert torch.equal(full, gathered), (way, dtype, case)
+                assert collectives.log.entries[-1].bytes == (num_ranks - 1) * per_shard[rank] * dtype.itemsize
         return collectives.log
 
     expect_same_logs(run_ranks(check, num_ranks))

@@ -1,5 +1,6 @@
 """Intervals, layouts and pieces: arithmetic on shapes, so examples by hand and properties over random shapes."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -34,6 +35,30 @@ def packed(
 
 SLOT_ALIGNMENTS = st.sampled_from([1, 3, 64])
 LAYOUTS = st.builds(packed, SHAPES, st.integers(1, 9), st.sampled_from([1, 3, 256]), st.integers(1, 3), SLOT_ALIGNMENTS)
+
+
+# Portions -------------------------------------------------------------------------------------------------------------
+
+
+@given(LAYOUTS, st.data())
+def test_portions_are_the_slots_and_padding_at_most(layout: BufferLayout, data: st.DataObject) -> None:
+    slots = data.draw(st.sets(st.sampled_from(range(len(layout.slots))))) if layout.slots else set()
+    portions = layout.portions(slots)
+    found = [element for of_shard in portions.of_shard for one in of_shard for element in range(one.start, one.stop)]
+    assert found == sorted(set(found)) and portions.total == len(found)
+    wanted = {e for i in slots for e in range(layout.slots[i].world.start, layout.slots[i].world.stop)}
+    others = {e for slot in layout.slots for e in range(slot.world.start, slot.world.stop)} - wanted
+    assert wanted <= set(found) and not others & set(found)
+    assert len(found) <= len(wanted) + len(slots) * SLOT_ALIGNMENT or len(slots) == len(layout.slots)
+    for rank, of_shard in enumerate(portions.of_shard):
+        assert all(one and one in layout.shard(rank) for one in of_shard)
+        assert all(a.stop < b.start for a, b in itertools.pairwise(of_shard))  # neighbours are one
+        start = layout.shard(rank).start
+        assert [one.start + start for one in portions.inside(rank)] == [one.start for one in of_shard]
+    ranks = range(layout.num_shards)
+    by_all = (layout.num_shards - 1) * portions.total
+    assert sum(map(portions.sent_to_reduce, ranks)) == sum(map(portions.sent_to_gather, ranks)) == by_all
+    assert layout.portions(range(len(layout.slots))).is_whole
 
 
 # Intervals ------------------------------------------------------------------------------------------------------------

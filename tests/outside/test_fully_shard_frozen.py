@@ -66,8 +66,7 @@ def test_only_biases_are_trained(recomputed: bool) -> None:
 
 def test_what_is_frozen_after_shard() -> None:
     """test_train_mixed_requires_grad_per_group, `freeze_after_init`: a unit of which nothing is trained any more is not
-    reduced; one of which the biases are is reduced whole, because layouts are fixed by `shard`. Both train as they
-    should."""
+    reduced; of one of which the biases are, the biases."""
 
     def train(rank: int, plan: Plan) -> Any:
         twins = Twins(nn.Sequential(*(MLP(32) for _ in range(2))), plan, shard={"units": MLP})
@@ -78,6 +77,8 @@ def test_what_is_frozen_after_shard() -> None:
         weights = twins.train(lambda model, step: model(numbers(32, rank, step)).sum(), steps=2)
         reduced = {event.unit for event in twins.handle.comm_log.entries if event.op == "reduce_scatter"}
         assert reduced == {"1"}
+        by_both = sum(twins.handle.collectives.exchange_objects(reduced_bytes(twins.handle)))
+        assert by_both == 2 * 8 * (64 + 128)  # two steps; the biases, in multiples of 64
         return weights
 
     under_all_plans(train)
