@@ -73,7 +73,7 @@ class VisibleGradients:
             in_full = grads.is_local or (grads.state is GradState.REDUCED and grads.replicates and self.final)
             for index in sorted(grads.present if grads.is_local else grads.waiting):
                 parameter = unit.parameters[index]
-                if parameter.grad is not None or not parameter.requires_grad:
+                if parameter.grad is not None:
                     continue
                 if not in_full or grads.buffer.dtype != _dtype_of_grad(parameter):
                     shown: Tensor = self._sharded_gradient(unit, index, grads)

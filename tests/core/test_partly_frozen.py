@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -240,6 +241,34 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
     run_ranks(check, RANKS)
 
 
+def test_a_gradient_that_waits_is_in_p_grad_once_its_parameter_is_frozen() -> None:
+    """After the next backward it was not shown any more, so that `p.grad = None` and clipping passed it over: the step
+    took it as it was."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for discarded in (True, False):
+                model = build()
+                handle = zeroshard.shard(model, plan, units=Part)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+                loss_of(model, rank, 0).backward()
+                let_train(BIASES, model)
+                loss_of(model, rank, 1).backward()
+                weight, before = model[0].up.weight, handle.full_state_dict()["0.up.weight"]
+                assert weight.grad is not None and not weight.requires_grad
+                gradient = handle.gradient("0.up.weight")
+                if discarded:
+                    weight.grad = None
+                else:
+                    nn.utils.clip_grad_value_(weight, 1e-3)
+                optimizer.step()
+                wanted = before - 0.5 * (0 if discarded else gradient.clamp(-1e-3, 1e-3))
+                torch.testing.assert_close(handle.full_state_dict()["0.up.weight"], wanted)
+                assert discarded or float(gradient.abs().max()) > 1e-3
+
+    run_ranks(check, RANKS)
+
+
 def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
     """As in plain torch. Set before a backward or after, added to by none; of each rank its own, the mean is taken."""
 
@@ -385,6 +414,62 @@ def test_ranks_that_have_run_out_of_inputs_follow() -> None:
         torch.set_default_dtype(torch.float64)
         found = [run(rank, plan) for plan in PLANS]
         assert all(same_bits(state, found[0]) for state in found)
+
+    run_ranks(check, RANKS)
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adafactor, {"lr": 0.05}),
+]
+
+
+def at_random(rank: int, plan: Plan, seed: int) -> State:
+    """Parameters are frozen and let go before any micro-batch, reduced or not; gradients are discarded, edited, and set
+    by hand, also those of what is frozen. The weights are those of plain torch."""
+    random = Random(seed)
+    model, expected = build(), build()
+    units = random.choice([Part, nn.Linear, 10**9])
+    handle = zeroshard.shard(model, plan, units=units, keep_gathered=random.choice([(), True]))
+    optimizer_class, options = random.choice(OPTIMIZERS)
+    optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, foreach=False, **options)
+    plain = optimizer_class(expected.parameters(), foreach=False, **options)
+    names = [name for name, _ in model.named_parameters()]
+    for step in range(6):
+        num_batches, every = random.choice([1, 1, 2, 3]), random.random() < 0.5
+        for number in range(num_batches):
+            if random.random() < 0.6:
+                chosen = {name for name in names if random.random() < random.choice([0.1, 0.5, 0.9])} | {"2.bias"}
+                let_train(chosen.__contains__, model, expected)
+            handle.set_requires_gradient_sync(every or number == num_batches - 1)
+            loss_of(model, rank, 10 * step + number).backward()
+            for of_rank in range(RANKS):
+                (loss_of(expected, of_rank, 10 * step + number) / RANKS).backward()
+        what, name = random.choice(["", "", "discard", "by hand", "scale"]), random.choice(names)
+        one, twin = model.get_parameter(name), expected.get_parameter(name)
+        if what == "discard":
+            one.grad = twin.grad = None
+        elif what == "by hand":
+            one.grad, twin.grad = torch.full_like(twin, 0.1 * rank), torch.full_like(twin, 0.1 * (RANKS - 1) / 2)
+        elif what == "scale" and one.grad is not None and one.requires_grad:
+            one.grad.mul_(0.5), twin.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step(), plain.step(), plain.zero_grad()
+    state = handle.full_state_dict()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(
+            state[name], value, msg=lambda text, name=name: f"seed {seed}, {plan}: {name} {text}"
+        )
+    return state
+
+
+@pytest.mark.parametrize("seeds", [range(3)])
+def test_at_random(seeds: range) -> None:
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        for seed in seeds:
+            found = [at_random(rank, plan, seed) for plan in PLANS]
+            assert all(same_bits(state, found[0]) for state in found), seed
 
     run_ranks(check, RANKS)
 
