@@ -9,6 +9,8 @@ Three ways to move the same bytes:
   order that we choose: `((g0 + g1) + g2) + ...` on every rank, whoever owns the shard.
 - *native* (NCCL and others): the backend's reduce-scatter and all-gather, in place.
 
+Not all of a buffer has to move: `Portions` say what of each shard does.
+
 Everything returns a `Pending` at once. A group of one has nothing to move and returns a finished one: there is no
 other special path for a single rank.
 """
@@ -551,10 +553,11 @@ class Collectives:
         return Pending(self, works, lambda: sum_.take(received, sum_.totals_in(rest) if narrow else received[0]), told)
 
     def _reduce_native(self, sum_: Sum, wire: torch.dtype, kind: str, unit: str) -> Pending:
-        """By the backend's reduce-scatter; of parts of shards, by one reduction for each, which needs no other memory.
-        A narrow wire by all-to-all: the backend would add in its dtype."""
+        """By the backend's reduce-scatter; where not everything is summed, by a `reduce` for each portion, which needs
+        no more memory (equal chunks for a reduce-scatter would). A narrow wire by all-to-all: the backend would add in
+        its dtype."""
         axis, moved, full = sum_.axis, sum_.portions, sum_.full
-        if wire.itemsize < full.element_size():
+        if wire != full.dtype and wire.itemsize <= full.element_size():
             return self._reduce_narrow(sum_, wire)
         if wire == full.dtype:
             terms, own = full, sum_.out if moved.is_whole else in_shards(full, axis.size)[axis.rank]
