@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroshard.control import Control, Status, exchange_control
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle
+from zeroshard.orders import Voice
 from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
 from zeroshard.unit import Unit
@@ -85,9 +86,18 @@ class Agreement:
         if id(self) not in orders.names:
             raise RuntimeError("join: build the optimizer before `with handle.join():`")
         orders.expect_no_edits(version)
-        orders.give("agree", orders.names[id(self)], norm_type, self._scaling.weight is not None)
+        orders.give("agree", orders.names[id(self)], norm_type, self.situation(orders))
         with orders.told():
             yield
+
+    def situation(self, orders: Voice) -> dict[str, Any]:
+        """What a rank that has run out of inputs must know before it agrees: see `join.Part`."""
+        return {
+            "weighted": self._scaling.weight is not None,
+            "scalers": orders.scalers_used(self._scaling.used),
+            "waiting": self._handle.reducer.waiting(),
+            "used_up": self.used_up,
+        }
 
     def _exchange(
         self,

@@ -34,7 +34,7 @@ from torch.autograd.profiler import record_function
 from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, problem_of
 from zeroshard.messages import Messages, Told, label, receive, send
-from zeroshard.orders import Orders
+from zeroshard.orders import Voice
 from zeroshard.patience import wait_for_all
 from zeroshard.portions import Portions, everything
 from zeroshard.positions import HERE, Wait
@@ -194,7 +194,7 @@ class Collectives:
         self._processes: dict[int, Process] = {}  # of the peers, by global rank
         self.messages = Messages(mesh.world.rank)
         self._name = HERE.name_of_mesh(mesh.world.ranks)
-        self.orders: Orders | None = None
+        self.orders: Voice | None = None
         self.samples = Samples(self.device)
         if self.pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()

@@ -142,7 +142,7 @@ class Handle(NotCopied):
         return units_of(parts, self.model, self.units, what) if parts else self.units
 
     def join(
-        self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
+        self, *others: Handle, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
         """Around a training loop, where ranks have inputs for different numbers of steps. A rank that comes to the end
         of the block takes part in what the others do, with gradients of zero, until all have come there; it runs no
@@ -154,17 +154,22 @@ class Handle(NotCopied):
         the others' count before it goes on.
 
         Args:
+            others: handles of further models of the same loop (a GAN's), in the same order on each rank.
             divide_by_initial_world_size: gradients are means over all ranks, also those that have run out; False: over
                 those that have not.
             throw_on_early_termination: raise on all ranks as soon as one has run out.
 
         Raises:
-            ValueError: losses are scaled, or someone else reduces the gradients.
+            ValueError: handles of different ranks; someone else reduces the gradients.
         """
-        self.check_open("join")
-        if self.plan.external_gradients:
-            raise ValueError("join: under OPTIMIZER_ONLY someone else reduces the gradients; use torch's Join with DDP")
-        return join(self, divide_by_initial_world_size, throw_on_early_termination)
+        for handle in (self, *others):
+            handle.check_open("join")
+            if handle.plan.external_gradients:
+                raise ValueError(
+                    "join: under OPTIMIZER_ONLY someone else reduces the gradients: use "
+                    "torch.distributed.algorithms.Join([ddp, optimizer])"
+                )
+        return join((self, *others), divide_by_initial_world_size, throw_on_early_termination)
 
     def unsharded(
         self, *parts: Part, write: bool = False, modifier_rank: int | None = None

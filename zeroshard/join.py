@@ -11,6 +11,7 @@ and steps its part of main with the others' hyper-parameters. So all ranks end w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -21,22 +22,31 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from zeroshard.backends import timeout_of
 from zeroshard.collectives import Collectives
 from zeroshard.gather import Gatherer
-from zeroshard.orders import Orders
+from zeroshard.orders import Orders, Voice
 from zeroshard.reduce import Reducer
+from zeroshard.scaling import LossScaling
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
+
+
+class Agreeing(Protocol):
+    used_up: bool
+
+    def situation(self, orders: Voice) -> dict[str, Any]: ...
 
 
 class Stepping(Protocol):
     """An optimizer, as a join sees it."""
 
     @property
-    def agreement(self) -> object: ...
+    def agreement(self) -> Agreeing: ...
+    @property
+    def scaling(self) -> LossScaling: ...
     def hyper_parameters(self) -> list[dict[str, Any]]: ...
     def take_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
     def what_steps(self) -> dict[str, Any]: ...
     def step_as(self, values: Mapping[str, Any]) -> None: ...
-    def agree_as(self, norm_type: float, weight: float) -> None: ...
+    def agree_as(self, norm_type: float) -> None: ...
     def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
     def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
 
@@ -53,11 +63,17 @@ class Joined(Protocol):
 
 
 @contextmanager
-def join(handle: Joined, divide_by_initial_world_size: bool, throw_on_early_termination: bool) -> Iterator[None]:
+def join(
+    handles: Sequence[Joined], divide_by_initial_world_size: bool, throw_on_early_termination: bool
+) -> Iterator[None]:
     """See `Handle.join`."""
-    if handle.collectives.orders is not None:
+    if any(handle.collectives.orders is not None for handle in handles):
         raise RuntimeError("join: this handle is inside of another `with handle.join():` already")
-    one = Join(handle, divide_by_initial_world_size, throw_on_early_termination)
+    if len({id(handle) for handle in handles}) < len(handles):
+        raise ValueError("join: the same handle twice")
+    if len({tuple(handle.collectives.mesh.world.ranks) for handle in handles}) > 1:
+        raise ValueError("join: the handles are of different ranks; all of them must have the same")
+    one = Join(handles, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield
         one.follow()
@@ -66,27 +82,23 @@ def join(handle: Joined, divide_by_initial_world_size: bool, throw_on_early_term
 
 
 class Join:
-    """Of one handle, from entering the block to leaving it."""
+    """Of one handle or several, from entering the block to leaving it."""
 
-    def __init__(self, handle: Joined, divide_by_initial_world_size: bool, throw: bool) -> None:
-        self._handle, self._throw = handle, throw
-        self._weight = 1.0 if divide_by_initial_world_size else 0.0
-        self._units = {unit.name: unit for unit in handle.units}
-        self._optimizers: list[Stepping] = handle.owners()
-        for optimizer in self._optimizers:
-            optimizer.what_steps()  # raises where nobody could follow
-        collectives = handle.collectives
-        world = collectives.mesh.world
+    def __init__(self, handles: Sequence[Joined], divide_by_initial_world_size: bool, throw: bool) -> None:
+        self._throw, self._collectives = throw, handles[0].collectives
+        world = self._collectives.mesh.world
         self._orders = Orders(
             _get_process_group_store(world.group),
-            collectives.name_of_join(),
+            self._collectives.name_of_join(),
             world.rank,
             world.ranks,
-            timeout_of(world.group, collectives.device),
+            timeout_of(world.group, self._collectives.device),
         )
-        self._orders.before_forward = self._meet_as_active
-        collectives.orders = self._orders
-        self._hooks = [hook for optimizer in self._optimizers for hook in self._watch(optimizer)]
+        weight = 1.0 if divide_by_initial_world_size else 0.0
+        self._parts: list[Part] = []
+        for number, handle in enumerate(handles):
+            voice = Voice(self._orders, number, self._meet_as_active)
+            self._parts.append(Part(handle, self._orders, voice, weight))
 
     def follow(self) -> None:
         """This rank has run out of inputs: take part until all have."""
@@ -95,11 +107,8 @@ class Join:
             self._follow_until_the_next_meeting()
 
     def close(self) -> None:
-        self._handle.collectives.orders = None
-        for hook in self._hooks:
-            hook.remove()
-
-    # Meeting ---------------------------------------------------------------------------------------------------------
+        for part in self._parts:
+            part.close()
 
     def _meet_as_active(self) -> None:
         self._give_meeting()
@@ -107,7 +116,7 @@ class Join:
 
     def _give_meeting(self) -> None:
         """With the hyper-parameters, which a scheduler may have changed after the last step."""
-        self._orders.give("meet", *(optimizer.hyper_parameters() for optimizer in self._optimizers))
+        self._orders.give("meet", *(part.hyper_parameters() for part in self._parts))
 
     def _meet(self, *, active: bool) -> bool:
         """Who goes on? Collective. False: nobody.
@@ -115,7 +124,7 @@ class Join:
         Raises:
             RuntimeError: a rank has run out, and that was not to be.
         """
-        collectives = self._handle.collectives
+        collectives = self._collectives
         with self._orders.told():
             rows = collectives.exchange(torch.tensor([active], dtype=torch.uint8, device=collectives.device))
         followers = [rank for rank, goes_on in enumerate(rows[:, 0].tolist()) if not goes_on]
@@ -125,27 +134,24 @@ class Join:
             raise RuntimeError(f"join: rank {ranks} has run out of inputs (throw_on_early_termination)")
         return len(followers) < len(rows)
 
-    def _watch(self, optimizer: Stepping) -> Sequence[Any]:
-        index = self._optimizers.index(optimizer)
-
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._orders.followers and (len(args) > 1 or kwargs.get("closure") is not None):
-                raise RuntimeError("join: step(closure) cannot be followed: call forward and backward before step()")
-            self._orders.expect_no_edits(self._handle.reducer.visible.version)
-            self._orders.give("step", index, optimizer.what_steps())
-            self._orders.begin_told()
-
-        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._orders.end_told()
-
-        self._orders.names[id(optimizer.agreement)] = index
-        return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-
-    # Following -------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
     def _follow_until_the_next_meeting(self) -> None:
-        acts: dict[str, Callable[..., None]] = {
+        while (order := self._orders.take())[0] != "meet":
+            what, number, *arguments = order
+            with self._orders.told():
+                self._parts[number].act(what, arguments)
+        for part, groups in zip(self._parts, order[1:], strict=True):
+            part.take_hyper_parameters(groups)
+
+
+class Part:
+    """What one handle does in a join."""
+
+    def __init__(self, handle: Joined, orders: Orders, voice: Voice, weight: float) -> None:
+        """`weight`: of a follower's losses, where they have none of their own."""
+        self._handle, self._orders, self._voice, self._weight = handle, orders, voice, weight
+        self._units = {unit.name: unit for unit in handle.units}
+        self._optimizers: list[Stepping] = handle.owners()
+        self._acts: dict[str, Callable[..., None]] = {
             "gather": self._gather,
             "backward": self._begin_backward,
             "open": self._open,
@@ -154,11 +160,48 @@ class Join:
             "agree": self._agree,
             "step": self._step,
         }
-        while (order := self._orders.take())[0] != "meet":
-            with self._orders.told():
-                acts[order[0]](*order[1:])
-        for optimizer, groups in zip(self._optimizers, order[1:], strict=True):
-            optimizer.take_hyper_parameters(groups)
+        for number, optimizer in enumerate(self._optimizers):
+            _expect_tellable(optimizer)
+            voice.names[id(optimizer.agreement)] = number
+            if optimizer.scaling.default is not None:
+                voice.scalers[id(optimizer.scaling.default)] = number
+        self._hooks = [hook for number in range(len(self._optimizers)) for hook in self._watch(number)]
+        handle.collectives.orders = voice
+
+    def close(self) -> None:
+        self._handle.collectives.orders = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def hyper_parameters(self) -> list[Any]:
+        """Of each optimizer."""
+        return [optimizer.hyper_parameters() for optimizer in self._optimizers]
+
+    def take_hyper_parameters(self, groups: Sequence[Any]) -> None:
+        for optimizer, of_one in zip(self._optimizers, groups, strict=True):
+            optimizer.take_hyper_parameters(of_one)
+
+    def _watch(self, number: int) -> Sequence[Any]:
+        optimizer = self._optimizers[number]
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._orders.followers and (len(args) > 1 or kwargs.get("closure") is not None):
+                raise RuntimeError("join: step(closure) cannot be followed: call forward and backward before step()")
+            self._voice.expect_no_edits(self._handle.reducer.visible.version)
+            self._voice.give("step", number, optimizer.what_steps(), optimizer.agreement.situation(self._voice))
+            self._orders.begin_told()
+
+        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._orders.end_told()
+
+        return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+
+    # Following -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, what: str, arguments: Sequence[Any]) -> None:
+        """As an order says."""
+        self._acts[what](*arguments)
 
     def _gather(self, unit: str, phase: str) -> None:
         """Give the own shard; what arrives goes where it would."""
@@ -167,12 +210,12 @@ class Join:
             weights.drop()
         self._handle.gatherer.start(self._units[unit], phase)
 
-    def _begin_backward(self, waiting: list[str]) -> None:
-        """`waiting`: units whose gradients add to what is there; all others begin anew."""
-        for unit in self._handle.reducer.order:
-            if unit.name not in waiting and unit.grads is not None:
-                unit.grads.consume(set(unit.grads.waiting))
-        self._handle.reducer.begin_backward()
+    def _begin_backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
+        """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""
+        reducer = self._handle.reducer
+        reducer.keep_only(waiting)
+        with reducer.scaled(scale, None, weighted=weighted):
+            reducer.begin_backward()
 
     def _open(self, unit: str) -> None:
         """A bucket; the others may wait until this rank has read the one before."""
@@ -184,18 +227,35 @@ class Join:
     def _end_backward(self) -> None:
         self._handle.reducer.end_following()
 
-    def _agree(self, optimizer: int, norm_type: float, weighted: bool) -> None:
-        self._settle()
-        self._optimizers[optimizer].agree_as(norm_type, self._weight_of(weighted))
+    def _agree(self, optimizer: int, norm_type: float, situation: dict[str, Any]) -> None:
+        self._come_into(situation, self._optimizers[optimizer])
+        self._optimizers[optimizer].agree_as(norm_type)
 
-    def _step(self, optimizer: int, values: dict[str, Any]) -> None:
-        self._settle()
-        self._optimizers[optimizer].step_as({**values, "weight": self._weight_of(values["weighted"])})
+    def _step(self, optimizer: int, values: dict[str, Any], situation: dict[str, Any]) -> None:
+        self._come_into(situation, self._optimizers[optimizer])
+        self._optimizers[optimizer].step_as(values)
 
-    def _weight_of(self, weighted: bool) -> float:
-        return 0.0 if weighted else self._weight
-
-    def _settle(self) -> None:
+    def _come_into(self, situation: dict[str, Any], optimizer: Stepping) -> None:
+        """What is under way arrives; gradients, scales and weights of losses are as those of a rank that has inputs."""
         for unit in self._handle.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
+        self._handle.reducer.keep_only(situation["waiting"])
+        scalers = [self._optimizers[number].scaling.default for number in situation["scalers"]]
+        weight = 0.0 if situation["weighted"] else self._weight
+        optimizer.scaling.use_as([scaler for scaler in scalers if scaler is not None], weight)
+        optimizer.agreement.used_up = situation["used_up"]
+
+
+def _expect_tellable(optimizer: Stepping) -> None:
+    """Raises:
+    ValueError: hyper-parameters that no order can tell of."""
+    for group in optimizer.hyper_parameters():
+        for key, value in group.items():
+            try:
+                json.dumps(value)
+            except TypeError:
+                raise ValueError(
+                    f"join: the hyper-parameter {key!r} is a {type(value).__name__}, and ranks that have run out of "
+                    "inputs step with what the others tell them: only numbers, texts and lists of these can be told"
+                ) from None

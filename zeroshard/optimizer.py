@@ -327,17 +327,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Inside of a join (`join.py`) ------------------------------------------------------------------------------------
 
     def what_steps(self) -> dict[str, Any]:
-        """What a step depends on beside gradients and state, JSON-able.
-
-        Raises:
-            ValueError: a loss scale.
-        """
-        if self._scaling.default is not None or self._scaling.is_scaled:
-            raise ValueError(
-                "join: losses are scaled, and a rank that has run out of inputs has none: use bf16 or fp32"
-            )
-        clip = {"clip": self._clip, "clip_value": self._clip_value, "weighted": self._scaling.weight is not None}
-        return {"groups": self.hyper_parameters(), **clip}
+        """What a step depends on beside gradients, state and scales of losses, JSON-able."""
+        return {"groups": self.hyper_parameters(), "clip": self._clip, "clip_value": self._clip_value}
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """Of each param group, JSON-able."""
@@ -353,15 +344,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 else:
                     group[key] = tuple(value) if isinstance(mine, tuple) else value
 
-    def agree_as(self, norm_type: float, weight: float) -> None:
-        """As the ranks that have inputs left; `weight` is that of this rank's losses."""
-        self._scaling.weight = weight
+    def agree_as(self, norm_type: float) -> None:
+        """As the ranks that have inputs left."""
         self._agree(norm_type)
 
     def step_as(self, values: Mapping[str, Any]) -> None:
         """Step with what another rank's `what_steps` has said."""
         self.take_hyper_parameters(values["groups"])
-        self._clip, self._clip_value, self._scaling.weight = values["clip"], values["clip_value"], values["weight"]
+        self._clip, self._clip_value = values["clip"], values["clip_value"]
         self.step()
 
     # State -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +26,6 @@ class Orders:
         followers: ranks (of the mesh) that have run out of inputs; known since the last meeting.
         leader: the first of the others.
         rank: this one.
-        names: id of an optimizer -> its number, the same on all ranks.
-        version: of the reduced gradients, as backward has left them.
-        before_forward: to be called before each forward of the model.
     """
 
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -39,9 +36,6 @@ class Orders:
         self._next = 0  # in the list of orders at hand
         self._lists = 0
         self._is_told = False
-        self.names: dict[int, int] = {}
-        self.version: object = None
-        self.before_forward: Callable[[], None] = lambda: None
 
     def meet(self, followers: Sequence[int]) -> None:
         """All ranks have met: these follow from now on, and a new list of orders begins."""
@@ -102,21 +96,66 @@ class Orders:
     def end_told(self) -> None:
         self._is_told = False
 
-    def expect_no_edits(self, version: object) -> None:
-        """Raises:
-        RuntimeError: somebody has changed reduced gradients, and a follower has not."""
-        if self.followers and not self._is_told and self.version not in (None, version):
-            raise RuntimeError(
-                "join: p.grad has been changed, and a rank that has run out of inputs cannot do the same: use "
-                "optimizer.clip_grad_norm_ or optimizer.clip_grad_value_"
-            )
+    @property
+    def speaks(self) -> bool:
+        """There are followers, and what comes now is not part of an order."""
+        return bool(self.followers) and not self._is_told
 
     def refuse(self, what: str) -> None:
         """Raises:
         RuntimeError: there are followers, who would not take part in this."""
-        if self.followers and not self._is_told:
+        if self.speaks:
             ranks = ", ".join(str(self._ranks[rank]) for rank in self.followers)
             raise RuntimeError(
                 f"{what} inside `with handle.join():`, while rank {ranks} has run out of inputs and takes part in "
                 "forward, backward, clip_grad_norm_ and step only: do it after the join, or before any rank has run out"
+            )
+
+
+class Voice:
+    """Of one handle among those of a join: its orders carry its number.
+
+    Attributes:
+        names: id of an optimizer's agreement -> its number, the same on all ranks.
+        scalers: id of an optimizer's loss scaler -> the number of the optimizer.
+        version: of the reduced gradients, as backward has left them.
+        before_forward: to be called before each forward of the model.
+    """
+
+    def __init__(self, orders: Orders, number: int, before_forward: Callable[[], None]) -> None:
+        self._orders, self._number = orders, number
+        self.names: dict[int, int] = {}
+        self.scalers: dict[int, int] = {}
+        self.version: object = None
+        self.before_forward = before_forward
+
+    def give(self, what: str, *arguments: Any) -> None:
+        self._orders.give(what, self._number, *arguments)
+
+    def told(self) -> AbstractContextManager[None]:
+        return self._orders.told()
+
+    def refuse(self, what: str) -> None:
+        self._orders.refuse(what)
+
+    def scalers_used(self, used: Sequence[object]) -> list[int]:
+        """By their numbers.
+
+        Raises:
+            RuntimeError: one that is no optimizer's own, and a follower does not know.
+        """
+        if self._orders.speaks and any(id(scaler) not in self.scalers for scaler in used):
+            raise RuntimeError(
+                "join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: scale "
+                "losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
+            )
+        return [self.scalers.get(id(scaler), -1) for scaler in used]
+
+    def expect_no_edits(self, version: object) -> None:
+        """Raises:
+        RuntimeError: somebody has changed reduced gradients, and a follower has not."""
+        if self._orders.speaks and self.version not in (None, version):
+            raise RuntimeError(
+                "join: p.grad has been changed, and a rank that has run out of inputs cannot do the same: use "
+                "optimizer.clip_grad_norm_ or optimizer.clip_grad_value_"
             )

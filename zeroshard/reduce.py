@@ -122,8 +122,7 @@ class Reducer:
         """Gradients are going to be accumulated."""
         self.visible.withdraw()
         self.forget_scale()
-        has = [unit.name for unit in self.order if unit.grads is not None and unit.grads.state is not GradState.EMPTY]
-        self.collectives.give_order("backward", has)
+        self.collectives.give_order("backward", self.waiting(), self._backward_scale, self._weighted)
         if self.scale is None:
             self.scale = self._backward_scale
         self.visible.final &= self.scale == 1.0 and not self._weighted
@@ -133,6 +132,16 @@ class Reducer:
         if not self.has_gradients():
             self.scale, self.visible.final = None, True
             self.origins.clear()
+
+    def waiting(self) -> list[str]:
+        """Units of which gradients wait for a step."""
+        return [u.name for u in self.order if u.grads is not None and u.grads.state is not GradState.EMPTY]
+
+    def keep_only(self, waiting: Sequence[str]) -> None:
+        """Discard the gradients of all other units."""
+        for unit in self.order:
+            if unit.name not in waiting and unit.grads is not None:
+                unit.grads.consume(set(unit.grads.waiting))
 
     def has_gradients(self, *, reduced: bool = False) -> bool:
         """Whether any wait for a step; `reduced`: only those that have been reduced."""

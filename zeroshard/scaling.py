@@ -69,6 +69,15 @@ class LossScaling:
         if weight is not None:
             self.weight = (self.weight or 0.0) + weight
 
+    @property
+    def used(self) -> Sequence[LossScaler]:
+        """Since the last step."""
+        return tuple(self._used)
+
+    def use_as(self, used: Sequence[LossScaler], weight: float) -> None:
+        """As other ranks have done with losses that this one has not."""
+        self._used, self.weight = list(used), weight
+
     def check_used(self) -> None:
         """Raises:
         RuntimeError: there is a loss scale, and no loss of this step went through `backward`."""

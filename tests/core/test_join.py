@@ -256,9 +256,6 @@ def test_it_can_raise_as_soon_as_a_rank_has_run_out() -> None:
             train()
         with handle.join(), pytest.raises(RuntimeError, match="inside of another"), handle.join():
             pass
-        scaled = zeroshard.ShardedOptimizer(zeroshard.shard(make(Net), "ddp"), torch.optim.SGD, loss_scale="dynamic")
-        with pytest.raises(ValueError, match="losses are scaled"), scaled.handle.join():
-            pass
         return str(caught.value)
 
     assert len(set(run_ranks(run, 2))) == 1

@@ -1,0 +1,215 @@
+"""Ranks that run out of inputs in loops with several models (a GAN), with scaled losses, and with accumulation.
+
+`handle.join()` took one model, and no loss scale: "losses are scaled, and a rank that has run out of inputs has none".
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.loss_scale import DynamicScale, LossScaler
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import expect_same_logs, run_ranks
+
+STEPS = (2, 5, 0)
+ADAMW = {"lr": 1e-2, "foreach": False}
+
+
+# Several models -------------------------------------------------------------------------------------------------------
+
+
+def generator_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def discriminator_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=random), torch.randn(6, 8, generator=random) * 0.5 + 1
+
+
+def softplus(x: Tensor) -> Tensor:
+    return nn.functional.softplus(x).mean()
+
+
+def plain_gan() -> dict[str, Tensor]:
+    """In one process: a rank without inputs adds nothing to the sum, which is divided by all ranks."""
+    models = {"d": make(discriminator_net, 2), "g": make(generator_net, 1)}
+    d, g = models.values()
+    optimizers = {name: torch.optim.AdamW(model.parameters(), **ADAMW) for name, model in models.items()}
+    for step in range(max(STEPS)):
+        for which, model in models.items():
+            sums: dict[nn.Parameter, Tensor] = {}
+            for rank in (rank for rank in range(3) if step < STEPS[rank]):
+                z, real = data(rank, step)
+                g.zero_grad(), d.zero_grad()
+                loss = softplus(-d(real)) + softplus(d(g(z).detach())) if which == "d" else softplus(-d(g(z)))
+                loss.backward()
+                for p in model.parameters():
+                    assert p.grad is not None
+                    sums[p] = p.grad if p not in sums else sums[p] + p.grad
+            for p, total in sums.items():
+                p.grad = total / 3
+            optimizers[which].step()
+    return {f"{name}.{key}": v.clone() for name, model in models.items() for key, v in model.state_dict().items()}
+
+
+def sharded_gan(rank: int, plan: Any, loss_scale: Any = None) -> tuple[dict[str, Tensor], list[Any]]:
+    models = make(discriminator_net, 2), make(generator_net, 1)
+    d, g = models
+    handles = [zeroshard.shard(model, plan, units=nn.Linear) for model in models]
+    optimizers = [
+        zeroshard.ShardedOptimizer(h, torch.optim.AdamW, loss_scale=loss_scale, **ADAMW)  # type: ignore[arg-type]
+        for h in handles
+    ]
+    with handles[0].join(handles[1]):
+        for step in range(STEPS[rank]):
+            z, real = data(rank, step)
+            optimizers[0].zero_grad()
+            optimizers[0].backward(softplus(-d(real)) + softplus(d(g(z).detach())))
+            optimizers[0].clip_grad_norm_(1e6)
+            assert optimizers[0].step().applied
+            optimizers[1].zero_grad()
+            optimizers[1].backward(softplus(-d(g(z))))  # leaves gradients in the discriminator, too
+            assert optimizers[1].step().applied
+            optimizers[0].zero_grad()
+            assert not optimizers[0].step().applied  # nothing is left
+    weights = {f"{n}.{key}": v for n, h in zip("dg", handles, strict=True) for key, v in h.full_state_dict().items()}
+    return weights, [handle.comm_log for handle in handles]
+
+
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+def test_a_gan_is_two_plain_optimizers_bit_for_bit(loss_scale: Any) -> None:
+    """A power of two times a gradient, divided by it again, is the same number in fp32."""
+
+    def check(rank: int) -> list[Any]:
+        expected, logs = plain_gan(), []
+        for plan in PLANS:
+            weights, found = sharded_gan(rank, plan, loss_scale)
+            assert same_bits(weights, expected), plan
+            logs += found
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_what_cannot_be_joined_together() -> None:
+    def check(rank: int) -> None:
+        first, second = (zeroshard.shard(make(Net), "zero2", units=Block) for _ in range(2))
+        with pytest.raises(ValueError, match="the same handle twice"), first.join(first):
+            pass
+        with pytest.raises(RuntimeError, match="inside of another"), first.join(second), second.join():
+            pass
+        optimizer = zeroshard.ShardedOptimizer(first, torch.optim.SGD)
+        optimizer.param_groups[0]["of mine"] = object()
+        with pytest.raises(ValueError, match="join: the hyper-parameter 'of mine' is a object"), first.join():
+            pass
+        del optimizer.param_groups[0]["of mine"]
+        groups = [torch.distributed.new_group([one]) for one in range(2)]
+        alone = zeroshard.shard(make(Net), "zero2", mesh=groups[rank])
+        with pytest.raises(ValueError, match="of different ranks"), first.join(alone):
+            pass
+
+    run_ranks(check, 2)
+
+
+# Scaled losses --------------------------------------------------------------------------------------------------------
+
+PURE_FP16 = MixedPrecision(torch.float16, torch.float16, None, torch.float16)
+
+
+def scaled(
+    rank: int, plan: Any, *, precision: Any = None, scale: Any = 1.0, bad_step: int = -1, micro_batches: int = 1
+) -> tuple[dict[str, Tensor], list[Any], Any]:
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, loss_scale=scale, eps=1e-4, **ADAMW)
+    history = []
+    with handle.join():
+        for step in range(STEPS[rank]):
+            optimizer.zero_grad()
+            for micro_batch in range(micro_batches):
+                with nullcontext() if micro_batch == micro_batches - 1 else handle.no_sync():
+                    loss = loss_of_tokens(model, rank, micro_batch, step, micro_batches)
+                    optimizer.backward(loss * (torch.inf if step == bad_step else 1.0))
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.clip_grad_value_(0.01)
+            result = optimizer.step()
+            history.append((result.applied, result.loss_scale, optimizer.scaling.state_dict()))
+    return handle.full_state_dict(main=True), history, optimizer.scaling.state_dict()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_rank_without_inputs_scales_as_the_others(micro_batches: int) -> None:
+    def check(rank: int) -> Any:
+        for plan in PLANS:
+            unscaled, _, _ = scaled(rank, plan, micro_batches=micro_batches)
+            policy = DynamicScale(init=2.0**8, growth_interval=2)
+            weights, history, at_the_end = scaled(rank, plan, scale=policy, micro_batches=micro_batches)
+            assert same_bits(weights, unscaled)
+            assert [one[1] for one in history] == [2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**10][: STEPS[rank]]
+            # an overflow on the only rank that goes on: all skip, all halve the scale
+            _, history, at_the_end = scaled(rank, plan, scale=policy, bad_step=3, micro_batches=micro_batches)
+            assert [one[0] for one in history] == [step != 3 for step in range(STEPS[rank])]
+        return at_the_end
+
+    found = run_ranks(check, 3)
+    assert found[0] == found[1] == found[2]
+
+
+def test_fp16_under_every_plan() -> None:
+    def check(rank: int) -> Any:
+        runs = [scaled(rank, plan, precision=PURE_FP16, scale=None, bad_step=4) for plan in PLANS]
+        assert all(same_bits(run[0], runs[0][0]) and run[1:] == runs[0][1:] for run in runs)
+        return runs[0][0], runs[0][2]
+
+    found = run_ranks(check, 3)
+    assert all(same_bits(weights, found[0][0]) and state == found[0][1] for weights, state in found)
+
+
+def test_a_scaler_of_the_loss_alone_is_refused() -> None:
+    """Where all have inputs it is none of the join's business."""
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero2", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        scaler = LossScaler(DynamicScale())
+        with handle.join():
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0), scaler=scaler)
+            optimizer.step()
+
+        def uneven() -> None:
+            with handle.join():
+                if rank == 0:
+                    optimizer.backward(loss_of_tokens(model, rank, 0, 1), scaler=scaler)
+                    try:
+                        optimizer.step()
+                    finally:
+                        store.set("refused", "1")
+                orders = handle.collectives.orders._orders  # type: ignore[union-attr]
+                orders.take = partial(until_refused, orders.take, orders)
+
+        store = torch.distributed.distributed_c10d._get_default_store()
+        with pytest.raises(RuntimeError, match=["a scaler of its own", "the other one has raised"][rank]):
+            uneven()
+
+    def until_refused(take: Any, orders: Any) -> Any:
+        while not orders._store.check([orders._key(orders._next)]):
+            if torch.distributed.distributed_c10d._get_default_store().check(["refused"]):
+                raise RuntimeError("the other one has raised")
+        return take()
+
+    run_ranks(check, 2)
