@@ -236,12 +236,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:
-        """Elements of the reduced gradient that are exactly zero, over all ranks. Collective; between backward and
-        step."""
-        zeros = sum(int((tensor == 0).sum()) for _, tensor in self._own_gradients())
+        """Elements of the reduced gradient (what is frozen has none) that are exactly zero, over all ranks. Collective;
+        between backward and step."""
+        zeros = sum(
+            int((tensor == 0).sum())
+            for unit, slots in self.agreement.units.items()
+            for index in (slots if unit.grads is None else slots & unit.grads.waiting)
+            if (world := unit.layout.slots[index].world & unit.own_shard())
+            for tensor in unit.gradient_views(world)
+        )
         mesh = self.handle.collectives.mesh
-        padding = sum(self._own_padding(unit) for unit in self.agreement.units)
-        row = torch.tensor([zeros - padding], dtype=torch.float64, device=self.handle.collectives.device)
+        row = torch.tensor([zeros], dtype=torch.float64, device=self.handle.collectives.device)
         rows = self.handle.collectives.exchange(row)
         return int(sum(rows[mesh.world.ranks.index(rank), 0].item() for rank in mesh.shard.ranks))
 
@@ -690,17 +695,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
             unit.grads.consume(slots)
             self.handle.reducer.visible.forget(unit, slots)
-
-    def _own_padding(self, unit: Unit) -> int:
-        """Elements of padding in the pieces of the own shard (they are zero)."""
-        covered = sum(
-            piece.world.numel - sum(fragment.world.numel for fragment in unit.layout.fragments_in(piece.world))
-            for stepper in self._steppers
-            if isinstance(stepper, FlatStep)
-            for piece in stepper.of_unit(unit)
-            if piece.world in unit.own_shard()
-        )
-        return covered if unit.grads is not None and unit.grads.state is not GradState.EMPTY else 0
 
 
 def _as_number(value: Any) -> Any:

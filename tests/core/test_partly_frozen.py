@@ -176,6 +176,7 @@ def as_in_plain_torch(rank: int, num_ranks: int, plan: Plan, mesh: Any = None) -
             (loss_of(expected, of_rank, step) / num_ranks).backward()
         norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
         torch.testing.assert_close(optimizer.clip_grad_norm_(0.5).double(), norm)
+        assert optimizer.count_zero_gradients() == 0
         plain.step(), plain.zero_grad(), optimizer.step(), optimizer.zero_grad()
         after = handle.full_state_dict()
         for name, value in expected.state_dict().items():
