@@ -185,8 +185,11 @@ class Part:
         optimizer = self._optimizers[number]
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._orders.followers and (len(args) > 1 or kwargs.get("closure") is not None):
-                raise RuntimeError("join: step(closure) cannot be followed: call forward and backward before step()")
+            if self._orders.followers and (len(args) > 1 or any(value is not None for value in kwargs.values())):
+                raise RuntimeError(
+                    "join: step(closure) cannot be followed, nor further arguments: call forward and backward before "
+                    "step()"
+                )
             self._voice.expect_no_edits(self._handle.reducer.visible.version)
             self._voice.give("step", number, optimizer.what_steps(), optimizer.agreement.situation(self._voice))
             self._orders.begin_told()

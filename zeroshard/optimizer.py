@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
@@ -30,6 +31,7 @@ from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
 from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
 from zeroshard.step_result import StepResult as StepResult
+from zeroshard.uneven_steps import Following, UnevenSteps
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
 
@@ -37,7 +39,7 @@ Stepper = FlatStep | OwnerStep
 """Steps some param groups: on flat pieces, or whole parameters at their owners."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """Steps any optimizer class on this rank's part of main, and hands the weights round.
 
     Args:
@@ -96,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steppers: list[Stepper] = []
         self._waiting: FullState = {}  # of parameters that are frozen, until they begin to train
         self._is_built = False
+        Joinable.__init__(self)
         super().__init__(params, _defaults_of(optimizer_class, defaults))
         self.handle = self._find_handle(handle, process_group)
         with self.handle.claimed(self._parameters(), self):
@@ -106,6 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             policy = _policy(loss_scale, units)
             self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
             self.agreement = Agreement(self.handle, units, self._scaling, non_finite, skip_norm_above)
+        self._uneven = UnevenSteps(self.handle)
         self._clip = 1.0
         self._clip_value: float | None = None
         self._is_built = True
@@ -205,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self.handle.expect_in_place(wait=True)
-        control = self._agree()
+        control = self._agree(arguments=arguments)
         self.handle.pool.rest()
         if control.is_idle:
             self._discard_gradients()
@@ -329,7 +333,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
 
-    # Inside of a join (`join.py`) ------------------------------------------------------------------------------------
+    # Inside of a join (`join.py`; under OPTIMIZER_ONLY torch's, `uneven_steps.py`) ------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join([ddp, optimizer])`, under OPTIMIZER_ONLY. One step for each forward of DDP.
+
+        Raises:
+            ValueError: another plan.
+        """
+        if not self.handle.plan.external_gradients:
+            raise ValueError("Join: this optimizer belongs to a sharded model: use `with handle.join():`")
+        self._uneven.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return Following(self, self._uneven)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.handle.collectives.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.handle.collectives.mesh.world.group
 
     def what_steps(self) -> dict[str, Any]:
         """What a step depends on beside gradients, state and scales of losses, JSON-able."""
@@ -645,13 +668,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
-    def _agree(self, norm_type: float | None = None) -> Control:
-        external = self.handle.plan.external_gradients
-        if external and any(handle_of(parameter) is None for parameter in self._parameters()):
+    def _agree(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> Control:
+        if self.handle.plan.external_gradients and not self._uneven.follows:
+            self.look_for_newcomers()
+            if self._join_config.enable:
+                self._uneven.tell(self, norm_type, arguments or {})
+        return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), norm_type)
+
+    def look_for_newcomers(self) -> None:
+        """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
+        if any(handle_of(parameter) is None for parameter in self._parameters()):
             self.handle.check_open("use the optimizer")
             if self._take_newcomers():
                 self.rebuild()
-        return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), norm_type)
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """The param group of each, and it."""

@@ -1,0 +1,90 @@
+"""torch's `Join([ddp, optimizer])` under OPTIMIZER_ONLY: ranks with inputs for different numbers of steps.
+
+With torch's ZeroRedundancyOptimizer a rank that has run out steps its part with the gradients of its own last step;
+`ShardedOptimizer` was no Joinable at all. Now the weights are those of a plain optimizer under DDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.core.models import Block, Net, State, loss_of_tokens, make, same_bits
+from zeroshard.testing import run_ranks
+
+STEPS = (2, 4, 1)
+CASES: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "the mean over those that go on": {"divide": False},
+    "clip and a scheduler": {"clip": 0.05},
+    "whole parameters": {"optimizer_class": torch.optim.Adafactor},
+    "scaled": {"loss_scale": "dynamic"},
+}
+
+
+def train(
+    rank: int,
+    sharded: bool,
+    steps: int,
+    *,
+    divide: bool = True,
+    clip: float = 0.0,
+    optimizer_class: Any = torch.optim.AdamW,
+    loss_scale: Any = None,
+) -> State:
+    ddp = DistributedDataParallel(make(Net))
+    options: dict[str, Any] = {"lr": 1e-2, "foreach": False}
+    optimizer: Any
+    if sharded:
+        optimizer = zeroshard.ShardedOptimizer(ddp.parameters(), optimizer_class, loss_scale=loss_scale, **options)
+    else:
+        optimizer = optimizer_class(ddp.parameters(), **options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7 if clip else 1.0)
+    with Join([ddp, optimizer] if sharded else [ddp], divide_by_initial_world_size=divide):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of_tokens(ddp, rank, 0, step)
+            optimizer.backward(loss) if sharded else loss.backward()
+            if clip:
+                norm = optimizer.clip_grad_norm_(clip) if sharded else nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+                assert norm > clip
+            optimizer.step()
+            schedule.step()
+    if sharded:  # afterwards everything is as always
+        state = optimizer.state_dict()["state"]
+        assert {float(one["step"]) for one in state.values()} == {max(STEPS)}
+        assert all(parameter.grad is None for parameter in ddp.parameters()) or steps == max(STEPS)
+    return {name: value.detach().clone() for name, value in ddp.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_a_plain_optimizer_under_ddp(case: str) -> None:
+    options = dict(CASES[case])
+
+    def check(rank: int) -> tuple[State, State]:
+        plain = {key: value for key, value in options.items() if key != "loss_scale"}
+        return train(rank, False, STEPS[rank], **plain), train(rank, True, STEPS[rank], **options)
+
+    found = run_ranks(check, 3)
+    for expected, weights in found:
+        assert same_bits(weights, found[0][1])
+        if options.get("clip"):
+            torch.testing.assert_close(weights, expected)
+        else:
+            assert same_bits(weights, expected)
+
+
+def test_a_sharded_model_has_a_join_of_its_own() -> None:
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(make(Net), "zero2", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD)
+        with pytest.raises(ValueError, match=r"use `with handle.join\(\):`"):
+            Join([optimizer])
+
+    run_ranks(check, 1)
