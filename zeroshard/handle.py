@@ -556,6 +556,7 @@ class Handle(NotCopied):
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.check_open("forward")
+        self.schedule.come_first()
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
         if orders is not None and not in_use:
             orders.before_forward()

@@ -108,6 +108,7 @@ class Schedule(NotCopied):
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, list[Unit]] = {}
         self._casts: dict[nn.Module, Cast] = {}
+        self._first: list[RemovableHandle] = []  # those that gather
         self._running: list[Sequence[Unit]] = []  # the units of each forward under way, the innermost last
         self._entered: dict[Unit, Entry] = {}
         self._watched: set[tuple[nn.Module, bool, bool]] = set()  # the ways in which the model has been called
@@ -133,7 +134,10 @@ class Schedule(NotCopied):
         for module, needed in self._needs.items():
             after = module.register_forward_hook(_after(self, needed), always_call=True)
             before = _before(self, needed, partial(_move_to_end, after))
-            self._keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            gather = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self._keep(gather)
+            if module is not model:  # whose hooks are under way when the model is called
+                self._first.append(gather)
             self._keep(after)
         self._watch(self.reducer.order)
 
@@ -181,11 +185,17 @@ class Schedule(NotCopied):
         setattr(module, name, wrapper)
         self._removers.append(partial(delattr, module, name))
 
+    def come_first(self) -> None:
+        """Before any module inside the model is called: the user may have registered hooks with `prepend=True`."""
+        for hook in self._first:
+            _move_to_front(hook)
+
     def detach(self) -> None:
         """Remove all hooks."""
         for remove in self._removers:
             remove()
         self._removers.clear()
+        self._first.clear()
         self._needs.clear()
 
     def _keep(self, handle: Any) -> None:
@@ -411,6 +421,12 @@ def _move_to_end(hook: RemovableHandle) -> None:
     hooks = hook.hooks_dict_ref()
     if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
         hooks.move_to_end(hook.id)
+
+
+def _move_to_front(hook: RemovableHandle) -> None:
+    hooks = hook.hooks_dict_ref()
+    if hooks is not None and hook.id in hooks and next(iter(hooks)) != hook.id:
+        hooks.move_to_end(hook.id, last=False)
 
 
 def _made_by(tensor: Tensor) -> Node:

@@ -6,6 +6,7 @@ under ZERO3 with the layer as unit: their hook ran before the one that gathers. 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import zeroshard
-from tests.core.models import PLANS, Job, same_bits, train, train_reference
+from tests.core.models import PLANS, Job, make, same_bits, train, train_reference
 from zeroshard.testing import run_ranks
 
 WIDTH = 12
@@ -160,3 +161,31 @@ def test_a_hook_that_raises_before_ours_leaves_no_trace() -> None:
 
     torch.manual_seed(0)
     run_ranks(check, 1)
+
+
+def test_hooks_that_want_to_be_first() -> None:
+    """Registered after `shard` with `prepend=True` they came before the hook that gathers, and read NaN. When the model
+    is called, the hooks of what is inside it are put in order."""
+
+    def run(rank: int) -> list[Any]:
+        found = []
+        for plan in PLANS:
+            model = make(Reader)
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            losses = []
+            for step in range(4):
+                if step in (0, 2):
+                    for layer in model.get_submodule("layers").children():
+                        layer.register_forward_pre_hook(read_before, prepend=True)
+                loss = loss_of(model, rank, 0, step, 1)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            found.append((losses, handle.full_state_dict()))
+        return found
+
+    for of_rank in run_ranks(run, 2):
+        assert all(math.isfinite(loss) for loss in of_rank[0][0])
+        for losses, weights in of_rank:
+            assert losses == of_rank[0][0] and same_bits(weights, of_rank[0][1])
