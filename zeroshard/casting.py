@@ -168,7 +168,14 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """The same tree, its floating-point tensors in `dtype`."""
     if dtype is None:
         return tree
+    if type(tree) in (tuple, dict) and all(_stays(leaf, dtype) for leaf in tree):  # so are most calls
+        return tree
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+def _stays(leaf: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a tensor that is not cast (a name of a dictionary is none)."""
+    return type(leaf) is torch.Tensor and (leaf.dtype == dtype or not leaf.is_floating_point())
 
 
 def _cast_call(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:

@@ -107,6 +107,8 @@ class Pending:
         """Waits until the peers have read what this rank gave, too: only then may it be written to."""
         self.wait()
         works, self._acknowledgements = self._acknowledgements, ()
+        if not works:
+            return
         with self._failing():
             for work in works:
                 work.wait()
@@ -322,6 +324,13 @@ class Collectives:
             self._all_gather(replicas, out, "replicate", unit, phase, of_own, log=False).wait()
 
         return Pending(self, (), sum_over_replicas).at_place(at)
+
+    def acknowledge(self) -> Pending:
+        """This rank has read all that its peers on the shard axis have given it. Waited for, so have they."""
+        axis = self.mesh.shard
+        key = f"read {self._name}"
+        at = Wait(key, HERE.begin(key), axis.ranks, "the ranks that read its weights")
+        return Pending(self, self.messages.acknowledge(axis)).at_place(at)
 
     def all_to_all(
         self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str

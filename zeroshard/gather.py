@@ -19,7 +19,7 @@ from collections.abc import Collection, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.collectives import Collectives
+from zeroshard.collectives import Collectives, Pending
 from zeroshard.pool import Allotment, Place, Pool
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
@@ -49,6 +49,8 @@ class Gatherer:
         self._protected: tuple[Unit, ...] = ()
         self._called: set[Unit] = set()  # since they were updated
         self._uncalled: set[Unit] = set()  # not between the last two updates, though they got gradients
+        self._begun: list[Unit] = []  # updated, and perhaps not read from the peers yet
+        self._read_by_peers = Pending()  # what this rank gave them then
         borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
         allotment = Allotment.of_places(unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers)
         for unit in borrowers:
@@ -60,6 +62,7 @@ class Gatherer:
     def begin_forward(self) -> None:
         """The model is called. Weights that rest in full, of units that no module has been called for, may be read by
         other modules (a head that uses the weight of a layer): nobody else would wait for them."""
+        self._wait_for_readers()
         for unit in self._uncalled:
             if unit.weights.state is Residency.GATHERING and unit.weights.buffer.owns_full:
                 unit.weights.arrive()
@@ -72,7 +75,8 @@ class Gatherer:
             unit.weights.in_use += 1
         for unit in units:
             if not unit.weights.shown:
-                self._unshard(unit, "backward" if in_backward() else "forward")
+                with torch.no_grad():
+                    self._unshard(unit, "backward" if in_backward() else "forward")
 
     def leave(self, units: Sequence[Unit]) -> list[Unit]:
         """That forward is over. Returns the units that no forward needs any more."""
@@ -124,9 +128,26 @@ class Gatherer:
         unit.weights.drop()
         if unit.weights.buffer.owns_full:
             unit.weights.gather(self.collectives, "step", slots=slots if were_there else None)
+            self._begun.append(unit)
+
+    def read(self) -> None:
+        """All ranks have updated their intervals, and are still in the same call. In shared memory nothing moves by
+        itself, and a peer's weights lie where its user may write to them once they are shown: so they are read now.
+        (Nobody may wait for that later: a rank may run the model alone.)"""
+        begun, self._begun = self._begun, []
+        if begun and self.collectives.transport == "shared":
+            self._wait_for_readers()
+            for unit in begun:
+                unit.weights.arrive()
+            self._read_by_peers = self.collectives.acknowledge()
+
+    def _wait_for_readers(self) -> None:
+        """Before weights that rest in full are shown."""
+        self._read_by_peers.wait()
 
     def finish(self) -> None:
         """Wait for everything that is arriving (what was expected to be needed next, say, and was not)."""
+        self.read()
         for unit in self.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
@@ -134,6 +155,7 @@ class Gatherer:
     def settle(self) -> None:
         """The same; and weights that rest in full are shown."""
         self.finish()
+        self._wait_for_readers()
         for unit in self.units:
             if unit.weights.buffer.owns_full and unit.weights.state is Residency.RESIDENT:
                 unit.weights.expect_in_place(through_data=True)
@@ -141,6 +163,7 @@ class Gatherer:
 
     def unshard(self, unit: Unit, full: Tensor | None = None) -> None:
         """Gather one unit outside of any forward; `full` [numel] instead of the unit's own place."""
+        self._wait_for_readers()
         unit.weights.expect_in_place(through_data=True)
         if full is not None and not unit.weights.buffer.owns_full:
             unit.weights.drop()
@@ -164,6 +187,7 @@ class Gatherer:
         if weights.state is Residency.SHARDED:
             self.start(unit, phase)
         weights.arrive()
+        self._wait_for_readers()
         weights.show()
         previous_phase, previous = self._last
         self._follower[phase, previous if previous_phase == phase else None] = unit

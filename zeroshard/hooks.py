@@ -223,28 +223,26 @@ class Schedule(NotCopied):
                 )
 
     def before_module(self, module: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
-        with torch.no_grad():
-            self.abandon_backward()
+        self.abandon_backward()
         given = given_tensors(module)
         for unit in units if given else ():
             unit.weights.expect_present(given)
         begins = [unit for unit in units if not unit.weights.in_use and not unit.weights.buffer.owns_full]
         if begins and torch.is_grad_enabled():
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
-        for unit in units:
-            self._trains |= any(parameter.requires_grad for parameter in unit.parameters)
+        self._trains = self._trains or any(parameter.requires_grad for unit in units for parameter in unit.parameters)
         if not self._running:
             self._watch_reads(module)
         self._running.append(units)
-        with torch.no_grad():
-            self.gatherer.enter(units)
+        self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
         skipped returns its input) was made by another, and to gather for it would take that other's place."""
-        if not any(entered is units for entered in self._running):  # something raised before they had been entered
+        index = next((i for i in reversed(range(len(self._running))) if self._running[i] is units), None)
+        if index is None:  # something raised before they had been entered
             return
-        del self._running[max(i for i, entered in enumerate(self._running) if entered is units)]
+        del self._running[index]
         if not self._running and self._reads is not None:
             self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._reads = None
@@ -335,7 +333,8 @@ class Schedule(NotCopied):
             self._backward, self._accumulates = None, False
             self._visits.clear()
             self._at.clear()
-            self.reducer.abandon_backward()
+            with torch.no_grad():
+                self.reducer.abandon_backward()
             self.gatherer.end_backward()
 
     def _end_backward(self) -> None:
@@ -366,6 +365,9 @@ def _before(
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         leave_last()
+        if not under_transform():
+            schedule.before_module(module, units, (args, kwargs))
+            return
         schedule.expect_no_transform(units)
         with outside_transforms():
             schedule.before_module(module, units, (args, kwargs))
@@ -376,6 +378,9 @@ def _before(
 def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, Any], None]:
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if not under_transform():
+            schedule.after_module(units, output)
+            return
         with outside_transforms():
             schedule.after_module(units, output)
 

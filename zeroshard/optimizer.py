@@ -706,10 +706,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             stepper.set_active(active)
             own_arguments = arguments_for(type(stepper.optimizer), arguments)
             stepper.step(self.param_groups, update, start, updated, own_arguments)
-        if self.handle.plan.external_gradients:
+        self.handle.gatherer.read()
+        if self.handle.plan.external_gradients:  # no module is called: the user reads and writes now
             self.handle.gatherer.settle()
-            if self.handle.collectives.shared is not None:  # a peer may still read what the user writes to next
-                self.handle.collectives.exchange_objects(None)
 
     def _discard_gradients(self) -> None:
         self.agreement.forget()
@@ -720,7 +719,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.handle.pool.rest("buckets", "scratch")  # a backward may still need the weights
 
     def _consume(self, unit: Unit) -> None:
-        if unit.grads is not None:
+        if unit.grads is not None and (unit.grads.waiting or self.handle.reducer.visible.shows(unit)):
             slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
             unit.grads.consume(slots)
             self.handle.reducer.visible.forget(unit, slots)

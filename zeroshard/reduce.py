@@ -371,7 +371,8 @@ class Reducer:
         not summed it stays there, as set by hand.)"""
         assert unit.grads is not None
         for index in sorted(unit.grads.summed):
-            self._take(unit, index, unit.grads)
+            if unit.parameters[index].grad is not None:
+                self._take(unit, index, unit.grads)
 
     def _look(self, unit: Unit) -> None:
         assert unit.grads is not None

@@ -30,11 +30,11 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def given_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Name -> what `functional_call` has put in the place of the module's own parameters, without any wrapping. A
     module can hold tensors that are no `nn.Parameter` for the time of such a call only."""
-    return {name: _plain(value) for name, value in module._parameters.items() if value is not None and _is_given(value)}
-
-
-def _is_given(value: Tensor) -> bool:
-    return type(value) is not nn.Parameter and not isinstance(value, nn.Parameter)  # the first is fast
+    given = {}
+    for name, value in module._parameters.items():  # before each call of each module
+        if value is not None and type(value) is not nn.Parameter and not isinstance(value, nn.Parameter):
+            given[name] = _plain(value)
+    return given
 
 
 def _plain(tensor: Tensor) -> Tensor:

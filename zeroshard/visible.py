@@ -111,6 +111,10 @@ class VisibleGradients:
         unit.grads.assign(index, part)
         self.changed()
 
+    def shows(self, unit: Unit) -> bool:
+        """Whether something of it has been put into `p.grad`."""
+        return bool(self._shown.get(unit))
+
     def forget(self, unit: Unit, slots: set[int]) -> None:
         """The gradients of these slots are used up, or discarded."""
         shown = self._shown.get(unit, {})

@@ -1,0 +1,91 @@
+"""A user wrote to the weights in place between forward and backward, and one rank trained on with half of a write.
+
+Under ZERO1 and ZERO2 on one host a rank reads what its peers have updated in their memory, where the peer's user writes
+to. The reading was left to the next forward: a rank that came there late (its batch took longer to load) read weights
+that another rank had already computed with and then halved, and halved them once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from zeroshard.testing import run_ranks
+
+LATE_SECONDS = 0.5
+"""Where the weights are read in time, nothing depends on it."""
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def halve(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+
+
+def steps(
+    rank: int, num_ranks: int, sharded: nn.Module, optimizer: torch.optim.Optimizer, late: int | None
+) -> list[torch.Tensor]:
+    """Two steps; rank `late` comes late to the second. Weights as each forward finds them, and after its write."""
+    found = []
+    for step in range(2):
+        if step and rank == late:
+            time.sleep(LATE_SECONDS)
+        optimizer.zero_grad()
+        data = torch.Generator().manual_seed(10 * step + rank)
+        loss = sharded(torch.randn(3, 8, generator=data)).square().sum()
+        found.append(torch.cat([p.detach().reshape(-1) for p in sharded.parameters()]))
+        halve(list(sharded.parameters()))
+        found.append(torch.cat([p.detach().reshape(-1) for p in sharded.parameters()]))
+        if step == 0:
+            loss.detach_()  # a backward would need the weights as they were
+            sharded(torch.randn(3, 8, generator=data)).square().sum().backward()
+            optimizer.step()
+    return found
+
+
+def of_rank(rank: int, num_ranks: int, plan: str, late: int | None) -> list[torch.Tensor]:
+    sharded = model()
+    handle = zeroshard.shard(sharded, plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    found = steps(rank, num_ranks, sharded, optimizer, late)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_late_rank_finds_what_the_others_have_found(num_ranks: int, plan: str) -> None:
+    expected = run_ranks(of_rank, num_ranks, num_ranks, "ddp", None)[0]
+    for found in run_ranks(of_rank, num_ranks, num_ranks, plan, num_ranks - 1):
+        for here, there in zip(found, expected, strict=True):
+            assert torch.equal(here, there)
+
+
+def alone(rank: int, num_ranks: int, run: Callable[[nn.Module], object]) -> None:
+    sharded = model()
+    handle = zeroshard.shard(sharded, "zero1", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        sharded(torch.ones(3, 8) * rank).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                run(sharded)
+        dist.barrier()
+
+
+def test_one_rank_alone_may_still_run_the_model_after_a_step() -> None:
+    """Nobody waits for readers that are elsewhere: they have read before their step ended."""
+    run_ranks(alone, 2, 2, lambda sharded: sharded(torch.ones(3, 8)), collective_timeout=20)
