@@ -24,6 +24,7 @@ class FlatBuffer:
         full: [layout.numel], or None while only the shard is held.
         shard: [layout.shard_numel], the own interval: a view of `full` where `full` is held for good, else a storage
             of its own (then a borrowed `full` comes and goes by `attach` and `detach`). Empty while it is let go.
+        is_guest: whether the shard lies in somebody else's storage for a while.
         most: the most bytes of its own that it has held.
         placement: which values are valid now.
     """
@@ -37,6 +38,7 @@ class FlatBuffer:
         "_views",
         "_views_of",
         "full",
+        "is_guest",
         "layout",
         "most",
         "placement",
@@ -62,6 +64,7 @@ class FlatBuffer:
         self._views_of: Tensor | None = None
         self._borrowed = resident is Placement.SHARDED and layout.num_shards > 1
         self._lasting, self._allocate = lasting, allocate
+        self.is_guest = False
         self._storage = allocate(0)
         self.full: Tensor | None = None
         self.shard = self._storage.view(dtype)
@@ -93,11 +96,21 @@ class FlatBuffer:
     def let_go(self) -> None:
         """Nobody needs the values any more: its own storage goes, unless it is lasting."""
         if not self._lasting:
+            self.is_guest = False
             self._storage = self._allocate(0)
             self.shard = self._storage.view(self.dtype)
             if self.owns_full:
                 self.full = None
                 self._forget_views()
+
+    def move(self, storage: Tensor | None = None) -> None:
+        """The values of the shard go into `storage`, uint8 [its bytes], which belongs to somebody else; None: into a
+        storage of its own again."""
+        assert self._borrowed and not self._lasting, "not a shard that comes and goes"
+        self.is_guest = storage is not None
+        storage = self._allocate(self._storage.nbytes) if storage is None else storage
+        self._storage = storage.copy_(self._storage)
+        self.shard = self._storage.view(self.dtype)
 
     def attach(self, full: Tensor) -> None:
         """Borrow a full-size tensor [layout.numel] for a while."""
@@ -138,7 +151,7 @@ class FlatBuffer:
 
     def storages(self) -> list[Tensor]:
         """What this buffer owns (not what it borrows)."""
-        return [self._storage]
+        return [] if self.is_guest else [self._storage]
 
 
 def live_bytes(tensors: list[Tensor]) -> int:

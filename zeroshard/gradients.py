@@ -92,6 +92,8 @@ class Gradients:
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
         self._reduced_before = self.state is GradState.REDUCED
         carries = self._reduced_before and self.carries
+        if self.buffer.is_guest:  # before others need the place: what is reduced next goes here
+            self.buffer.move()
         if bucket is not None:
             self.buffer.attach(bucket)
         else:
@@ -129,6 +131,16 @@ class Gradients:
     def is_local(self) -> bool:
         """Whether the bucket holds this rank's terms and nothing else."""
         return self.state is GradState.PARTIAL and not self._reduced_before
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the shard is all that is held, and not where somebody else's storage is already."""
+        return (
+            self.state is GradState.REDUCED
+            and self.buffer.full is None
+            and not self.buffer.owns_full
+            and not self.buffer.is_guest
+        )
 
     def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
         """PARTIAL -> REDUCING. Summed slots without a gradient take part with zeros."""

@@ -221,6 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
+            self.handle.reducer.use_idle_buckets()
             self.agreement.half_done = True
             self._update(control, Update(mean * self._clip, self._clip_value), arguments)
             self.agreement.half_done = False

@@ -95,7 +95,6 @@ def plan_memory(
 class _Place:
     kind: str
     num_bytes: int
-    is_shared: bool = False
     lasting: bool = False
     passing: bool = False  # given back before the end of backward
 
@@ -131,19 +130,19 @@ def _places(
     ]
     shared = transport == "shared"
     places = [_Place("ring", size) for size in ring.sizes]
-    places += [_Place("buckets", size, shared) for size in buckets.own.values()]
+    places += [_Place("buckets", size) for size in buckets.own.values()]
     for count, num_bytes in buckets.shared.values():
-        places += [_Place("buckets", num_bytes, shared, passing=i > 0 and not shared) for i in range(count)]
+        places += [_Place("buckets", num_bytes, passing=i > 0 and not shared) for i in range(count)]
     places += [_Place("scratch", max(reducing, default=0))] * (1 if gradients else IN_FLIGHT)
     if no_sync:
         more = beyond_turns(borrowers, {kind: count for kind, (count, _) in buckets.shared.items()})
-        places += [_Place("buckets", borrower.num_bytes, shared, lasting=shared) for borrower in more]
+        places += [_Place("buckets", borrower.num_bytes, lasting=shared) for borrower in more]
     return places
 
 
 def _resting(places: list[_Place], device_type: str) -> list[_Place]:
     """Those that stay held between steps (see `Pool.rest`)."""
-    spare = sorted((p for p in places if not p.lasting and not p.passing), key=lambda place: not place.is_shared)
+    spare = sorted((p for p in places if not p.lasting and not p.passing), key=lambda place: place.kind != "buckets")
     keep = kept(place.num_bytes for place in spare) if device_type == "cpu" else [False] * len(spare)
     return [
         *(place for place, stays in zip(spare, keep, strict=True) if stays),

@@ -9,7 +9,8 @@
 A *place* is one storage. It exists from the beginning and costs nothing until it is used (`Place.tensor`). It stays
 held through forward and backward; `Pool.rest`, at the beginning of a step, gives back what no phase needs until the
 next forward. On a CPU the system clears every page that is given back and comes again, which takes time: so up to
-`KEPT_BYTES` stay there, memory that peers map first (it is the slowest to get).
+`KEPT_BYTES` stay there, buckets first: peers map them, which makes them the slowest to get, and in a step reduced
+gradients may lie there (`Reducer.use_idle_buckets`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 KEPT_BYTES = 32 << 20
 """What stays held between two steps on a CPU: about one unit of the default size."""
+
+KEPT_IN_STEP = 12 << 20
+"""How much of it may be idle while a step has gradients and the optimizer's state: of more, gradients take some."""
 
 
 @dataclass(frozen=True)
@@ -270,18 +274,24 @@ class Pool:
 
     def rest(self, *kinds: Kind) -> None:
         """Give back what no phase needs until the next forward; `kinds`: only of these."""
-        held = sorted((place for place in self._places if place.is_held), key=lambda place: not place.is_shared)
+        held = sorted(self.held(), key=lambda place: place.kind != "buckets")
         spare = [place for place in held if not place.lasting]
         keep = kept(place.num_bytes for place in spare) if self._device.type == "cpu" else [False] * len(spare)
         for place, stays in zip(spare, keep, strict=True):
             if not stays and (place.kind in kinds or not kinds):
                 place.try_to_give_back()
 
+    def held_beside_a_step(self) -> int:
+        """Bytes that are held, beyond what may be idle in a step (perhaps less than none)."""
+        return sum(place.num_bytes for place in self.held()) - KEPT_IN_STEP
+
+    def held(self) -> list[Place]:
+        return [place for place in self._places if place.is_held]
+
     def empty(self) -> None:
         """Give back everything."""
-        for place in self._places:
-            if place.is_held:
-                place.try_to_give_back()
+        for place in self.held():
+            place.try_to_give_back()
 
     def clear(self) -> None:
         """The same, and forget the places: others will be made."""

@@ -68,6 +68,7 @@ class Reducer:
         self._bucket_of: dict[Unit, Place] = {}  # of its own, for good
         self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `Allotment.of_buckets`
         self._borrowed: dict[Unit, Place] = {}
+        self._guests: dict[Place, list[Gradients]] = {}  # reduced gradients in idle buckets, see `use_idle_buckets`
         borrowers = [unit for unit in self._trainable if unit.grads is not None and unit.grads.needs_bucket]
         allotment = Allotment.of_buckets(
             (unit.spec.bucket_borrower(unit.layout.numel) for unit in borrowers), collectives.transport
@@ -344,8 +345,35 @@ class Reducer:
         while self._read_by_peers:
             self._release_oldest()
 
+    def use_idle_buckets(self) -> None:
+        """A step begins, and buckets that are held for the next backward (to take them anew would cost more than these
+        copies) would come on top of the optimizer's state: reduced gradients move there. They leave before a bucket is
+        used."""
+        too_much = self._pool.held_beside_a_step()
+        moving = [grads for unit in self._trainable if (grads := unit.grads) is not None and grads.may_move]
+        for place in self._pool.held():
+            free = place.num_bytes if place.kind == "buckets" and self._is_idle(place) else 0
+            for grads in list(moving):
+                num_bytes = grads.buffer.shard.nbytes
+                if 0 < num_bytes <= free and too_much > 0:
+                    grads.buffer.move(place.storage[free - num_bytes : free])
+                    self._guests[place].append(grads)
+                    moving.remove(grads)
+                    free, too_much = free - num_bytes, too_much - num_bytes
+
+    def _is_idle(self, place: Place) -> bool:
+        guests = self._guests[place] = [grads for grads in self._guests.get(place, ()) if grads.buffer.is_guest]
+        return place.holder is None and not guests
+
+    def _send_away(self, place: Place) -> None:
+        """The gradients that no step has used yet."""
+        for grads in self._guests.pop(place, ()):
+            if grads.buffer.is_guest:
+                grads.buffer.move()
+
     def vacate(self, place: Place) -> bool:
         """Nobody refers to it any more, unless it holds gradients that have not been reduced."""
+        self._send_away(place)
         unit: Unit | None = place.holder
         if unit is not None and unit.grads is not None and unit.grads.state is GradState.EMPTY:
             self._close(unit, unit.grads)  # they have been discarded
@@ -426,6 +454,7 @@ class Reducer:
         if place is None:  # local sums wait for more, or earlier units for gradients that may never come
             place = self._bucket_of[unit] = self._new_bucket(unit)
             place.lasting = place.is_shared
+        self._send_away(place)
         place.holder, self._borrowed[unit] = unit, place
         grads.open(place.tensor(unit.layout.numel, grads.buffer.dtype))
 

@@ -113,7 +113,7 @@ def _tensors_of_python() -> list[Tensor]:
 
 def bounds(model: nn.Module, num_ranks: int) -> Callable[[int], dict[str, float]]:
     """Number of a step, from 0 -> phase -> bytes, by the formulas of torch's test for `reshard_after_forward=True`.
-    That test ends with the first step; from then on there is the optimizer's state as well, and what stays at rest."""
+    That test ends with the first step; from then on there is the optimizer's state as well."""
     whole = 4 * sum(p.numel() for p in model.parameters())
     block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
     rest = whole - 4 * sum(p.numel() for p in model.blocks.parameters())
@@ -125,7 +125,7 @@ def bounds(model: nn.Module, num_ranks: int) -> Callable[[int], dict[str, float]
             "init": sharded + block,
             "forward": sharded + 3 * block + rest + buffer + state,
             "backward": 2 * sharded + 3 * block + rest + buffer + state,
-            "step": 4 * sharded + buffer + pool.KEPT_BYTES * (step > 0),
+            "step": 4 * sharded + buffer,
             "rest": 3 * sharded + 2 * buffer,
         }
 
@@ -173,6 +173,7 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     """(phase, bytes, the bound) of each phase of each step; (phase, counted by the engine, planned)."""
     choose(transport)
     pool.KEPT_BYTES = pool.KEPT_BYTES * width**2 // WIDTH**2
+    pool.KEPT_IN_STEP = pool.KEPT_IN_STEP * width**2 // WIDTH**2
     pieces.cut.__defaults__ = (pieces.PIECE_NUMEL * width**2 // WIDTH**2,)  # Adam makes some temporaries of each
     pieces.BATCH_NUMEL["cpu"] = pieces.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
     with torch.device("meta"):
@@ -229,11 +230,12 @@ def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> N
 
 
 def test_the_numbers_of_torchs_test() -> None:
-    """3 blocks of 28 MB on 2 ranks: at most 144 MB in forward, 187 in backward and in the step, 160 at rest."""
-    for phases, counted in run_ranks(found, 2, 2, WIDTH, "shared", 1):
-        by_phase = {phase: (most / MB, bound / MB) for phase, most, bound in phases}
+    """3 blocks of 28 MB on 2 ranks: at most 144 MB in forward, 187 in backward and in the step, 160 at rest; the
+    second step, too."""
+    for phases, counted in run_ranks(found, 2, 2, WIDTH, "shared", 2):
+        by_phase = {phase: (most / MB, bound / MB) for phase, most, bound in phases[:5]}
         assert {phase: round(bound) for phase, (_, bound) in by_phase.items()} == {
             "init": 71, "forward": 144, "backward": 187, "step": 187, "rest": 160,
         }  # fmt: skip
-        assert all(most <= bound for most, bound in by_phase.values()), by_phase
+        assert all(most <= bound for _, most, bound in phases), phases
         assert all(measured == planned for measured, planned in counted)
