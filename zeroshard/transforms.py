@@ -6,6 +6,7 @@ hooks step outside for as long as they run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,8 +31,9 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def given_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Name -> what `functional_call` has put in the place of the module's own parameters, without any wrapping. A
     module can hold tensors that are no `nn.Parameter` for the time of such a call only."""
-    given = {}
-    for name, value in module._parameters.items():  # before each call of each module
+    given: dict[str, Tensor] = {}
+    held: Mapping[str, Tensor | None] = module._parameters
+    for name, value in held.items():  # before each call of each module
         if value is not None and type(value) is not nn.Parameter and not isinstance(value, nn.Parameter):
             given[name] = _plain(value)
     return given
