@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from zeroshard.absent import as_tensors
 from zeroshard.control import Control, Status, exchange_control
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle
 from zeroshard.orders import Voice
-from zeroshard.placement import SHARDED
 from zeroshard.scaling import LossScaling
 from zeroshard.unit import Unit
 
@@ -148,14 +148,15 @@ class Agreement:
         if self.half_done:
             return Status.HALF_DONE
         updated = {id(p) for unit in self._handle.units if unit.main is not None for p in unit.parameters}
-        if any(p.grad is not None and id(p) not in updated for p in parameters):
-            return Status.UNFROZEN
+        with as_tensors():
+            if any(p.grad is not None and id(p) not in updated for p in parameters):
+                return Status.UNFROZEN
         if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in self.units):
             return Status.NOT_REDUCED
         if by_hand:
             return Status.BY_HAND
         if self._handle.plan.external_gradients:
-            has_any = any(p.grad is not None for unit in self.units for p in unit.parameters)
+            has_any = any(grad is not None for unit in self.units for grad in unit.user_grads())
         else:
             has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in self.units.items())
         if has_any:
@@ -193,16 +194,7 @@ class Agreement:
         exhausted = self._scaling.exhausted(self._handle.reducer, self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
-            hint = ""
-            if self._handle.plan.main is SHARDED:
-                hint = (
-                    ". If the loss is NaN under this plan alone, a parameter is used while no module of its unit runs "
-                    "(a head that reads the embedding's weight, say, or a hook before it): name the transformer "
-                    "block in units=, or choose units= whose modules contain all uses of what they own"
-                )
-            raise RuntimeError(
-                f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated{hint}"
-            )
+            raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
 
     def _name_nonfinite(self) -> str:

@@ -63,7 +63,7 @@ class Freezing:
                 unit.grads.sum_only(of_unit)
 
     def _trained(self) -> Slots:
-        return {unit: {i for i, p in enumerate(unit.parameters) if p.requires_grad} for unit in self._units}
+        return {unit: set(unit.requiring_grad()) for unit in self._units}
 
 
 def _listed(slots: Slots) -> list[list[int]]:

@@ -158,13 +158,13 @@ class Gatherer:
         self._wait_for_readers()
         for unit in self.units:
             if unit.weights.buffer.owns_full and unit.weights.state is Residency.RESIDENT:
-                unit.weights.expect_in_place(through_data=True)
+                unit.weights.expect_in_place()
                 unit.weights.show()
 
     def unshard(self, unit: Unit, full: Tensor | None = None) -> None:
         """Gather one unit outside of any forward; `full` [numel] instead of the unit's own place."""
         self._wait_for_readers()
-        unit.weights.expect_in_place(through_data=True)
+        unit.weights.expect_in_place()
         if full is not None and not unit.weights.buffer.owns_full:
             unit.weights.drop()
             unit.weights.gather(self.collectives, "unshard", full)

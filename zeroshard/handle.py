@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zeroshard.absent import give
 from zeroshard.buffer import live_bytes
 from zeroshard.casting import Cast
 from zeroshard.collectives import Collectives
@@ -364,9 +365,8 @@ class Handle(NotCopied):
     # Looking -----------------------------------------------------------------------------------------------------
 
     def find_reads(self) -> AbstractContextManager[Any]:
-        """Inside, on this thread, an operation on a parameter whose values are not here raises, with the name of the
-        parameter, at the line of the reader: to find out where a NaN comes from. It takes some ten microseconds an
-        operation; the first forward of a model is looked at in the same way without being asked."""
+        """A parameter whose values are not here raises when it is read. Inside, on this thread, also where C++ or a
+        `torch.func` transform reads it, which finds NaN else. It takes some ten microseconds an operation."""
         self.check_open("find_reads")
         return ReadsRaise(self.units)
 
@@ -425,7 +425,7 @@ class Handle(NotCopied):
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 values.append((parameter, full[slot.world.slice].view(slot.shape).to(unit.spec.dtype, copy=True)))
         for parameter, value in values:  # after the last gather: units that take turns in a place move each other's
-            parameter.data = value
+            give(parameter, value)
         self._release()
 
     def finish_background(self) -> None:
@@ -466,7 +466,7 @@ class Handle(NotCopied):
         self.reducer.find_order()
 
     def _begin_to_train(self) -> None:
-        frozen = [unit for unit in self.units if unit.main is None and any(p.requires_grad for p in unit.parameters)]
+        frozen = [unit for unit in self.units if unit.main is None and unit.requiring_grad()]
         if not frozen:
             return
         if self.has_gradients():
@@ -585,21 +585,17 @@ class Handle(NotCopied):
                     "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
                 )
 
-    def expect_in_place(self, *, wait: bool = False) -> None:
-        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them.
-
-        Args:
-            wait: also on a GPU see what has been written through `.data`.
-        """
+    def expect_in_place(self) -> None:
+        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""
         for unit in self.units:
-            unit.weights.expect_in_place(through_data=wait or unit.weights.own().device.type == "cpu")
+            unit.weights.expect_in_place()
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.gatherer.settle()
         if not self._reading and not all(unit.weights.shown for unit in self.units):
             raise RuntimeError(
-                "the parameters of this model are sharded and would read as NaN: call handle.full_state_dict(), or "
-                "model.state_dict() inside `with handle.unsharded():`"
+                "the parameters of this model are sharded, and their values not here: call handle.full_state_dict(), "
+                "or model.state_dict() inside `with handle.unsharded():`"
             )
 
     def _before_load_state_dict(self, module: nn.Module, *args: object) -> None:

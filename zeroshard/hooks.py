@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.absent import as_tensors
 from zeroshard.casting import Cast, attach_casts, cast
 from zeroshard.gather import Gatherer, in_backward
-from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
 from zeroshard.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.trees import tensors_in
@@ -111,8 +111,6 @@ class Schedule(NotCopied):
         self._first: list[RemovableHandle] = []  # those that gather
         self._running: list[Sequence[Unit]] = []  # the units of each forward under way, the innermost last
         self._entered: dict[Unit, Entry] = {}
-        self._watched: set[tuple[nn.Module, bool, bool]] = set()  # the ways in which the model has been called
-        self._reads: ReadsRaise | None = None  # while it is called in a new one
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
         self._at: list[Unit] = []  # where backward is
@@ -230,9 +228,7 @@ class Schedule(NotCopied):
         begins = [unit for unit in units if not unit.weights.in_use and not unit.weights.buffer.owns_full]
         if begins and torch.is_grad_enabled():
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
-        self._trains = self._trains or any(parameter.requires_grad for unit in units for parameter in unit.parameters)
-        if not self._running:
-            self._watch_reads(module)
+        self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self._running.append(units)
         self.gatherer.enter(units)
 
@@ -243,9 +239,6 @@ class Schedule(NotCopied):
         if index is None:  # something raised before they had been entered
             return
         del self._running[index]
-        if not self._running and self._reads is not None:
-            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._reads = None
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
         entries = {unit: self._entered.pop(unit, None) for unit in free}
         if not free or not torch.is_grad_enabled():
@@ -259,17 +252,6 @@ class Schedule(NotCopied):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
-
-    def _watch_reads(self, module: nn.Module) -> None:
-        """When a module is first called in a new way, and something is not here: what reads it raises until the call is
-        over."""
-        way = module, module.training, torch.is_grad_enabled()
-        if way not in self._watched and any(not unit.weights.shown for unit in self.gatherer.units):
-            self._watched.add(way)
-            if any(map(_is_compiled, module.modules())):  # under a mode it would run uncompiled, with other roundings
-                return
-            self._reads = ReadsRaise(self.gatherer.units)
-            self._reads.__enter__()  # type: ignore[no-untyped-call]
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -349,10 +331,6 @@ class Schedule(NotCopied):
         self.gatherer.end_backward()
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
 def _reset_grad_dtype(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = parameter.dtype
 
@@ -389,12 +367,13 @@ def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, A
 
 def _is_accumulated(parameter: Tensor) -> bool:
     """Whether the backward under way comes to the parameter, and adds to its `grad`."""
-    if not parameter.requires_grad:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # it is one of those that torch.autograd.grad was asked for
-        return False
+    with as_tensors():
+        if not parameter.requires_grad:
+            return False
+        try:
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+        except RuntimeError:  # it is one of those that torch.autograd.grad was asked for
+            return False
 
 
 def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Callable[[Tensor], None]:

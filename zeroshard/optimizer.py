@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from zeroshard.absent import as_tensors
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
 from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
@@ -208,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
-        self.handle.expect_in_place(wait=True)
+        self.handle.expect_in_place()
         control = self._agree(arguments=arguments)
         self.handle.pool.rest()
         if control.is_idle:
@@ -232,7 +233,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
-        super().zero_grad(set_to_none)
+        with as_tensors():
+            super().zero_grad(set_to_none)
         if self._is_built:
             self._scaling.reset()
             self.agreement.used_up = False

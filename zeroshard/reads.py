@@ -1,9 +1,8 @@
-"""Reads of parameters whose values are not here, told where they happen.
+"""Reads of absent parameters that nobody is asked for.
 
-Such a parameter is NaN, and whatever is computed with it. In the end nobody can tell this NaN from one of the numbers,
-so the read itself has to be seen: by a mode of torch that looks at the operands of every operation. That takes time
-(some ten microseconds an operation), so a model is watched when it is first called in a new way, and when the user asks
-for it (`Handle.find_reads`).
+What Python calls raises by itself (`absent.py`). C++ that is handed a parameter (`torch.tensor(p)`, a scripted module),
+and a `torch.func` transform of it, find its NaN. A mode of torch that looks at the operands of every operation sees
+these, too. It takes some ten microseconds an operation, so the user asks for it (`Handle.find_reads`).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.absent import not_here
 from zeroshard.unit import Unit
 
 
@@ -37,13 +37,7 @@ class ReadsRaise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for unit in self._units:
                 index = unit.weights.absent_index(operand)
                 if index is not None:
-                    raise RuntimeError(
-                        f"parameter {unit.layout.slots[index].name} is used while no module of its unit runs (unit "
-                        f"{unit.name}): its values are not here. In a forward, choose units= whose modules contain all "
-                        "uses of what they own (name the transformer block), or register the method that is called "
-                        "in place of forward with handle.register_forward_method; elsewhere, read and write inside "
-                        "`with handle.unsharded():`"
-                    )
+                    raise RuntimeError(not_here(unit.layout.slots[index].name, unit.name))
 
 
 _OF_THE_TENSOR = {"_has_compatible_shallow_copy_type", "set_data", "_version", "result_type", "size", "stride"}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.absent import give
 from zeroshard.casting import Precisions, Rules, casts_of
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
@@ -123,7 +124,7 @@ def shard(
         if handle is not None:
             handle._release()
         for parameter, data in before:
-            parameter.data = data
+            give(parameter, data)
         give_up_parameters(parameters.values())
         if on_meta:
             move(model, collectives.device, META)

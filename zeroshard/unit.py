@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.absent import as_tensors
 from zeroshard.buffer import FlatBuffer
 from zeroshard.casting import Pattern, Precisions, Region, Rules, matches
 from zeroshard.collectives import Collectives
@@ -252,6 +254,16 @@ class Unit:
             grad = self.parameters[self.slot_index(fragment.slot.name)].grad
             if grad is not None:
                 yield grad.reshape(-1)[fragment.param.slice]
+
+    def requiring_grad(self) -> list[int]:
+        """Slots whose parameter does."""
+        with as_tensors():
+            return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+    def user_grads(self) -> list[Tensor | None]:
+        """What lies in `p.grad` of each parameter."""
+        with as_tensors():
+            return [parameter.grad for parameter in self.parameters]
 
     def has_gradient(self, index: int) -> bool:
         """Whether a slot got a gradient on this rank since the last step."""
@@ -540,9 +552,11 @@ def refuse_unsupported(name: str, parameter: Tensor) -> None:
             f"parameter {name} is a DTensor, distributed already (by FSDP2's fully_shard, or for tensor parallelism): "
             "shard the plain model, or name the parameter in ignored= to leave it as it is"
         )
-    if is_traceable_wrapper_subclass(parameter.detach()):
+    with as_tensors():
+        inner: Any = parameter.detach()  # a Parameter hides what it was made of
+    if is_traceable_wrapper_subclass(inner):
         raise ValueError(
-            f"parameter {name} is a {type(parameter.detach()).__name__}, made of several tensors (quantised, perhaps): "
+            f"parameter {name} is a {type(inner).__name__}, made of several tensors (quantised, perhaps): "
             "only plain dense ones can be sharded; name it in ignored= to leave it as it is"
         )
     if parameter.is_complex():

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
+from zeroshard.absent import as_tensors
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.sharded_gradient import ShardedGradient
@@ -67,28 +68,32 @@ class VisibleGradients:
     def show(self) -> None:
         """A backward is over."""
         self.changed()
-        for unit, grads in self._units:
-            if grads.state is GradState.EMPTY:
+        with as_tensors():
+            for unit, grads in self._units:
+                if grads.state is not GradState.EMPTY:
+                    self._show(unit, grads)
+
+    def _show(self, unit: Unit, grads: Gradients) -> None:
+        in_full = grads.is_local or (grads.state is GradState.REDUCED and grads.replicates and self.final)
+        for index in sorted(grads.present if grads.is_local else grads.waiting):
+            parameter = unit.parameters[index]
+            if parameter.grad is not None:
                 continue
-            in_full = grads.is_local or (grads.state is GradState.REDUCED and grads.replicates and self.final)
-            for index in sorted(grads.present if grads.is_local else grads.waiting):
-                parameter = unit.parameters[index]
-                if parameter.grad is not None:
-                    continue
-                if not in_full or grads.buffer.dtype != _dtype_of_grad(parameter):
-                    shown: Tensor = self._sharded_gradient(unit, index, grads)
-                elif index in grads.present or bool(grads.buffer.views()[index].any()):  # some rank has had one
-                    shown = grads.buffer.views()[index]
-                else:
-                    continue
-                parameter.grad = self._shown[unit][index] = shown
+            if not in_full or grads.buffer.dtype != _dtype_of_grad(parameter):
+                shown: Tensor = self._sharded_gradient(unit, index, grads)
+            elif index in grads.present or bool(grads.buffer.views()[index].any()):  # some rank has had one
+                shown = grads.buffer.views()[index]
+            else:
+                continue
+            parameter.grad = self._shown[unit][index] = shown
 
     def withdraw(self) -> None:
         """A backward begins: `p.grad` is empty, but for what was set by hand, which backward adds to."""
         for unit, grads in self._units:
             self._discard_gone(unit, grads)
-            for index in self._shown[unit]:
-                unit.parameters[index].grad = None
+            with as_tensors():
+                for index in self._shown[unit]:
+                    unit.parameters[index].grad = None
             self._shown[unit].clear()
 
     # Between backward and step -------------------------------------------------------------------------------------
@@ -99,9 +104,9 @@ class VisibleGradients:
         by_hand = {}
         for unit, grads in self._units:
             self._discard_gone(unit, grads)
-            for index, parameter in enumerate(unit.parameters):
-                if parameter.grad is not None and index not in self._shown[unit]:
-                    by_hand[unit.index, index] = parameter.grad.detach()
+            for index, gradient in enumerate(unit.user_grads()):
+                if gradient is not None and index not in self._shown[unit]:
+                    by_hand[unit.index, index] = gradient.detach()
         return by_hand
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
@@ -118,15 +123,17 @@ class VisibleGradients:
     def forget(self, unit: Unit, slots: set[int]) -> None:
         """The gradients of these slots are used up, or discarded."""
         shown = self._shown.get(unit, {})
-        for index in slots & shown.keys():
-            if unit.parameters[index].grad is shown[index]:
-                unit.parameters[index].grad = None
-            del shown[index]
+        with as_tensors():
+            for index in slots & shown.keys():
+                if unit.parameters[index].grad is shown[index]:
+                    unit.parameters[index].grad = None
+                del shown[index]
 
     def _discard_gone(self, unit: Unit, grads: Gradients) -> None:
         """Discard what was shown and is not there any more; where that is all, also what need not be shown."""
         shown = self._shown[unit]
-        slots = {index for index, gradient in shown.items() if unit.parameters[index].grad is not gradient}
+        found = unit.user_grads() if shown else []
+        slots = {index for index, gradient in shown.items() if found[index] is not gradient}
         if not slots:
             return
         for index in slots:

@@ -5,9 +5,8 @@
 SHARDED: only the own interval is valid. Under a plan with replicated weights a unit is SHARDED just after the
 optimizer has updated the own interval, and goes through the same three states; its full buffer is simply its own.
 
-A parameter whose values are not here keeps its shape and reads as NaN (`absent.py`): reading shows it at once, writing
-raises, there or at the next call of the engine. Autograd keeps views of the full buffer between forward and backward,
-so a unit always gathers into the same storage.
+A parameter whose values are not here keeps its shape, and raises when it is read or written (`absent.py`). Autograd
+keeps views of the full buffer between forward and backward, so a unit always gathers into the same storage.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from zeroshard.absent import Absent
+from zeroshard.absent import Absent, as_tensors, give
 from zeroshard.buffer import FlatBuffer
 from zeroshard.collectives import Collectives, Pending
 from zeroshard.placement import REPLICATED, SHARDED
@@ -37,13 +36,13 @@ class Weights:
         buffer: the flat buffer, in the compute dtype.
         state: the life cycle above.
         in_use: how many forwards that need these weights, and scopes that show them, are under way.
-        shown: whether the parameters point into the full buffer (else they read as NaN).
+        shown: whether the parameters point into the full buffer (else they are absent).
     """
 
     def __init__(self, unit: str, parameters: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
         self._unit = unit
         self._parameters = tuple(parameters)
-        self._absent = Absent(buffer.layout.slots, buffer.shard)
+        self._absent = Absent(unit, buffer.layout.slots, buffer.shard)
         self._pending = Pending()
         self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
@@ -124,14 +123,17 @@ class Weights:
         """Point the parameters at their values."""
         if not self.shown:
             self._expect(Residency.RESIDENT, "show")
-            self._point_to(self.buffer.views())
-            self.shown = True
+            self.expect_in_place()
+            for parameter, view in zip(self._parameters, self.buffer.views(), strict=True):
+                give(parameter, view)
+            self._pointed(shown=True)
 
     def hide(self) -> None:
-        """Let the parameters read as NaN."""
-        self._point_to(self._absent.views)
-        self._absent.begin(self._parameters)
-        self.shown = False
+        """Let the parameters raise when they are read or written."""
+        if self.shown or not self._pointers:
+            self.expect_in_place()
+            self._absent.take(self._parameters)
+            self._pointed(shown=False)
 
     @property
     def is_resting_in_full(self) -> bool:
@@ -158,17 +160,15 @@ class Weights:
                     "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
                 )
 
-    def expect_in_place(self, *, through_data: bool = False) -> None:
-        """The parameters' data lie where this class has put them, and nobody has written to what is not here.
-
-        Args:
-            through_data: also see what has been written through `.data`; on a GPU this waits for it.
+    def expect_in_place(self) -> None:
+        """The parameters' data lie where this class has put them.
 
         Raises:
-            RuntimeError: somebody else has replaced them (the model would compute with values that no step updates), or
-                has written to them (the write is lost).
+            RuntimeError: somebody else has replaced them (the model would compute with values that no step updates).
         """
-        for parameter, pointer, slot in zip(self._parameters, self._pointers, self.buffer.layout.slots, strict=False):
+        if not self._pointers or self._pointers == self._data_pointers():
+            return
+        for parameter, pointer, slot in zip(self._parameters, self._pointers, self.buffer.layout.slots, strict=True):
             if parameter.data_ptr() != pointer:
                 raise RuntimeError(
                     f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
@@ -178,19 +178,12 @@ class Weights:
                     "belongs in MixedPrecision(keep=...)"
                 )
 
-        written = [] if self.shown else self._absent.written(self._parameters, through_data=through_data)
-        if written:
-            names = ", ".join(self.buffer.layout.slots[index].name for index in written)
-            raise RuntimeError(
-                f"unit {self._unit}: {names} written to while the values were not here: the write is lost. Write "
-                "inside `with handle.unsharded(write=True), torch.no_grad():`"
-            )
+    def _pointed(self, *, shown: bool) -> None:
+        self.shown, self._pointers = shown, self._data_pointers()
 
-    def _point_to(self, values: Sequence[Tensor]) -> None:
-        self.expect_in_place()
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.data = value
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+    def _data_pointers(self) -> list[int]:
+        with as_tensors():
+            return [parameter.data_ptr() for parameter in self._parameters]
 
     def _expect(self, state: Residency, verb: str) -> None:
         if self.state is not state:

@@ -327,8 +327,10 @@ def speaks_up(rank: int, plan: str) -> None:
         lambda: torch.optim.SGD(run.model.parameters(), lr=0.1).step(),
         lambda: torch.optim.Adam(run.model.parameters(), lr=0.1).step(),
     ]
+    said = r"no rank holds it in full.*handle\.gradient\('.*handle\.set_gradient"
+    not_here = r"are not here.*a step is that of a zeroshard\.ShardedOptimizer"  # the weight itself, under ZERO3
     for read in readers:
-        with pytest.raises(RuntimeError, match=r"no rank holds it in full.*handle\.gradient\('.*handle\.set_gradient"):
+        with pytest.raises(RuntimeError, match=f"{said}|{not_here}"):
             read()
     run.optimizer.step()
 

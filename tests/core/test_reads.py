@@ -1,25 +1,31 @@
-"""Who reads a parameter whose values are not here?
+"""Reads of parameters whose values are not here raise, at the line that reads.
 
-What users saw: NaN. In a loss, where `step()` could only guess at the reason; in evaluation, where nothing was said at
-all; in an average of the weights (`AveragedModel`), in a `DataLoader` worker or a thread, for good. Now the first
-forward of a model in a new way raises at the line that reads, and `handle.find_reads()` finds all others.
+What users saw: NaN. In a loss, where `step()` could only guess at the reason; in evaluation, on a branch that the first
+call had not taken, where nothing was said at all; in an average of the weights (`AveragedModel`), in a `DataLoader`
+worker, a thread or a hook, for good. `handle.find_reads()` named the line to who knew that there was one to be found.
 """
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
 from tests.core.models import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
+from zeroshard.absent import is_absent
 from zeroshard.testing import run_ranks
 
 
@@ -38,20 +44,45 @@ class Reads(Net):
 READS: dict[str, Callable[[Any], Any]] = {
     "norm": lambda model: model.blocks[1].up.weight.norm(),
     "data": lambda model: model.blocks[1].up.weight.data.mean(),
-    "view": lambda model: model.blocks[1].up.weight.t()[3].detach().sum(),
+    "view": lambda model: model.blocks[1].up.weight.t()[3].sum(),
+    "transposed": lambda model: model.blocks[1].up.weight.mT.sum(),
+    "detach": lambda model: model.blocks[1].up.weight.detach().sum(),
     "function": lambda model: nn.functional.linear(torch.ones(19), model.blocks[1].up.weight).sum(),
     "list": lambda model: torch._foreach_norm([model.blocks[1].up.weight])[0],
+    "stack": lambda model: torch.stack([torch.zeros(37, 19), model.blocks[1].up.weight]).sum(),
     "clone": lambda model: model.blocks[1].up.weight.clone().sum(),
-    "write": lambda model: model.blocks[1].up.weight.detach().zero_().sum(),
+    "item": lambda model: model.blocks[1].up.weight[0, 0].item(),
+    "other operand": lambda model: torch.zeros(37, 19).add_(model.blocks[1].up.weight).sum(),
+    "comparison": lambda model: (model.blocks[1].up.weight == 0).sum(),
+    "cast": lambda model: model.blocks[1].up.weight.double().float().sum(),
+    "numpy": lambda model: float(model.blocks[1].up.weight.detach().numpy().sum()),
+    "address": lambda model: model.blocks[1].up.weight.data_ptr() * 0,
+    "vector": lambda model: parameters_to_vector([model.blocks[1].up.weight]).sum(),
+    "copy": lambda model: copy.deepcopy(model.blocks[1].up.weight).sum(),
+    "state of a part": lambda model: model.blocks[1].up.state_dict()["weight"].sum(),
+    "new parameter": lambda model: nn.Parameter(model.blocks[1].up.weight).sum(),
 }
-SHAPES: dict[str, Callable[[Any], Any]] = {
+DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda model: model.blocks[1].up.weight.shape[0],
-    "like": lambda model: torch.zeros_like(model.blocks[1].up.weight).sum(),
+    "strides": lambda model: model.blocks[1].up.weight.stride()[0] + model.blocks[1].up.weight.is_contiguous(),
+    "like": lambda model: torch.ones_like(model.blocks[1].up.weight).sum(),
     "new": lambda model: model.blocks[1].up.weight.new_ones(1),
-    "view": lambda model: model.blocks[1].up.weight.t().numel(),
-    "printing": lambda model: len(repr(model)),
+    "as": lambda model: torch.ones(703).view_as(model.blocks[1].up.weight).to(model.blocks[1].up.weight).sum(),
+    "numel": lambda model: sum(p.numel() * p.element_size() for p in model.parameters()),
+    "length": lambda model: len(model.blocks[1].up.weight),
+    "dtype": lambda model: next(model.parameters()).dtype.itemsize,
+    "device": lambda model: str(next(model.parameters()).device) == "cpu",
+    "gradient": lambda model: model.blocks[1].up.weight.grad is None,
+    "leaf": lambda model: model.blocks[1].up.weight.is_leaf and model.blocks[1].up.weight.grad_fn is None,
+    "requires_grad": lambda model: model.blocks[1].up.weight.requires_grad_(True).requires_grad,
+    "nothing to move": lambda model: model.to("cpu").float() is model,
+    "nothing to cast": lambda model: model.blocks[1].up.weight.to(torch.float32) is model.blocks[1].up.weight,
+    "node": lambda model: bool(model.blocks[1].up.weight.expand_as(model.blocks[1].up.weight).grad_fn.next_functions),
+    "hook": lambda model: bool(model.blocks[1].up.weight.register_hook(print).remove() or True),
+    "in a dictionary": lambda model: dict.fromkeys(model.parameters(), 1.0)[model.blocks[1].up.weight],
+    "is a parameter": lambda model: isinstance(model.blocks[1].up.weight, nn.Parameter),
 }
-MESSAGE = r"parameter blocks.1.up.weight is used while no module of its unit runs \(unit blocks.1\)"
+MESSAGE = r"parameter blocks\.1\.up\.weight are not here, as no module of its unit runs \(unit blocks\.1\)"
 TOKENS = torch.zeros(1, 2, dtype=torch.long)
 
 
@@ -61,35 +92,114 @@ def line_of(error: BaseException) -> str:
     return frames[-1].line or ""
 
 
+def expect_read(read: Callable[[], object], name: object = "") -> None:
+    with pytest.raises(RuntimeError, match=MESSAGE) as error:
+        read()
+    assert "blocks[1].up" in line_of(error.value), name
+
+
 @pytest.mark.parametrize("how", ["training", "evaluation", "inference"])
 def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(how: str) -> None:
+    """In the first call, and on a branch that is taken later."""
+
     def check(rank: int) -> None:
-        for name, reads in READS.items():
-            model = make(Reads)
-            handle = zeroshard.shard(model.train(how == "training"), "zero3", units=Block)
-            before = handle.full_state_dict()
-            model.reads = reads
-            with {"training": torch.enable_grad, "evaluation": torch.no_grad, "inference": torch.inference_mode}[how]():
-                with pytest.raises(RuntimeError, match=MESSAGE) as error:
-                    model(TOKENS)
-                assert "model.blocks[1].up.weight" in line_of(error.value), name
+        model = make(Reads)
+        handle = zeroshard.shard(model.train(how == "training"), "zero3", units=Block)
+        before = handle.full_state_dict()
+        with {"training": torch.enable_grad, "evaluation": torch.no_grad, "inference": torch.inference_mode}[how]():
+            for name, reads in READS.items():
+                model.reads = reads
+                expect_read(lambda: model(TOKENS), name)
                 model.reads = None
                 assert model(TOKENS).isfinite().all()
-            assert same_bits(handle.full_state_dict(), before), name
+        assert same_bits(handle.full_state_dict(), before)
 
     run_ranks(check, 2)
 
 
-def test_shapes_may_be_read_and_nan_is_not_taken_for_a_read() -> None:
+def test_so_does_a_read_outside_of_forward() -> None:
     def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            for name, reads in READS.items():
+                expect_read(lambda reads=reads: reads(model), name)
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            expect_read(lambda: READS["norm"](model), "between backward and step")
+            optimizer.step()
+        handle.close()
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        assert READS["norm"](model).isfinite()
+
+    run_ranks(check, 3)
+
+
+def test_what_is_here_is_read_as_in_plain_torch() -> None:
+    """The negative control: under DDP, and inside `unsharded`."""
+
+    @torch.no_grad()
+    def check(rank: int) -> None:
+        plain = make(Net)
+        expected = {name: float(reads(plain)) for name, reads in READS.items()}
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            if plan is not zeroshard.ZERO3:
+                assert {name: float(reads(model)) for name, reads in READS.items()} == expected
+            with handle.unsharded("blocks.1"):
+                assert {name: float(reads(model)) for name, reads in READS.items()} == expected
+                assert not is_absent(model.blocks[1].up.weight)
+                assert is_absent(model.blocks[0].up.weight) is (plan is zeroshard.ZERO3)
+            if plan is zeroshard.ZERO3:
+                expect_read(lambda model=model: READS["norm"](model))
+
+    run_ranks(check, 2)
+
+
+def test_descriptions_are_those_of_the_plain_model() -> None:
+    def check(rank: int) -> None:
+        plain = make(Reads)
+        expected = {name: float(describes(plain)) for name, describes in DESCRIPTIONS.items()}
         model = make(Reads)
-        handle = zeroshard.shard(model.eval(), "zero3", units=Block)
-        with torch.no_grad(), handle.find_reads():
-            for reads in SHAPES.values():
-                model.reads = reads
-                assert model(TOKENS).isfinite().all()
-            model.reads = lambda model: torch.tensor(torch.nan)  # numbers that are NaN are the user's
-            assert model(TOKENS).isnan().all()
+        zeroshard.shard(model.eval(), "zero3", units=Block)
+        assert {name: float(describes(model)) for name, describes in DESCRIPTIONS.items()} == expected
+        weight = model.blocks[1].up.weight
+        assert repr(model) == repr(plain.eval())
+        text = r"parameter blocks.1.up.weight: shape \(37, 19\), torch.float32, on cpu; its values are not here"
+        for shown in (repr(weight), str(weight), f"{weight}", str([weight])):
+            assert re.search(text, shown), shown
+        for describes in DESCRIPTIONS.values():
+            model.reads = describes
+            assert model(TOKENS).isfinite().all()
+        model.reads = lambda model: torch.tensor(torch.nan)  # numbers that are NaN are the user's
+        assert model(TOKENS).isnan().all()
+
+    run_ranks(check, 2)
+
+
+def test_what_would_move_cast_or_replace_a_model_raises() -> None:
+    """`model.half()` after `shard`: the values would have gone on as NaN."""
+    changes: dict[str, Callable[[Any], object]] = {
+        "half": lambda part: part.half(),
+        "to": lambda part: part.to(torch.float64),
+        "meta": lambda part: part.to("meta"),
+        "apply": lambda part: part.apply(lambda module: nn.init.normal_(module.weight)),
+        "share": lambda part: part.share_memory(),
+        "pickle": lambda part: pickle.dumps(part.weight),
+        "data": lambda part: setattr(part.weight, "data", torch.ones(37, 19)),
+        "load": lambda part: part.load_state_dict({"weight": torch.ones(37, 19), "bias": torch.ones(37)}),
+    }
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        before = handle.full_state_dict()
+        for change in changes.values():
+            with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.\w+ are not here"):
+                change(model.blocks[1].up)
+        assert model(TOKENS).isfinite().all()
+        assert same_bits(handle.full_state_dict(), before)
 
     run_ranks(check, 2)
 
@@ -104,9 +214,9 @@ def test_between_step_and_forward_too() -> None:
         model.reads = lambda model: torch.zeros(())
         loss_of_tokens(model, rank, 0, 0).backward()
         optimizer.step()
+        expect_read(lambda: READS["norm"](model))
         model.register_forward_pre_hook(lambda module, args: READS["norm"](module) and None)
-        with pytest.raises(RuntimeError, match=MESSAGE):
-            model(TOKENS)
+        expect_read(lambda: model(TOKENS))
 
     run_ranks(check, 2)
 
@@ -123,29 +233,24 @@ class Weights(Dataset[Tensor]):
         return weight.detach().mean()
 
 
-def test_readers_outside_of_forward_are_found() -> None:
-    """An average of the weights, a thread, a loader's worker: NaN without, and a name and a line with `find_reads`."""
-
+def test_averages_threads_and_workers() -> None:
     def check(rank: int) -> None:
         model = make(Net)
         averaged = AveragedModel(model)
         handle = zeroshard.shard(model, "zero3", units=Block)
-        with (
-            handle.find_reads(),
-            pytest.raises(RuntimeError, match=r"parameter .* is used while no module of its unit"),
-        ):
+        with pytest.raises(RuntimeError, match=r"the values of parameter .* are not here"):
+            averaged.update_parameters(model)
+        with handle.unsharded():
             averaged.update_parameters(model)
         assert averaged.module.head.bias.isfinite().all()
-        with handle.unsharded(), handle.find_reads():
-            averaged.update_parameters(model)
-        assert averaged.module.head.bias.isfinite().all()
+        with pytest.raises(TypeError, match="cannot be copied"):
+            AveragedModel(model)
 
         errors: list[BaseException] = []
 
         def watch() -> None:
             try:
-                with handle.find_reads():
-                    READS["norm"](model)
+                READS["norm"](model)
             except RuntimeError as error:
                 errors.append(error)
 
@@ -154,12 +259,94 @@ def test_readers_outside_of_forward_are_found() -> None:
         thread.join()
         assert "parameter blocks.1.up.weight" in str(errors[0])
 
-        assert Weights(model)[0].isnan()
         for workers in (0, 1):
-            with handle.find_reads(), pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight"):
+            with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
                 list(DataLoader(Weights(model), num_workers=workers))
-        with pytest.raises(TypeError, match="cannot be copied"):
-            AveragedModel(model)
+
+    run_ranks(check, 2)
+
+
+def test_gradients_may_be_asked_for_by_parameters_that_are_not_here() -> None:
+    """`torch.autograd.grad` and `backward(inputs=...)` take them for their place in the graph."""
+
+    def check(rank: int) -> None:
+        plain, model = make(Net), make(Net)
+        names = ["blocks.1.up.weight", "head.bias"]
+        wanted = torch.autograd.grad(loss_of_tokens(plain, rank, 0, 0), [plain.get_parameter(name) for name in names])
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        inputs = [model.get_parameter(name) for name in names]
+        loss = loss_of_tokens(model, rank, 0, 0)
+        assert is_absent(inputs[0])
+        found = torch.autograd.grad(loss, inputs)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        loss_of_tokens(model, rank, 0, 0).backward(inputs=inputs)
+        assert handle.gradient("head.bias").any()
+
+    run_ranks(check, 2)
+
+
+class Marked(nn.Parameter):
+    """A class of the user's."""
+
+
+def test_a_class_of_the_users_stays_what_it_is() -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        model.head.bias = Marked(model.head.bias.detach())
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        assert isinstance(model.head.bias, Marked) and is_absent(model.head.bias)
+        with pytest.raises(RuntimeError, match=r"parameter head\.bias are not here"):
+            model.head.bias.sum()
+        with handle.unsharded():
+            assert type(model.head.bias) is Marked
+        handle.close()
+        assert type(model.head.bias) is Marked
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("how", ["model", "function"])
+def test_compiled_models_raise_as_well(how: str) -> None:
+    def check(rank: int) -> None:
+        warnings.simplefilter("ignore")  # of the compiler
+        model = make(Reads)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        called: Any = model
+        if how == "model":
+            model.compile(backend="eager")
+        else:
+            called = torch.compile(model, backend="eager")
+        assert called(TOKENS).isfinite().all()
+        model.reads = READS["norm"]
+        with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
+            called(TOKENS)
+        with handle.unsharded():
+            assert called(TOKENS).isfinite().all()
+        with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
+            called(TOKENS)
+
+    run_ranks(check, 2)
+
+
+def test_find_reads_sees_those_that_python_does_not() -> None:
+    """C++ that is handed a parameter finds NaN; so does a transform of `torch.func` that is given it."""
+    unseen: dict[str, Callable[[Tensor], object]] = {
+        "tensor": lambda weight: torch.tensor(weight),
+        "vmap": lambda weight: torch.vmap(torch.sum)(weight),
+    }
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        for read in unseen.values():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch would rather have a clone
+                read(model.blocks[1].up.weight)
+                with handle.find_reads(), pytest.raises(RuntimeError, match=MESSAGE):
+                    read(model.blocks[1].up.weight)
+                with handle.unsharded(), handle.find_reads():
+                    read(model.blocks[1].up.weight)
 
     run_ranks(check, 2)
 

@@ -210,7 +210,8 @@ def test_methods_in_place_of_forward() -> None:
     def unregistered(rank: int) -> None:  # the negative control
         model = make(Featured)
         zeroshard.shard(model, "zero3", units=Block)
-        assert by_method(model, rank, 0, 0, 1).isnan()
+        with pytest.raises(RuntimeError, match=r"register the method .* with handle.register_forward_method"):
+            by_method(model, rank, 0, 0, 1)
 
     run_ranks(unregistered, 2)
 
