@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.gather import Gatherer
+from zeroshard.same import expect_same
 from zeroshard.unit import Unit, plain_name
 
 
@@ -18,6 +19,12 @@ class IncompatibleKeys(NamedTuple):
 
     missing_keys: list[str]
     unexpected_keys: list[str]
+
+
+PASS_THE_SAME = (
+    "Nothing has been changed. Pass the same state dict on every rank, or the one of rank 0 alone with "
+    "broadcast_from_rank0=True (the other ranks pass None)"
+)
 
 
 class Taking(NamedTuple):
@@ -76,11 +83,12 @@ def load_full_state(
 
     Args:
         state: name -> value, the same on every rank; or, `from_rank0`, what rank 0 has: the others get it unit by
-            unit.
+            unit. Buffers may differ: each rank takes its own.
         left_alone: buffers and parameters in `names` that each rank keeps for itself.
 
     Raises:
-        ValueError: on every rank, and nothing has been changed: other shapes; names that only one side has, if strict.
+        ValueError: on every rank, and nothing has been changed: other shapes; names that only one side has, if strict;
+            parameters of which the ranks have other values.
     """
     collectives = gatherer.collectives
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
@@ -90,12 +98,18 @@ def load_full_state(
     elif has_state:
         given = {plain_name(str(name)): value for name, value in (state or {}).items()}  # type: ignore[attr-defined]
         keys, problem = _compare(names, given, strict=strict)
+        if problem and not given and not from_rank0:
+            problem = "found an empty state dict. Where rank 0 alone has one, pass broadcast_from_rank0=True"
     collectives.raise_together(problem, "load_full_state_dict")
     found = [IncompatibleKeys(*of_rank) for of_rank in collectives.exchange_objects(list(keys))]
     if not from_rank0 and found.count(found[0]) < len(found):
-        raise ValueError("load_full_state_dict: the ranks have different state dicts: pass the same one on every rank")
+        raise ValueError(f"load_full_state_dict: the ranks have different state dicts. {PASS_THE_SAME}")
     keys = found[0]
     missing = set(keys.missing_keys)
+    sharded = {id(parameter) for unit in units for parameter in unit.parameters}
+    if not from_rank0:  # each rank takes a part of these; of buffers and ignored parameters it has its own
+        shared = {name: given[name] for name, v in names.items() if id(v) in sharded and name not in missing}
+        expect_same(collectives, shared, "load_full_state_dict", PASS_THE_SAME)
     name_of = {id(value): name for name, value in names.items() if name not in missing}
     for unit in units:
         of_unit = [name_of.get(id(parameter)) for parameter in unit.parameters]
@@ -104,7 +118,6 @@ def load_full_state(
         )
         unit.set(values)
         gatherer.updated(unit)
-    sharded = {id(parameter) for unit in units for parameter in unit.parameters}
     for name, value in names.items():
         if id(value) not in sharded and name not in missing:
             if has_state:
@@ -126,6 +139,8 @@ def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict
             continue
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             problems.append(f"{name}: expected a dense tensor, found a {type(value).__name__}")
+        elif value.is_meta:
+            problems.append(f"{name} is on the meta device, and has no values")
         elif names[name].shape != value.shape:
             problems.append(f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}")
     return IncompatibleKeys(missing, unexpected), "; ".join(problems[:10])

@@ -37,6 +37,7 @@ from zeroshard.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.pool import Pool
 from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
+from zeroshard.same import expect_same
 from zeroshard.transforms import outside_transforms
 from zeroshard.unit import Unit, plain_name
 from zeroshard.unsharded import Part, units_of, unsharded, written
@@ -231,7 +232,7 @@ class Handle(NotCopied):
         (as `gradient` gives it), the same on every rank. Collective.
 
         Raises:
-            ValueError: no trainable parameter of that name; values of another shape.
+            ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
             RuntimeError: gradients of its unit that are only accumulated (`no_sync`); weighted losses.
         """
         self.check_open("set_gradient")
@@ -243,6 +244,9 @@ class Handle(NotCopied):
         assert grads is not None
         if tuple(values.shape) != slot.shape:
             raise ValueError(f"set_gradient: {name} has the shape {slot.shape}, found {tuple(values.shape)}")
+        expect_same(
+            self.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks"
+        )
         self.reducer.set_gradient(unit, index, values)
 
     @torch.no_grad()
@@ -318,7 +322,7 @@ class Handle(NotCopied):
         """Take full values by the plain model's names; weights and main follow. Collective.
 
         Args:
-            state_dict: the same on every rank.
+            state_dict: the same on every rank (but for buffers, of which each rank takes its own).
             strict: whether names that are missing or unexpected are an error; else they are left, and returned.
             broadcast_from_rank0: rank 0 alone has a state_dict; the others get the values unit by unit. They pass {} or
                 None.
@@ -327,7 +331,8 @@ class Handle(NotCopied):
             `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
 
         Raises:
-            ValueError: names that are missing or unexpected, or other shapes; nothing has been changed.
+            ValueError: on every rank, and nothing has been changed: names that are missing or unexpected; other shapes;
+                parameters of which the ranks have other values.
         """
         self.check_open("load_full_state_dict")
         return load_full_state(

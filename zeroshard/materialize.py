@@ -6,7 +6,8 @@ No rank ever holds more than its own part and the parameters of one module (or t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from zeroshard.checked import CheckpointError
 from zeroshard.collectives import Collectives
 from zeroshard.interval import Interval
 from zeroshard.managed import Managed
+from zeroshard.same import expect_same, problem_in
 from zeroshard.tensor_file import TensorFile, open_model
 from zeroshard.unit import Unit, plain_name
 
 META = torch.device("meta")
+LOOKED_AT = 1024
+"""Elements of each parameter in a file that ranks compare: files of other weights differ there."""
 Source = Callable[[nn.Module], None] | str | os.PathLike[str]
 
 
@@ -56,7 +60,7 @@ def materialize(
     if callable(source):
         _initialize(model, units, source, collectives)
     else:
-        _read(model, units, Path(source), managed)
+        _read(model, units, Path(source), managed, collectives)
 
 
 def _initialize(
@@ -98,22 +102,40 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed) -> None:
+def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed, collectives: Collectives) -> None:
     """Of each parameter, the part of a safetensors file, or of several with an index, that this rank keeps."""
-    try:
-        found = open_model(path, follow_links=True)
-        try:
-            _read_from(found, model, units, path, managed)
-        finally:
+    with ExitStack() as files:
+        found: dict[str, TensorFile] = {}
+        names: dict[int, str] = {}
+        starts: dict[str, Tensor] = {}
+
+        def look() -> None:
+            found.update(open_model(path, follow_links=True))
             for file in set(found.values()):
-                file.close()
-    except CheckpointError as error:
-        raise ValueError(f"materialize: {error}") from None
+                files.callback(file.close)
+            names.update(_names_in(found, model, path, managed))
+            of_model = [names[id(parameter)] for parameter in managed.parameters(model).values()]
+            starts.update({name: _start_of(name, found[name]) for name in of_model})
+
+        collectives.raise_together(problem_in(look), "materialize")
+        expect_same(collectives, starts, "materialize", "Every rank must read the same files")
+        try:
+            _take(found, names, model, units)
+        except CheckpointError as error:
+            raise ValueError(f"materialize: {error}") from None
 
 
-def _read_from(
-    found: dict[str, TensorFile], model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed
-) -> None:
+def _start_of(name: str, file: TensorFile) -> Tensor:
+    """Enough to know other weights by."""
+    return file.read(name, Interval(0, min(LOOKED_AT, file.tensors[name].numel)))
+
+
+def _names_in(found: Mapping[str, TensorFile], model: nn.Module, path: Path, managed: Managed) -> dict[int, str]:
+    """Id of each parameter and buffer -> its name in the file.
+
+    Raises:
+        ValueError: missing, unexpected, or of another shape.
+    """
     wanted: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         if name not in managed.ignored:
@@ -128,11 +150,15 @@ def _read_from(
         if name in found and found[name].tensors[name].shape != tuple(tensor.shape):
             expected, shape = tuple(tensor.shape), found[name].tensors[name].shape
             raise ValueError(f"{path}, {name}: expected shape {expected}, found {shape}")
+    return found_as
+
+
+def _take(found: Mapping[str, TensorFile], names: Mapping[int, str], model: nn.Module, units: Sequence[Unit]) -> None:
     for unit in units:
         for index, parameter in enumerate(unit.parameters):
-            name = found_as[id(parameter)]
+            name = names[id(parameter)]
             unit.take(index, partial(found[name].read, name))
     for buffer in model.buffers():
-        if id(buffer) in found_as:
-            name = found_as[id(buffer)]
+        if id(buffer) in names:
+            name = names[id(buffer)]
             buffer.copy_(found[name].read(name, Interval(0, buffer.numel())).view(buffer.shape))

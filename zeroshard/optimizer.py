@@ -20,7 +20,7 @@ from zeroshard.control import Control
 from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
 from zeroshard.flat_step import FlatStep, Update
 from zeroshard.from_rank0 import FromRank0
-from zeroshard.full_state import EVERYWHERE, Taking
+from zeroshard.full_state import EVERYWHERE, PASS_THE_SAME, Taking
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.inner import Options, arguments_for, expect_arguments
@@ -29,6 +29,7 @@ from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, L
 from zeroshard.optimizer_state import FullState
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
+from zeroshard.same import expect_same, problem_in
 from zeroshard.scaling import LossScaling
 from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
 from zeroshard.step_result import StepResult as StepResult
@@ -442,15 +443,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any] | None, *, broadcast_from_rank0: bool = False) -> None:
-        """Take the state that this method's counterpart, or a plain optimizer of the class, has given.
+        """Take the state that this method's counterpart, or a plain optimizer of the class, has given. Collective.
 
         Args:
             state_dict: the same on every rank.
             broadcast_from_rank0: rank 0 alone has a state_dict; the others pass {} or None, and get the state unit by
-                unit. Collective.
+                unit.
 
         Raises:
-            ValueError: other param groups, or state of another shape; where rank 0 alone has it, on every rank.
+            ValueError: on every rank, and nothing has been changed: other param groups; state of another shape; state
+                dicts that differ between ranks.
         """
         self.handle.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -462,7 +464,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._receive_state(told)
         else:
             state_dict = dict(state_dict or {})
-            self._expect_fitting(state_dict)
+            self._expect_same(state_dict)
             self.adopt(self._adopted_with(state_dict))
             self._take_state(self._state_by_parameter(state_dict))
         self.agreement.half_done = False
@@ -471,6 +473,24 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _expect_same(self, state_dict: dict[str, Any]) -> None:
+        """It fits, and is the same on every rank. Collective.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        collectives, what = self.handle.collectives, "load_state_dict"
+        collectives.raise_together(problem_in(partial(self._expect_fitting, state_dict)), what)
+        values = {
+            f"state {key!r} of {self.handle.name_of(p)}": value  # type: ignore[arg-type]
+            for p, of_one in self._state_by_parameter(state_dict).items()
+            for key, value in of_one.items()
+        }
+        for number, group in enumerate(state_dict["param_groups"]):
+            values |= {f"{key!r} of param group {number}": value for key, value in group.items()}
+        values["loss_scale"] = state_dict.get("loss_scale", {})
+        expect_same(collectives, values, what, PASS_THE_SAME)
 
     def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
         """

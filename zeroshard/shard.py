@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -19,7 +19,6 @@ from zeroshard.absent import give
 from zeroshard.casting import Precisions, Rules, casts_of
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
-from zeroshard.digest import digest
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
 from zeroshard.managed import Ignored, Managed
 from zeroshard.materialize import META, Source, is_on_meta, move
@@ -27,7 +26,12 @@ from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
+from zeroshard.same import expect_same
 from zeroshard.unit import KeepGathered, Unit, UnitPolicy, UnitSpec, choose_units
+
+_LOAD_THE_SAME = (
+    "Load the same weights, or use the same seed, on every rank; or let rank 0's values win with values='broadcast'"
+)
 
 
 def shard(
@@ -96,7 +100,7 @@ def shard(
     if on_meta:
         move(model, META, collectives.device)
     elif values == "check":
-        _expect_same_values(collectives, {**parameters, **buffers})
+        expect_same(collectives, {**parameters, **buffers}, "shard, values='check'", _LOAD_THE_SAME)
     before = [(parameter, parameter.data) for parameter in parameters.values()]
     handle, failure = None, None
     try:
@@ -228,20 +232,3 @@ def expect_same_model(
             pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
             mine, other = next((a, b) for a, b in pairs if a != b)
             raise ValueError(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
-
-
-def _expect_same_values(collectives: Collectives, named: Mapping[str, Tensor]) -> None:
-    """Ranks compare a digest of every parameter and buffer.
-
-    Raises:
-        ValueError: the first that differs.
-    """
-    digests = {name: digest(tensor) for name, tensor in named.items()}
-    by_rank = collectives.exchange_objects(digests)
-    for rank, theirs in enumerate(by_rank):
-        for name, of_rank_0 in by_rank[0].items():
-            if theirs[name] != of_rank_0:
-                raise ValueError(
-                    f"shard: values='check', and {name} has other values on rank {rank} than on rank 0: load the same "
-                    "weights or use the same seed on every rank, or let rank 0's win with values='broadcast'"
-                )

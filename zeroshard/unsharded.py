@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.collectives import Collectives
-from zeroshard.digest import digest
 from zeroshard.gather import Gatherer
+from zeroshard.same import expect_same
 from zeroshard.unit import Unit
 
 Part = nn.Module | nn.Parameter | str
+_WRITE_THE_SAME = (
+    "All are as before. Write the same on every rank, or pass modifier_rank= the rank whose values are to be taken"
+)
 
 
 def units_of(parts: Sequence[Part], model: nn.Module, units: Sequence[Unit], what: str) -> list[Unit]:
@@ -141,17 +144,6 @@ def _restore(unit: Unit, before: Tensor) -> None:
 
 
 def _expect_same(units: Sequence[Unit], collectives: Collectives) -> None:
-    mine = [digest(view) for unit in units for view in unit.weights.buffer.views()]
-    by_rank = collectives.exchange_objects(mine)
-    names = [slot.name for unit in units for slot in unit.layout.slots]
-    differing = {
-        name: [rank for rank, theirs in enumerate(of_name) if theirs != of_name[0]]
-        for name, of_name in reversed(list(zip(names, zip(*by_rank, strict=True), strict=True)))
-        if len(set(of_name)) > 1
-    }
-    if differing:
-        found = ", ".join(f"{name} (rank {', '.join(map(str, ranks))})" for name, ranks in list(differing.items())[:5])
-        raise ValueError(
-            f"unsharded(write=True): other values than on rank 0 in {found}{' and others' * (len(differing) > 5)}. All "
-            "are as before. Write the same on every rank, or pass modifier_rank= the rank whose values are to be taken"
-        )
+    views = [zip(unit.layout.slots, unit.weights.buffer.views(), strict=True) for unit in units]
+    in_layout = [(slot.name, view) for of_unit in views for slot, view in of_unit]
+    expect_same(collectives, dict(reversed(in_layout)), "unsharded(write=True)", _WRITE_THE_SAME)
