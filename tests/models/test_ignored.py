@@ -181,7 +181,7 @@ def test_one_that_is_checked_or_filled_from_nothing(tmp_path: Path) -> None:
             assert same_bits(model[0].expert.state_dict(), own)
         model = build(rank)
         handle = zeroshard.shard(model, "zero3", ignored=ways(model)[0], values="check")
-        with pytest.raises(ValueError, match=r"values='check': other values than on rank 0 in 0\.expert\.up\.weight \(rank 1\)"):
+        with pytest.raises(ValueError, match=r"values='check': other values .* in 0\.expert\.up\.weight \(rank 1\)"):
             zeroshard.shard(build(rank), "zero3", values="check")
 
     run_ranks(check, 2)
