@@ -35,6 +35,7 @@ from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, problem_of
 from zeroshard.messages import Messages, Told, label, receive, send
 from zeroshard.orders import Voice
+from zeroshard.packets import HEAD_BYTES, ROOM_BYTES, Elsewhere, expect_same, pack
 from zeroshard.patience import wait_for_all
 from zeroshard.portions import Portions, everything
 from zeroshard.positions import HERE, Wait
@@ -48,6 +49,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 Transport = Literal["shared", "pairwise", "native"]
 """One of the three ways above."""
+SOME_EXCHANGE = "an exchange among all ranks"
 
 
 class Pending:
@@ -242,7 +244,7 @@ class Collectives:
             self._expect_followed(f"a gather of unit {unit} ({phase})")
         axis = self.mesh.shard
         moved = portions or everything(full.numel(), axis.size)
-        at = self._begin("all_gather", axis, unit, phase)
+        at = self._begin("all_gather", axis, f"all_gather of unit {unit} ({phase})")
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         location = self.shared.locate(own) if self.shared is not None else None
         sample = partial(self.samples.take, self.samples.next_number(), unit, full)
@@ -291,7 +293,7 @@ class Collectives:
         axis, replicas = self.mesh.reduce, self.mesh.replicate
         moved = portions or everything(full.numel(), axis.size)
         of_shards, of_replicas = (divisor, 1) if replicas.size == 1 else (1, divisor)
-        pending, at = Pending(), self._begin("reduce_scatter", axis, unit, phase)
+        pending, at = Pending(), self._begin("reduce_scatter", axis, f"reduce_scatter of unit {unit} ({phase})")
         if axis.size > 1 and full.numel():
             num_bytes = moved.sent_to_reduce(axis.rank) * wire.itemsize
             self.log.record("reduce_scatter", unit, phase, num_bytes, common=moved.total * wire.itemsize)
@@ -338,7 +340,7 @@ class Collectives:
         """Over the shard axis: the first `sent[0]` elements of `data` go to rank 0, the next `sent[1]` to rank 1, ...;
         `out` takes `received[r]` elements from each rank r, in rank order."""
         axis = self.mesh.shard
-        at = self._begin("all_to_all", axis, unit, phase)
+        at = self._begin("all_to_all", axis, f"all_to_all of unit {unit} ({phase})")
         total = sum(sent)
         parts, places = torch.split(data[:total], list(sent)), torch.split(out[: sum(received)], list(received))
         self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), common=0)
@@ -368,26 +370,49 @@ class Collectives:
 
     # Small things -----------------------------------------------------------------------------------------------
 
-    def exchange(self, row: Tensor) -> Tensor:
-        """`row` [n] of every rank of the mesh, as [world, n], equal on all of them."""
-        self._expect_followed("an exchange among all ranks")
+    def exchange(self, row: Tensor, what: str = SOME_EXCHANGE) -> Tensor:
+        """`row` [n] of every rank of the mesh, as [world, n], equal on all of them.
+
+        Args:
+            what: this is for, in words: the call that every rank must make.
+
+        Raises:
+            Elsewhere: on all ranks: they are not in the same exchange.
+            Uneven: on all ranks: they are, with rows of different lengths.
+        """
+        self._expect_followed(what)
         world = self.mesh.world
-        rows = row.expand(
+        at = self._begin("exchange", world, what)
+        data = row.detach().contiguous().view(torch.uint8)
+        packets = self._from_all(pack(what, data), at)
+        try:
+            expect_same(packets, world.ranks)
+        except Elsewhere:
+            self.messages.failed = True  # the ranks no longer expect the same messages
+            raise
+        rows = packets[:, HEAD_BYTES : HEAD_BYTES + data.numel()]
+        if data.numel() > ROOM_BYTES:
+            rows = torch.cat([rows, self._from_all(data[ROOM_BYTES:], at)], 1)
+        return rows.contiguous().view(row.dtype)
+
+    def _from_all(self, data: Tensor, at: Wait) -> Tensor:
+        """uint8 [n] of every rank, as [world, n]."""
+        world = self.mesh.world
+        rows = data.expand(
             world.size, -1
         ).contiguous()  # of all ranks as of this one, where a fake backend sends nothing
-        at = self._begin("exchange", world, "", "")
         moved = everything(rows.numel(), world.size)
         self._all_gather(world, rows.view(-1), "exchange", "control", "step", moved).at_place(at).wait()
         return rows
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """A JSON-able value of every rank of the mesh, in rank order, on all of them."""
+    def exchange_objects(self, value: Any, what: str = SOME_EXCHANGE) -> list[Any]:
+        """A JSON-able value of every rank of the mesh, in rank order, on all of them. `what`: as above."""
         device = self.device
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.exchange(torch.tensor([data.numel()], dtype=torch.int64, device=device))[:, 0].tolist()
+        sizes = self.exchange(torch.tensor([data.numel()], dtype=torch.int64, device=device), what)[:, 0].tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
-        rows = self.exchange(padded.to(device)).cpu()
+        rows = self.exchange(padded.to(device), what).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     def give_order(self, what: str, *arguments: Any) -> None:
@@ -410,10 +435,9 @@ class Collectives:
         world = self.mesh.world
         wait_for_all(world.ranks, self._name)
 
-    def _begin(self, kind: str, axis: Axis, unit: str, phase: str) -> Wait:
+    def _begin(self, kind: str, axis: Axis, text: str) -> Wait:
         """A collective begins here."""
         key = f"{kind} {self._name}"
-        text = f"{kind} of unit {unit} ({phase})" if unit else "an exchange among all ranks"
         return Wait(key, HERE.begin(key), axis.ranks, text)
 
     def raise_together(self, problem: str, what: str) -> None:
@@ -422,7 +446,7 @@ class Collectives:
         Raises:
             ValueError: the first rank's, and where it was, if not everywhere.
         """
-        problems = self.exchange_objects(problem)
+        problems = self.exchange_objects(problem, what)
         if any(problems):
             rank = next(rank for rank, text in enumerate(problems) if text)
             where = "" if all(text == problems[0] for text in problems) else f" (on rank {rank})"

@@ -27,6 +27,7 @@ from zeroshard.samples import first_difference
 _HEAD = 4
 """Numbers before the norm terms."""
 _WORD_BITS = 48
+CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
 _ROW_NUMEL = 1024
 _RECENT = 2000
 """Collectives of each kind that ranks compare when they have not issued the same."""
@@ -101,7 +102,7 @@ def exchange_control(
     head = torch.tensor(numbers, dtype=torch.float64, device=terms.device)
     samples = collectives.samples.digest().view(1)
     words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
-    rows = collectives.exchange(torch.cat([head, samples, terms, words])).cpu()
+    rows = collectives.exchange(torch.cat([head, samples, terms, words]), CONTROL).cpu()
     if len(set(rows[:, 2].tolist())) > 1:
         raise RuntimeError(_first_difference(collectives))
     if len(set(rows[:, 3].tolist())) > 1:
@@ -178,7 +179,7 @@ def _first_difference(collectives: Collectives) -> str:
     for event in collectives.log.entries:
         lists.setdefault(event.op, []).append(f"unit {event.unit}")
     recent = {op: [len(units), units[-_RECENT:]] for op, units in lists.items()}
-    found = collectives.exchange_objects(recent)
+    found = collectives.exchange_objects(recent, CONTROL)
     where = "they issued them in another order, longer ago than the logs tell"
     for rank, theirs in enumerate(found[1:], start=1):
         pair = next((pair for op in sorted({*found[0], *theirs}) if (pair := _compare(op, found[0], theirs))), None)
@@ -193,7 +194,7 @@ def _first_difference(collectives: Collectives) -> str:
 
 def _expect_same_samples(collectives: Collectives) -> None:
     """One more exchange, as a digest says that ranks have not seen the same."""
-    difference = first_difference(collectives.exchange_objects(collectives.samples.listing()))
+    difference = first_difference(collectives.exchange_objects(collectives.samples.listing(), CONTROL))
     if difference is not None:
         collectives.samples.forget()
         rank, unit = difference

@@ -88,7 +88,9 @@ def newcomers(
         ValueError: on every rank: the ranks do not agree on them.
     """
     wanted = {name: p for name, p in named(parameters).items() if handle_of(p) is None and is_wanted(p)}
-    for rank, theirs in enumerate(found := handle.collectives.exchange_objects(list(wanted))):
+    for rank, theirs in enumerate(
+        found := handle.collectives.exchange_objects(list(wanted), "a look at what requires grad")
+    ):
         if theirs != found[0]:
             name = name_of(min({*theirs} ^ {*found[0]}, key=int))
             raise ValueError(

@@ -42,7 +42,7 @@ class Freezing:
         self._collectives.meet_at(_POINT)
         trained = self._trained()
         waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.grads is not None}
-        found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)])
+        found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)], "a change of requires_grad")
         for number, unit in enumerate(self._units):
             theirs = [set(of_rank[number]) for of_rank, _ in found]
             for index in sorted(set().union(*theirs) - set.intersection(*theirs)):

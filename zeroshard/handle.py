@@ -267,7 +267,7 @@ class Handle(NotCopied):
         self.check_open("set_main_parts")
         trainable = [unit for unit in self.units if unit.main is not None]
         self.gatherer.settle()
-        self.collectives.exchange_objects(None)  # nobody writes before everybody has read
+        self.collectives.exchange_objects(None, "set_main_parts()")  # nobody writes before everybody has read
         for unit, part in zip(trainable, parts, strict=True):
             assert unit.main is not None
             unit.main.set(unit.main.interval, part)
@@ -284,7 +284,7 @@ class Handle(NotCopied):
             if not buffer.is_floating_point():
                 self.collectives.broadcast([buffer])
             elif buffer.numel():
-                rows = self.collectives.exchange(buffer.reshape(-1).to(self.collectives.device))
+                rows = self.collectives.exchange(buffer.reshape(-1).to(self.collectives.device), "average_buffers()")
                 buffer.copy_(rows.mean(0).view(buffer.shape))
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 Options = dict[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 OptimizerClass = type[torch.optim.Optimizer]
+READING = "optimizer.state, optimizer.state_dict(), or what reads them"
+"""What ranks exchange then is named so."""
 
 
 def take_options(inner: dict[int, Options], options: Sequence[Options]) -> None:

@@ -126,7 +126,9 @@ class Join:
         """
         collectives = self._collectives
         with self._orders.told():
-            rows = collectives.exchange(torch.tensor([active], dtype=torch.uint8, device=collectives.device))
+            rows = collectives.exchange(
+                torch.tensor([active], dtype=torch.uint8, device=collectives.device), "a forward inside of a join"
+            )
         followers = [rank for rank, goes_on in enumerate(rows[:, 0].tolist()) if not goes_on]
         self._orders.meet(followers)
         if self._throw and 0 < len(followers) < len(rows):

@@ -255,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
         mesh = self.handle.collectives.mesh
         row = torch.tensor([zeros], dtype=torch.float64, device=self.handle.collectives.device)
-        rows = self.handle.collectives.exchange(row)
+        rows = self.handle.collectives.exchange(row, "optimizer.count_zero_gradients()")
         return int(sum(rows[mesh.world.ranks.index(rank), 0].item() for rank in mesh.shard.ranks))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroshard.collectives import Collectives
 from zeroshard.flat_step import FlatStep
+from zeroshard.inner import READING
 from zeroshard.interval import Interval
 from zeroshard.layout import Slot
 from zeroshard.low_bit import dense
@@ -203,7 +204,7 @@ def _told(
                 mine += [[number, index, _describe(flat, piece, slot)] for piece in holding]
     except ValueError as error:
         problem = str(error)
-    told = collectives.exchange_objects([problem, mine])
+    told = collectives.exchange_objects([problem, mine], READING)
     if problem := next((text for text, _ in told if text), ""):
         raise ValueError(problem)
     found = {(number, index): described for _, of_rank in told for number, index, described in of_rank}

@@ -30,6 +30,7 @@ from torch import Tensor
 from zeroshard.collectives import Collectives
 from zeroshard.flat_step import Update
 from zeroshard.inner import (
+    READING,
     Arguments,
     OptimizerClass,
     Options,
@@ -287,7 +288,7 @@ class OwnerStep:
                     mine.append([number, *_described(whole, state, tensors[whole])])
         except ValueError as error:
             problem = str(error)
-        told = self._collectives.exchange_objects([problem, mine])
+        told = self._collectives.exchange_objects([problem, mine], READING)
         if problem := next((text for text, _ in told if text), ""):
             raise ValueError(problem)
         described = {number: of_state for _, of_rank in told for number, *of_state in of_rank}

@@ -163,7 +163,11 @@ class Reducer:
         Args:
             terms: (index of the unit, slot) -> this rank's.
         """
-        wanted = {tuple(key) for keys in self.collectives.exchange_objects(sorted(terms)) for key in keys}
+        wanted = {
+            tuple(key)
+            for keys in self.collectives.exchange_objects(sorted(terms), "a step with gradients set by hand")
+            for key in keys
+        }
         for unit in self._trainable:
             slots = sorted(index for of_unit, index in wanted if of_unit == unit.index)
             if slots:

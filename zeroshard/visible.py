@@ -183,12 +183,18 @@ class VisibleGradients:
             if value is not None:
                 row[position] = value if largest else value**norm_type
         mesh = self._collectives.mesh
-        rows = self._collectives.exchange(row)[[mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]]
+        rows = self._collectives.exchange(row, _norm_of(norm_type))[
+            [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
+        ]
         norms = rows.amax(0) if largest else rows.sum(0) ** (1 / norm_type)
         return {
             (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
             for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)
         }
+
+
+def _norm_of(norm_type: float) -> str:
+    return f"the {norm_type:g}-norm of a p.grad (p.grad.norm(), torch.nn.utils.clip_grad_norm_)"
 
 
 def _dtype_of_grad(parameter: nn.Parameter) -> torch.dtype:

@@ -60,6 +60,9 @@ T = TypeVar("T")
 _Cause = list[Any]
 """[whose fault it is: a rank, the launcher (None) or nobody's ("")], [what became of it]: a sentence in two parts."""
 
+_SEE_ELSEWHERE = "its own output, and its exit status (as the launcher reports it), say more"
+"""A process that is no child of ours: we cannot know whether a signal has ended it."""
+
 _current: Watch | None = None
 
 
@@ -205,7 +208,7 @@ class Watch:
         self._meet(store)
         for rank, who in self._neighbours.items():
             if who.state == "ended" and not store.check([f"left-{rank}"]):
-                text = f"has ended without a word (process {who.pid}): killed, perhaps for want of memory"
+                text = f"has ended, and has reported no error (its process was {who.pid}): {_SEE_ELSEWHERE}"
                 self._claim(store, [rank, text])
                 return
         if position is not None:

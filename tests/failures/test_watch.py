@@ -101,7 +101,7 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> 
     assert max(ended.seconds) < AT_ONCE, ended
     said = ended.said
     if way == "dies":
-        assert f"because rank {culprit} has ended without a word" in said, said
+        assert f"because rank {culprit} has ended, and has reported no error" in said, said
         return
     first = next(line for line in said.splitlines() if line)
     if place in ("save", "load"):  # these raise together, with the first rank's reason

@@ -174,7 +174,7 @@ def together(
     except Exception as error:
         problem, failure = [type(error).__name__, describe(error)], error
     handle.collectives.wait_for_all()  # one rank may have much more to do than the others
-    results = handle.collectives.exchange_objects([problem, told])
+    results = handle.collectives.exchange_objects([problem, told], "save")
     failed = [(rank, of_rank[0]) for rank, of_rank in enumerate(results) if of_rank[0]]
     if failed:
         rank, (kind, text) = failed[0]
