@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from zeroshard.absent import as_tensors
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -45,7 +46,8 @@ def storages(tensors: list[Any]) -> dict[int, int]:
     found = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
+            with as_tensors():
+                storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import zeroshard
 from zeroshard import collectives, pieces, pool
+from zeroshard.absent import as_tensors
 from zeroshard.collectives import Collectives
 from zeroshard.mesh import Mesh
 from zeroshard.planner import plan_memory
@@ -98,13 +99,15 @@ class Live(TorchDispatchMode):
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
+            with as_tensors():
+                key = tensor.untyped_storage()._cdata
             if key not in self._refs and tensor.nbytes >= 1024 and _ref(tensor) not in self._before:
                 self._refs[key] = _ref(tensor)
 
 
 def _ref(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+    with as_tensors():
+        return StorageWeakRef(tensor.untyped_storage())
 
 
 def _tensors_of_python() -> list[Tensor]:

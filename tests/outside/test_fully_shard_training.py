@@ -89,9 +89,8 @@ def test_a_cast_after_shard_is_refused_before_it_is_right() -> None:
             torch.manual_seed(0)
             model = MLP(4)
             zeroshard.shard(model, plan)
-            model.to(torch.float64)
             with pytest.raises(RuntimeError, match="move and cast a model before shard"):
-                model(numbers(4, rank).double())
+                model.to(torch.float64)(numbers(4, rank).double())
         twins = Twins(MLP(4).to(torch.float64), plan)
         twins.train(lambda model, step: model(numbers(4, rank, step).double()).sum())
         assert all(value.dtype == torch.float64 for value in twins.handle.full_state_dict().values())
