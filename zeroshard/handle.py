@@ -35,8 +35,10 @@ from zeroshard.placement import Plan
 from zeroshard.planner import check_limit
 from zeroshard.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.pool import Pool
+from zeroshard.precision import in_words
 from zeroshard.reads import ReadsRaise
 from zeroshard.reduce import Reducer
+from zeroshard.right_call import NotTheModel
 from zeroshard.same import expect_same
 from zeroshard.transforms import outside_transforms
 from zeroshard.unit import Unit, plain_name
@@ -65,7 +67,7 @@ class Owner(HoldsTensors, Protocol):
     def rebuild(self) -> None: ...
 
 
-class Handle(NotCopied):
+class Handle(NotTheModel, NotCopied):
     """A sharded model: what `shard` returns.
 
     Attributes:
@@ -107,6 +109,18 @@ class Handle(NotCopied):
         self._closed = False
         self._parked: Parked | None = None
         self._shards: dict[Unit, Tensor] = {}
+
+    def __repr__(self) -> str:
+        """In one line: plan, units, parameters, ranks, precision."""
+        if self._closed:
+            return "Handle(closed)"
+        mesh, numel = self.collectives.mesh, sum(s.world.numel for unit in self.units for s in unit.layout.slots)
+        ranks = f"{mesh.world.size} rank{'s' * (mesh.world.size > 1)}"
+        if mesh.replicate.size > 1:
+            ranks += f" ({mesh.replicate.size} replicas of {mesh.shard.size} shards)"
+        kinds = ", ".join(sorted({in_words(unit.spec.precision) for unit in self.units})) or "no parameters"
+        units = f"{len(self.units)} unit{'s' * (len(self.units) != 1)}"
+        return f"Handle({self.plan.name}, {units}, {numel:,} parameters on {ranks}, {kinds})"
 
     @property
     def comm_log(self) -> CommLog:

@@ -29,6 +29,7 @@ from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, L
 from zeroshard.optimizer_state import FullState
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
+from zeroshard.right_call import expect_class, expect_parameters
 from zeroshard.same import expect_same, problem_in
 from zeroshard.scaling import LossScaling
 from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
@@ -66,6 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     gradients up: they do not add to those of the next one.
 
     Raises:
+        TypeError: an optimizer in place of its class; the model in place of its handle.
         ValueError: no parameters; parameters of several handles, or of another optimizer; what the class refuses.
     """
 
@@ -81,16 +83,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         process_group: dist.ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
+        expect_parameters(handle_or_params)
+        expect_class(optimizer_class)
         handle = handle_or_params if isinstance(handle_or_params, Handle) else None
         self._takes_all = handle is not None
         if handle is not None:
             handle.check_open("build an optimizer")
             handle.thaw()
             params: list[Any] = [{"params": handle.trainable_parameters()}]  # perhaps none: it waits for them
-        elif isinstance(handle_or_params, Tensor):
-            raise TypeError(
-                "params must be a handle, or an iterable of tensors or dicts, found a tensor: put it in a list"
-            )
         else:
             params = list(handle_or_params)  # type: ignore[arg-type]
         if not params:

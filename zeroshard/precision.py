@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -84,6 +84,16 @@ NAMED = {
     "fp16": MixedPrecision(torch.float16, torch.float32, None, torch.float32),
     "bf16-remainder": MixedPrecision(main="remainder"),
 }
+
+
+def in_words(precision: MixedPrecision) -> str:
+    """Its name, or the dtypes of the three buffers."""
+    plain = replace(precision, keep=(), output=None, cast_inputs=True)
+    for name, named in NAMED.items():
+        if plain == named:
+            return name
+    kinds = {"weights": plain.param, "gradients": plain.grad, "main": plain.main}
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {kind}" for kind, dtype in kinds.items())
 
 
 def as_precision(precision: MixedPrecision | str | None) -> MixedPrecision | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.absent import give
+from zeroshard.batch_norms import expect_kept
 from zeroshard.casting import Precisions, Rules, casts_of
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
@@ -87,6 +88,7 @@ def shard(
                 "ShardedOptimizer, without shard()"
             )
         managed = Managed.without(model, ignored)
+        expect_kept(model, precision, managed)
         specs = _choose(model, chosen, units, precision, collectives, max_transient_bytes, managed, keep_gathered)
         _refuse_unready(model, managed, collectives, materialize)
         if values not in ("broadcast", "check"):
@@ -196,8 +198,14 @@ def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives
         if parameter.is_meta:
             raise ValueError(f"{name} is ignored, and on the meta device: give it values before shard()")
     for name, parameter in parameters.items():
-        if handle_of(parameter) is not None:
-            raise ValueError(f"parameter {name} is sharded already: close() the other handle first")
+        other = handle_of(parameter)
+        if other is not None and other.plan.external_gradients:
+            raise ValueError(
+                f"parameter {name} belongs to a ShardedOptimizer that was built before shard(): call shard() first, "
+                "then ShardedOptimizer(handle, ...)"
+            )
+        if other is not None:
+            raise ValueError(f"parameter {name} is sharded already, as {other!r}: close() that handle first")
         if parameter.device.type not in (device.type, "meta"):
             raise ValueError(
                 f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -287,3 +289,50 @@ def test_importing_needs_neither_numpy_nor_safetensors(tmp_path: Path) -> None:
         f"zeroshard.save({str(tmp_path)!r}, handle, step=1); zeroshard.load({str(tmp_path)!r}, handle)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_step_may_be_given_by_its_own_folder(tmp_path: Path) -> None:
+    """`load("runs/a/step-1")` said that it holds no checkpoint, though it is one; and so did a folder whose manifest
+    alone was gone."""
+
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        handle = zeroshard.shard(model, "zero3")
+        zeroshard.save(tmp_path, handle, step=1)
+        zeroshard.save(tmp_path, handle, step=2)
+        saved = handle.full_state_dict()
+
+        def lost() -> None:
+            handle.load_full_state_dict({name: value + 1 for name, value in saved.items()})
+
+        lost()
+        found = zeroshard.load(tmp_path / "step-1", handle)
+        assert (found.step, found.path) == (1, tmp_path / "step-1")
+        assert all(torch.equal(value, saved[name]) for name, value in handle.full_state_dict().items())
+        assert zeroshard.load(tmp_path / "step-1", handle, step=1).step == 1
+        dist.barrier()
+        if rank == 0:
+            shutil.copytree(tmp_path / "step-1", tmp_path / "best")
+            (tmp_path / "step-1" / "manifest.json").unlink()
+            torch.save(saved, tmp_path / "weights.pt")
+        dist.barrier()
+        assert zeroshard.load(tmp_path / "best", handle).step == 1
+        for path, step, told in [
+            (tmp_path / "step-2", 1, f"step-2 is one step already: pass {tmp_path}, or leave out step=1"),
+            (tmp_path / "step-1", None, r"step-1 holds no checkpoint: it has no manifest\.json"),
+            (tmp_path, 1, r"holds no step 1 \(its folder has no manifest\.json\); it has the steps \[2\]"),
+            (tmp_path, 7, r"holds no step 7; it has the steps \[2\]"),
+            (tmp_path / "weights.pt", None, r"is a file, .*load_full_state_dict\(torch\.load"),
+            (tmp_path / "nowhere", None, "holds no checkpoint: there is no such folder"),
+            (tmp_path.parent, None, r"holds no checkpoint \(no folder step-N\)"),
+        ]:
+            with pytest.raises(zeroshard.CheckpointError, match=told):
+                zeroshard.load(path, handle, step=step)
+        dist.barrier()
+        if rank == 0:
+            (tmp_path / "step-2" / "manifest.json").unlink()
+        dist.barrier()
+        with pytest.raises(zeroshard.CheckpointError, match=r"holds no checkpoint: step-2 has no manifest\.json"):
+            zeroshard.load(tmp_path, handle)
+
+    run_ranks(check, 2)

@@ -226,7 +226,9 @@ def test_a_parameter_has_one_handle() -> None:
         handle = zeroshard.shard(model, "zero3", units=Block)
         other.head.weight = model.head.weight
         for again in (model, other):
-            with pytest.raises(ValueError, match=r"parameter .* is sharded already: close\(\) the other handle first"):
+            with pytest.raises(
+                ValueError, match=r"parameter .* is sharded already, as Handle\(zero.*close\(\) that handle"
+            ):
                 zeroshard.shard(again, "ddp")
         assert hooks(other) <= 1  # what the first handle has attached to the parameter they share
         handle.close()

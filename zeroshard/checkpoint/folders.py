@@ -52,21 +52,44 @@ def steps(directory: Path | str) -> dict[int, Path]:
 
 
 def find(directory: Path, step: int | None) -> Path:
-    """The folder of that step; of the latest one for None: what `latest` names, else the highest.
+    """The folder of that step; of the latest one for None: what `latest` names, else the highest. The directory itself,
+    where that is the folder of a step.
 
     Raises:
         CheckpointError: no such step, with those that there are; a damaged `latest`.
     """
+    if (directory / MANIFEST_NAME).is_file():  # the folder of a step
+        if step not in (None, step_of(directory.name)):
+            raise CheckpointError(f"{directory} is one step already: pass {directory.parent}, or leave out step={step}")
+        return directory
     known = steps(directory)
     if not known:
-        raise CheckpointError(f"{directory} holds no checkpoint")
+        raise CheckpointError(f"{directory} {_why_none(directory)}")
     chosen = latest(directory) if step is None else step
     if chosen not in known and step is None:
         chosen = max(known)
     if chosen not in known:
-        raise CheckpointError(f"{directory} holds no step {chosen}; it has the steps {sorted(known)}")
+        why = " (its folder has no manifest.json)" if (directory / step_name(chosen or 0)).is_dir() else ""
+        raise CheckpointError(f"{directory} holds no step {chosen}{why}; it has the steps {sorted(known)}")
     assert chosen is not None
     return known[chosen]
+
+
+def _why_none(directory: Path) -> str:
+    """Why no checkpoint is found there."""
+    if directory.is_file():
+        return (
+            "is a file, and a checkpoint is a folder: for a file of torch.save call "
+            "handle.load_full_state_dict(torch.load(file))"
+        )
+    if not directory.exists():
+        return "holds no checkpoint: there is no such folder"
+    begun = [name for name in sorted(_names(directory)) if step_of(name) is not None]
+    if begun:
+        return f"holds no checkpoint: {begun[-1]} has no {MANIFEST_NAME}, without which it cannot be read"
+    if step_of(directory.name) is not None:
+        return f"holds no checkpoint: it has no {MANIFEST_NAME}, without which it cannot be read"
+    return "holds no checkpoint (no folder step-N)"
 
 
 def latest(directory: Path) -> int | None:

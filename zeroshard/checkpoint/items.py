@@ -54,7 +54,32 @@ Extra = Mapping[str, Stateful] | None
 
 
 def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
-    return [optimizer] if isinstance(optimizer, ShardedOptimizer) else list(optimizer or ())
+    """Raises:
+    TypeError: something else."""
+    if optimizer is not None and not isinstance(optimizer, (torch.optim.Optimizer, Sequence)):
+        raise TypeError(
+            f"expected a ShardedOptimizer, or a list of them, found an object of type {type(optimizer).__name__}"
+        )
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    for one in found:
+        if not isinstance(one, ShardedOptimizer):
+            raise TypeError(
+                f"expected a ShardedOptimizer, found an object of type {type(one).__name__}: the optimizer of a "
+                "sharded model is built as ShardedOptimizer(handle, torch.optim.AdamW, ...)"
+            )
+    return found
+
+
+def expect_stateful(extra: Extra) -> None:
+    """Raises:
+    ValueError: something without `state_dict` and `load_state_dict`."""
+    for name, one in (extra or {}).items():
+        if isinstance(one, type) or not all(callable(getattr(one, f, None)) for f in ("state_dict", "load_state_dict")):
+            raise ValueError(
+                f"extra {name!r} is of type {type(one).__name__}: extra takes objects with state_dict() and "
+                "load_state_dict(), as schedulers have them. Give a number or a dict a small class with these two "
+                "methods; a count of steps is step= already, and load returns it as .step"
+            )
 
 
 def names_of(handle: Handle) -> dict[int, str]:

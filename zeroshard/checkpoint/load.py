@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ import torch
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.fit import Fit, fit, pairs_of, under_names_here
-from zeroshard.checkpoint.items import Extra, Optimizers, as_list
+from zeroshard.checkpoint.items import Extra, Optimizers, as_list, expect_stateful
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.save import together
 from zeroshard.checkpoint.take import rehearse, take_optimizer, take_rest, take_weights
 from zeroshard.handle import Handle
+from zeroshard.right_call import expect_handle
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def load(
 
     Args:
         optimizer: those that were given to `save`, in that order; None leaves optimizers as they are.
+        directory: that of `save`, or the folder of a step in it.
         step: None for the latest.
         extra: the objects that were given to `save`; None leaves them as they are.
         strict: raise where names or optimizer classes differ (nothing has been changed then); else take what fits.
@@ -60,20 +63,25 @@ def load(
     Raises:
         CheckpointError: on every rank: no such step; names, shapes or dtypes that do not fit (nothing has been
             changed); a damaged file, with its name (nothing has been changed).
+        TypeError: the model in place of its handle; an optimizer that is none of ours.
+        ValueError: on every rank: something in `extra` without `state_dict` and `load_state_dict`.
         RuntimeError: gradients are waiting for a step.
     """
+    expect_handle(handle, "zeroshard.load(directory, handle, optimizer)")
+    optimizers = as_list(optimizer)
     handle.check_open("load")
     handle.finish_background()
     handle.thaw()
-    directory, optimizers = Path(directory).absolute(), as_list(optimizer)
+    directory = Path(directory).absolute()
     with ExitStack() as stack:
         # 1. One step, one manifest; whatever does not fit is found before anything is touched.
         def find() -> tuple[None, list[str]]:
             handle.expect_no_gradients("load")
+            expect_stateful(extra)
             first = handle.collectives.mesh.world.rank == 0
-            return None, [folders.find(directory, step).name if first else "", folders.new_id()]
+            return None, [os.path.relpath(folders.find(directory, step), directory) if first else "", folders.new_id()]
 
-        _, ((name, unique), *_) = together(handle, "load", find, (RuntimeError,))
+        _, ((name, unique), *_) = together(handle, "load", find, (RuntimeError, ValueError))
 
         def check() -> tuple[tuple[Reader, Fit], str]:
             reader = stack.enter_context(Reader(directory / name))

@@ -23,6 +23,7 @@ from zeroshard.checkpoint.items import (
     Optimizers,
     as_list,
     blob,
+    expect_stateful,
     model_items,
     names_of,
     optimizer_items,
@@ -34,6 +35,8 @@ from zeroshard.checkpoint.manifest import CheckpointError, Manifest, expect_read
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.handle import Handle
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.right_call import expect_handle
 
 T = TypeVar("T")
 
@@ -125,15 +128,20 @@ def save(
         CheckpointError: on every rank, with the first rank's reason: nothing has been saved, nothing is left over, the
             steps that were there are there.
         ValueError: on every rank: what cannot be stored.
+        TypeError: the model in place of its handle; an optimizer that is none of ours.
         RuntimeError: gradients are waiting for a step.
     """
+    expect_handle(handle, "zeroshard.save(directory, handle, optimizer, step=...)")
+    optimizers = as_list(optimizer)
     directory = Path(directory).absolute()
     handle.check_open("save")
     handle.finish_background()
     world = handle.collectives.mesh.world
 
     # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
-    own, found = together(handle, "save", partial(_collect, handle, optimizer, extra, step), (ValueError, RuntimeError))
+    own, found = together(
+        handle, "save", partial(_collect, handle, optimizers, extra, step), (ValueError, RuntimeError)
+    )
     if len({of_rank[0] for of_rank in found}) > 1:
         raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
     unique = found[0][1]
@@ -172,7 +180,8 @@ def together(
     try:
         kept, told = work()
     except Exception as error:
-        problem, failure = [type(error).__name__, describe(error)], error
+        text = str(error) if type(error) in kinds else describe(error)
+        problem, failure = [type(error).__name__, text.removeprefix(f"{what}: ")], error
     handle.collectives.wait_for_all()  # one rank may have much more to do than the others
     results = handle.collectives.exchange_objects([problem, told], "save")
     failed = [(rank, of_rank[0]) for rank, of_rank in enumerate(results) if of_rank[0]]
@@ -193,12 +202,13 @@ class _Own:
     buffers: Bag
 
 
-def _collect(handle: Handle, optimizer: Optimizers, extra: Extra, step: int) -> tuple[_Own, list[Any]]:
+def _collect(handle: Handle, optimizers: list[ShardedOptimizer], extra: Extra, step: int) -> tuple[_Own, list[Any]]:
     """And for all to know: the step, a new id, digests of what ranks may have different values of."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
         raise ValueError(f"step must be an integer from 0, found {step!r}")
     handle.expect_no_gradients("save")
-    optimizers, names, rank = as_list(optimizer), names_of(handle), handle.collectives.mesh.world.rank
+    expect_stateful(extra)
+    names, rank = names_of(handle), handle.collectives.mesh.world.rank
     if any(one.handle is not handle for one in optimizers):
         raise ValueError("the optimizer belongs to another handle")
     if optimizers and len(handle.owners()) > len(optimizers):

@@ -1,0 +1,148 @@
+"""A newcomer's first tries: each ended in an error from inside ("'str' object has no attribute '__name__'"), or in
+torch's own at the first forward. Each is told what to write."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.testing import run_ranks
+
+
+def build(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), *more, nn.Linear(8, 1))
+
+
+def refused(kind: type[Exception], told: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(kind, match=told) as caught:
+        call(*args, **kwargs)
+    assert type(caught.value) is kind, told
+
+
+def test_the_handle_is_not_the_model() -> None:
+    def check(rank: int) -> None:
+        handle: Any = zeroshard.shard(build(), "zero2", precision="bf16", units=nn.Linear)
+        stays = "the model stays the object it was"
+        refused(TypeError, f"a Handle cannot be called.*{stays}.*model", handle, torch.ones(2, 5))
+        for name in ("parameters", "train", "eval", "to"):
+            refused(AttributeError, rf"no attribute '{name}'.*{stays}.*model\.{name}", getattr, handle, name)
+        refused(AttributeError, r"handle\.full_state_dict\(", getattr, handle, "state_dict")
+        refused(AttributeError, r"handle\.load_full_state_dict\(", getattr, handle, "load_state_dict")
+        refused(AttributeError, "no attribute 'unit'$", getattr, handle, "unit")
+        assert repr(handle) == "Handle(zero2, 2 units, 57 parameters on 2 ranks, bf16)"
+        handle.close()
+        assert repr(handle) == "Handle(closed)"
+        mixed = zeroshard.MixedPrecision(grad=torch.bfloat16, main=torch.bfloat16)
+        found = repr(zeroshard.shard(build(), "ddp", units=nn.Linear, precision={"0": "fp32", "*": mixed}))
+        bf16 = "bfloat16 weights, bfloat16 gradients, bfloat16 main"
+        assert found == f"Handle(ddp, 2 units, 57 parameters on 2 ranks, {bf16}, fp32)"
+
+    run_ranks(check, 2)
+
+
+def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        model = build()
+        adam = torch.optim.AdamW(model.parameters())
+        handle: Any = zeroshard.shard(model, "zero3")
+        sharded: Any = zeroshard.ShardedOptimizer
+        write = r"write ShardedOptimizer\(handle, torch\.optim\.AdamW, lr="
+        refused(TypeError, f"found an optimizer that is made already .AdamW.: {write}", sharded, handle, adam)
+        refused(TypeError, f"found the text 'adamw': {write}", sharded, handle, "adamw", lr=1e-3)
+        refused(TypeError, r"'rmsprop'.*torch\.optim\.RMSprop", sharded, handle, "rmsprop")
+        refused(
+            TypeError, rf"found a module \(Sequential\): {write}.*the model stays", sharded, model, torch.optim.AdamW
+        )
+        refused(TypeError, "the handle comes first", sharded, torch.optim.AdamW, handle)
+        refused(TypeError, "found an object of type int", sharded, 3, torch.optim.AdamW)
+        optimizer = sharded(handle, torch.optim.AdamW, lr=1e-3)
+        # Checkpoints
+        for call, kwargs in ((zeroshard.save, {"step": 1}), (zeroshard.load, {})):
+            name = call.__name__
+            told = rf"found a module \(Sequential\): write zeroshard\.{name}\(directory, handle, .*the model stays"
+            refused(TypeError, told, call, tmp_path, model, optimizer, **kwargs)
+            told = r"expected a ShardedOptimizer, found an object of type AdamW: .*ShardedOptimizer\(handle, "
+            refused(TypeError, told, call, tmp_path, handle, adam, **kwargs)
+            refused(TypeError, "or a list of them, found an object of type int", call, tmp_path, handle, 3, **kwargs)
+            told = f"{name}: extra 'epoch' is of type int: extra takes objects with state_dict"
+            refused(ValueError, told, call, tmp_path, handle, optimizer, extra={"epoch": 3}, **kwargs)
+            model(torch.ones(2, 5)).sum().backward()
+            refused(RuntimeError, f"^{name}: gradients are waiting", call, tmp_path, handle, optimizer, **kwargs)
+            optimizer.zero_grad()
+            if rank == 0:
+                model(torch.ones(2, 5))
+
+    run_ranks(check, 1)
+
+
+def test_an_optimizer_that_came_before_shard_is_named() -> None:
+    def check(rank: int) -> None:
+        model = build()
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+        told = r"0\.weight belongs to a ShardedOptimizer that was built before shard\(\): call shard\(\) first"
+        refused(ValueError, told, zeroshard.shard, model, "zero3")
+        del optimizer
+        handle = zeroshard.shard(model, "zero3")
+        told = (
+            r"sharded already, as Handle\(zero3, 1 unit, 57 parameters on 1 rank, fp32\): close\(\) that handle first"
+        )
+        refused(ValueError, told, zeroshard.shard, model, "ddp")
+        del handle
+
+    run_ranks(check, 1)
+
+
+class Own(nn.BatchNorm1d):
+    """As timm's, which add an activation."""
+
+
+def test_batch_norms_in_16_bits_are_to_be_kept() -> None:
+    """As plain torch does, whose forward raises; where that works, `shard` does not mind."""
+
+    def check(rank: int) -> None:
+        instance_norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        norms: list[nn.Module] = [
+            nn.BatchNorm1d(8),
+            Own(8),
+            nn.BatchNorm1d(8, affine=False),
+            nn.BatchNorm1d(8, track_running_stats=False),
+            nn.LayerNorm(8),
+            nn.Sequential(nn.Unflatten(1, (2, 4)), instance_norm, nn.Flatten()),
+        ]
+        for index, norm in enumerate(norms):
+            for dtype, precision in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+                model, x = build(norm), torch.ones(4, 5)
+                plain = build(type(norm)(*norm) if isinstance(norm, nn.Sequential) else norm)
+                for parameter in plain.parameters():
+                    parameter.data = parameter.data.to(dtype)
+                with nullcontext() if index > 1 else pytest.raises(RuntimeError, match="expected scalar type"):
+                    plain(x.to(dtype))
+                plain.float()
+                if index > 1:
+                    handle = zeroshard.shard(model, "zero3", precision=precision)
+                    model(x)
+                    handle.close()
+                    continue
+                told = rf"keep 1 in fp32, with precision=MixedPrecision\(param={dtype}, keep=\(nn\.BatchNorm1d,\)\)"
+                refused(ValueError, told, zeroshard.shard, model, "zero3", precision=precision)
+                patterns = {"2": "fp32", "*": precision}
+                told = r'precision=\{nn\.BatchNorm1d: "fp32", \.\.\.\}, in front'
+                refused(ValueError, told, zeroshard.shard, model, "zero3", precision=patterns)
+                handle = zeroshard.shard(model, "zero3", precision=precision, ignored=["1"])
+                handle.close()
+                kept = zeroshard.MixedPrecision(param=dtype, keep=(nn.BatchNorm1d,))
+                handle = zeroshard.shard(model, "zero3", precision=kept)
+                model(x)
+                handle.close()
+                handle = zeroshard.shard(model, "zero3", precision={nn.BatchNorm1d: "fp32", "*": precision})
+                model(x)
+                handle.close()
+
+    run_ranks(check, 1)

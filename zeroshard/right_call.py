@@ -1,0 +1,87 @@
+"""Calls that are nearly right, answered with the right one: `handle(x)`, an optimizer that is made already, the model
+in place of its handle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+_RETURNS = "shard() returns a handle, and the model stays the object it was: `handle = zeroshard.shard(model, ...)`"
+
+
+class NotTheModel:
+    """What a module can do and this cannot raises with the right call: `handle(x)`, `handle.parameters()`, ..."""
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be called. {_RETURNS}, then model(...)")
+
+    if not TYPE_CHECKING:  # a checker is to find misspelt names by itself
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("state_dict", "load_state_dict"):
+                text += f". {_RETURNS}, then handle.{name.replace('state', 'full_state')}(...)"
+            elif hasattr(nn.Module, name) and not name.startswith("_"):
+                text += f". {_RETURNS}, then model.{name}"
+            raise AttributeError(text, name=name, obj=self)
+
+
+def expect_handle(found: object, call: str) -> None:
+    """Raises:
+    TypeError: it is none. `call`: how to write it, with `handle` in its place."""
+    if not isinstance(found, NotTheModel):
+        hint = f". {_RETURNS}" if isinstance(found, nn.Module) else ""
+        raise TypeError(f"expected the handle that shard() has returned, found {_kind(found)}: write {call}{hint}")
+
+
+def expect_parameters(found: object) -> None:
+    """For an optimizer.
+
+    Raises:
+        TypeError: neither a handle nor an iterable of tensors or dicts.
+    """
+    hint = ""
+    if isinstance(found, nn.Module):
+        hint = f": write ShardedOptimizer(handle, torch.optim.AdamW, lr=...). {_RETURNS}"
+    elif isinstance(found, (type, torch.optim.Optimizer)):
+        hint = ": the handle comes first, ShardedOptimizer(handle, torch.optim.AdamW, lr=...)"
+    elif isinstance(found, Tensor):
+        hint = ": put it in a list"
+    elif isinstance(found, NotTheModel) or hasattr(found, "__iter__"):
+        return
+    raise TypeError(f"params must be a handle, or an iterable of tensors or dicts, found {_kind(found)}{hint}")
+
+
+def expect_class(found: object) -> None:
+    """Of optimizers.
+
+    Raises:
+        TypeError: an instance, a name, or something else.
+    """
+    if isinstance(found, type):
+        return
+    name = "torch.optim.AdamW"
+    if isinstance(found, torch.optim.Optimizer):
+        name = type(found).__name__
+        name = f"torch.optim.{name}" if getattr(torch.optim, name, None) is type(found) else name
+    elif isinstance(found, str):
+        known = {one.lower(): one for one in dir(torch.optim) if isinstance(getattr(torch.optim, one), type)}
+        name = f"torch.optim.{known.get(found.lower(), 'AdamW')}"
+    what = f"the text {found!r}" if isinstance(found, str) else _kind(found)
+    raise TypeError(
+        f"optimizer_class must be a class of optimizers, found {what}: write ShardedOptimizer(handle, {name}, lr=...), "
+        "with the arguments of the class behind it; it is built over the parts of the parameters that a rank has"
+    )
+
+
+def _kind(found: object) -> str:
+    if isinstance(found, type):
+        return f"the class {found.__name__}"
+    name = type(found).__name__
+    if isinstance(found, nn.Module):
+        return f"a module ({name})"
+    if isinstance(found, torch.optim.Optimizer):
+        return f"an optimizer that is made already ({name})"
+    return "a tensor" if isinstance(found, Tensor) else f"an object of type {name}"
