@@ -416,10 +416,10 @@ def test_awkward_models_train_as_in_one_process(name: str) -> None:
     expect_reference(replace(JOBS[name], micro_batches=2))
 
 
-def test_units_smaller_than_what_uses_them_are_told_by_their_nan() -> None:
+def test_units_smaller_than_what_uses_them_are_told_at_the_read() -> None:
     def check(rank: int) -> None:
         for model, units in ((UsesParts, 12_000), (UsesOwnParts, 1)):
-            with pytest.raises(RuntimeError, match=r"used while no module of its unit runs .*choose units="):
+            with pytest.raises(RuntimeError, match=r"as no module of its unit runs .*choose units="):
                 train(Job(model=model, units=units), zeroshard.ZERO3, rank)
             train(Job(model=model, units=units), zeroshard.DDP, rank)
 
