@@ -15,6 +15,7 @@ from zeroshard.gradients import GradState
 from zeroshard.handle import Handle
 from zeroshard.orders import Voice
 from zeroshard.scaling import LossScaling
+from zeroshard.settings import Items, Settings, Told, plain
 from zeroshard.unit import Unit
 
 NonFinite = Literal["raise", "skip", "ignore"]
@@ -43,6 +44,7 @@ class Agreement:
         self.half_done = self.used_up = False
         self._handle, self._scaling = handle, scaling
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
+        self._told_settings = Told()
         self._known: tuple[tuple[int, ...], Control] | None = None  # and the version of the gradients it is about
 
     def control(
@@ -50,6 +52,7 @@ class Agreement:
         parameters: Iterable[nn.Parameter],
         gradients: Callable[[], Iterator[tuple[int, Tensor]]],
         num_groups: int,
+        settings: Settings | None,
         norm_type: float | None = None,
     ) -> Control:
         """The control exchange. Once per step and kind of norm (but for gradients in p.grad, which change without our
@@ -57,6 +60,7 @@ class Agreement:
 
         Args:
             gradients: the own ones, with their param group.
+            settings: that this rank steps with; None: those that the others tell it.
             norm_type: None: as before in this step, or 2.
 
         Raises:
@@ -70,9 +74,14 @@ class Agreement:
         now = self._handle.reducer.visible.version
         known = None if self._handle.plan.external_gradients else self._known
         if known is not None and known[0] == now and known[1].norm_type == norm_type and not by_hand:
+            self._told_settings.went_on_with(settings)
             return known[1]
-        with self._told(norm_type, now):
-            control = self._exchange(parameters, gradients, num_groups, norm_type, by_hand)
+        self._told_settings.begin(settings)
+        try:
+            with self._told(norm_type, now):
+                control = self._exchange(parameters, gradients, num_groups, settings, norm_type, by_hand)
+        finally:
+            self._handle.reducer.visible.edits.clear()  # they have been compared
         self._known = self._handle.reducer.visible.version, control
         return control
 
@@ -104,6 +113,7 @@ class Agreement:
         parameters: Iterable[nn.Parameter],
         gradients: Callable[[], Iterator[tuple[int, Tensor]]],
         num_groups: int,
+        settings: Settings | None,
         norm_type: float,
         by_hand: dict[tuple[int, int], Tensor],
     ) -> Control:
@@ -119,10 +129,11 @@ class Agreement:
             num_groups,
             norm_type,
             flags + self._scaling.overflows(),
+            self._told_settings,
         )
         if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
             self._handle.reducer.reduce_by_hand(by_hand)
-            return self.control(parameters, gradients, num_groups, norm_type)
+            return self.control(parameters, gradients, num_groups, settings, norm_type)
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
             if ranks:
@@ -130,6 +141,15 @@ class Agreement:
         if control.weight == 0:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
         return control
+
+    def settings(self) -> Items:
+        """What this part of a step is told, and all ranks must be told alike."""
+        return (
+            ("non_finite", self._non_finite),
+            ("skip_norm_above", plain(self._skip_norm_above)),
+            ("the losses of this step have weights", self._scaling.weight is not None),
+            ("the loss scales of this step", tuple(map(repr, self._scaling.used))),
+        )
 
     def _sample_weights(self) -> None:
         """Of one unit whose weights rest in full, another one each time: nothing else may tell that they differ."""

@@ -2,7 +2,7 @@
 
 Each rank contributes one row of float64; every rank reads all rows, in rank order:
 
-    | status | weight | digest of collectives | of samples | norm term per param group ... | present slots ... |
+    | status | weight | digest of collectives | of samples | of settings | norm term per group ... | slots ... |
 
 (An all-gather of rows rather than an all-reduce: sums are taken in rank order on every rank, so they are bit-equal
 there and under every plan; maxima and a rank's name come for free.) Norms are those of the own shard under every plan,
@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from zeroshard.collectives import Collectives
+from zeroshard.packets import Uneven
 from zeroshard.samples import first_difference
+from zeroshard.settings import Told, differ, difference
 
-_HEAD = 4
+_HEAD = 5
 """Numbers before the norm terms."""
 _WORD_BITS = 48
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
@@ -86,26 +88,35 @@ def exchange_control(
     num_groups: int,
     norm_type: float,
     present: Sequence[bool],
+    settings: Told,
 ) -> Control:
     """Contribute this rank's row and read all of them. Collective.
 
     Args:
         gradients: (param group, piece of the own shard of the gradient), all groups together.
         present: for each slot, whether it got a gradient on this rank.
+        settings: which this rank steps with.
 
     Raises:
-        RuntimeError: ranks have not issued the same collectives since the start (with the ranks that differ), or have
-            found other values in what they gathered.
+        RuntimeError: ranks step with different settings (with what differs), have not issued the same collectives since
+            the start (with the ranks that differ), or have found other values in what they gathered.
     """
     terms = _norm_terms(gradients, num_groups, norm_type, collectives.device)
-    numbers = [status, weight, collectives.log.digest]
+    numbers = [status, weight, collectives.log.digest, settings.digest]
     head = torch.tensor(numbers, dtype=torch.float64, device=terms.device)
     samples = collectives.samples.digest().view(1)
     words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
-    rows = collectives.exchange(torch.cat([head, samples, terms, words]), CONTROL).cpu()
+    try:
+        rows = collectives.exchange(torch.cat([head, samples, terms, words]), CONTROL).cpu()
+    except Uneven:
+        _expect_same_settings(collectives, settings)
+        raise
+    if len(set(rows[:, 0].tolist())) == 1 and differ(rows[:, 3].tolist()):  # else the caller raises for the status
+        _expect_same_settings(collectives, settings)
+    settings.end()
     if len(set(rows[:, 2].tolist())) > 1:
         raise RuntimeError(_first_difference(collectives))
-    if len(set(rows[:, 3].tolist())) > 1:
+    if len(set(rows[:, 4].tolist())) > 1:
         _expect_same_samples(collectives)
     collectives.samples.forget()
     mesh = collectives.mesh
@@ -190,6 +201,14 @@ def _first_difference(collectives: Collectives) -> str:
         f"the ranks have not issued the same collectives: {where}. Their forward or backward took another path through "
         "the units. Nothing has been updated. Every rank must run the same units in the same order"
     )
+
+
+def _expect_same_settings(collectives: Collectives, settings: Told) -> None:
+    """One more exchange, as a digest says that they are not the same."""
+    found = difference(collectives.exchange_objects(settings.words(), CONTROL))
+    settings.end()
+    if found:
+        raise RuntimeError(f"the ranks step with different settings. {found}")
 
 
 def _expect_same_samples(collectives: Collectives) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NoReturn
@@ -32,6 +33,7 @@ from zeroshard.placement import SHARDED
 from zeroshard.right_call import expect_class, expect_parameters
 from zeroshard.same import expect_same, problem_in
 from zeroshard.scaling import LossScaling
+from zeroshard.settings import Items, Members, Settings, plain
 from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.uneven_steps import Following, UnevenSteps
@@ -98,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
         self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
         self._steppers: list[Stepper] = []
+        self._named: tuple[list[Stepper], Members] | None = None  # of each group, for these steppers
         self._waiting: FullState = {}  # of parameters that are frozen, until they begin to train
         self._is_built = False
         Joinable.__init__(self)
@@ -114,6 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._uneven = UnevenSteps(self.handle)
         self._clip = 1.0
         self._clip_value: float | None = None
+        self._asked: dict[str, Any] = {}  # of the step at hand, by clip_grad_norm_ and as arguments
+        self._follows = False
         self._is_built = True
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -172,6 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, found {max_norm}")
+        self._asked["clip_grad_norm_(max_norm, norm_type)"] = float(max_norm), float(norm_type)
         control = self._agree(float(norm_type))
         norm = control.norm * self.agreement.mean_factor(control)
         if error_if_nonfinite and not math.isfinite(norm):
@@ -211,6 +217,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self.handle.expect_in_place()
+        if arguments:
+            self._asked["the arguments of step"] = plain(arguments)
         control = self._agree(arguments=arguments)
         self.handle.pool.rest()
         if control.is_idle:
@@ -378,13 +386,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def agree_as(self, norm_type: float) -> None:
         """As the ranks that have inputs left."""
-        self._agree(norm_type)
+        with self._following():
+            self._agree(norm_type)
 
     def step_as(self, values: Mapping[str, Any]) -> None:
         """Step with what another rank's `what_steps` has said."""
         self.take_hyper_parameters(values["groups"])
         self._clip, self._clip_value = values["clip"], values["clip_value"]
-        self.step()
+        with self._following():
+            self.step()
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        self._follows = True
+        try:
+            yield
+        finally:
+            self._follows = False
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -696,7 +714,35 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven.tell(self, norm_type, arguments or {})
-        return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), norm_type)
+        settings = None if self._follows else self._settings()
+        return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), settings, norm_type)
+
+    def _settings(self) -> Settings:
+        """What the step at hand depends on beside the gradients."""
+        return Settings(
+            tuple(map(_settings_of, self.param_groups, self._classes)),
+            self._members(),
+            (
+                *self.agreement.settings(),
+                ("clip_grad_value_", plain(self._clip_value)),
+                *self._asked.items(),
+            ),
+            self.handle.reducer.visible.edited(),
+        )
+
+    def _members(self) -> Members:
+        """The names of each group's parameters."""
+        if self._named is None or self._named[0] is not self._steppers:
+            names = {
+                id(p): slot.name
+                for unit in self.handle.units
+                for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)
+            }
+            groups = tuple(
+                tuple(names.get(id(p), "one that is frozen") for p in group["params"]) for group in self.param_groups
+            )
+            self._named = self._steppers, Members(groups)
+        return self._named[1]
 
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
@@ -736,6 +782,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _discard_gradients(self) -> None:
         self.agreement.forget()
         self._clip, self._clip_value = 1.0, None
+        self._asked.clear()
         for unit in self.handle.units:
             self._consume(unit)
         self.handle.reducer.forget_scale()
@@ -746,6 +793,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
             unit.grads.consume(slots)
             self.handle.reducer.visible.forget(unit, slots)
+
+
+def _settings_of(group: dict[str, Any], optimizer_class: type[torch.optim.Optimizer]) -> Items:
+    named = ("class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}")
+    return (named, *((key, plain(value)) for key, value in group.items() if key != "params"))
 
 
 def _as_number(value: Any) -> Any:

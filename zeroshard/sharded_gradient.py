@@ -10,7 +10,7 @@ part that this rank holds. Everything else raises, and says what to write. So `t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -49,8 +49,8 @@ EACH = {
 class Holder(Protocol):
     """Who has the values. Both raise where the gradient is not what torch would show here."""
 
-    def edit(self, operation: Callable[[Tensor], object], what: str) -> None:
-        """Apply to the flat part that this rank holds; the same on every rank."""
+    def edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
+        """Apply to the flat part that this rank holds; the same on every rank. `operands`: for ranks to compare."""
 
     def norm(self, norm_type: float) -> Tensor:
         """0-d, of the whole gradient, equal on all ranks. Collective."""
@@ -86,11 +86,13 @@ class ShardedGradient(Tensor):
         if func in SAME and isinstance(first, ShardedGradient):
             return first
         if func in IN_PLACE and isinstance(first, ShardedGradient) and _are_scalars(args[1:], kwargs):
-            first.holder.edit(lambda part: func(part, *args[1:], **kwargs), _name(func))
+            operands = [*args[1:], *kwargs.values()]
+            first.holder.edit(lambda part: func(part, *args[1:], **kwargs), _name(func), operands)
             return first
         if func in EACH and all(isinstance(one, ShardedGradient) for one in args[0]) and _are_scalars(args[1:], kwargs):
             for one in args[0]:
-                one.holder.edit(lambda part: EACH[func](part, *args[1:], **kwargs), _name(func))
+                operands = [*args[1:], *kwargs.values()]
+                one.holder.edit(lambda part: EACH[func](part, *args[1:], **kwargs), _name(func), operands)
             return None
         if func is _aten._foreach_norm.Scalar and all(isinstance(one, ShardedGradient) for one in args[0]):
             return [one.holder.norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]

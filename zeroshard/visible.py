@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch.linalg import vector_norm
 from zeroshard.absent import as_tensors
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
+from zeroshard.settings import Items, plain
 from zeroshard.sharded_gradient import ShardedGradient
 from zeroshard.unit import Unit
 
@@ -41,6 +42,8 @@ class VisibleGradients:
 
     Attributes:
         version: changes whenever a reduced gradient may have changed.
+        edits: what has been done to gradients that no rank holds in full, since ranks have compared it: (parameter,
+            what).
         final: whether reduced gradients are means of the losses as they are: neither scaled nor weighted.
     """
 
@@ -50,6 +53,8 @@ class VisibleGradients:
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit, _ in self._units}
         self._sharded: dict[nn.Parameter, ShardedGradient] = {}
         self._edits = 0
+        self.edits: list[tuple[str, str]] = []
+        self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
         self.final = True
 
@@ -153,8 +158,27 @@ class VisibleGradients:
             self._sharded[parameter] = ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
         return self._sharded[parameter]
 
-    def edit(self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str) -> None:
+    def edited(self) -> Items:
+        """For ranks to compare: of each parameter, what has been done to its gradient."""
+        of_each: dict[str, list[str]] = {}
+        for name, what in self.edits:
+            of_each.setdefault(name, []).append(what)
+        return tuple((f"what was done to p.grad of {name}", ", ".join(done)) for name, done in of_each.items())
+
+    def _number(self, value: Any) -> Any:
+        """Of an operand; of a tensor that many gradients are multiplied by (a clip's) it is asked for once."""
+        if not isinstance(value, Tensor) or value.is_inference():
+            return plain(value)
+        if self._last_number is None or self._last_number[0] is not value or self._last_number[1] != value._version:
+            self._last_number = value, value._version, plain(value)
+        return self._last_number[2]
+
+    def edit(
+        self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]
+    ) -> None:
         assert unit.grads is not None
+        name = unit.layout.slots[index].name
+        self.edits.append((name, f"{what}({', '.join(repr(self._number(value)) for value in operands)})"))
         part = unit.grads.held_part(index)
         if part.numel():
             operation(part)
@@ -222,10 +246,10 @@ class _Holder:
             raise RuntimeError("the handle of this gradient is gone")
         return unit
 
-    def edit(self, operation: Callable[[Tensor], object], what: str) -> None:
+    def edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
         if what != "zero_":
             self._expect_final(what)
-        self._visible.edit(self._unit, self._index, operation, what)
+        self._visible.edit(self._unit, self._index, operation, what, operands)
 
     def norm(self, norm_type: float) -> Tensor:
         self._expect_final("norm")

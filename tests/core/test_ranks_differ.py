@@ -17,7 +17,7 @@ from zeroshard.testing import run_ranks
 
 SHARDED = ["zero1", "zero2", "zero3"]
 PLANS = ["ddp", *SHARDED]
-Case = Callable[[int, nn.Module, zeroshard.Handle, zeroshard.ShardedOptimizer], object]
+Case = Callable[[int, Any, Any, Any], object]
 
 
 def build() -> nn.Sequential:
@@ -111,5 +111,231 @@ def test_rows_of_other_lengths_and_long_rows() -> None:
         with pytest.raises(RuntimeError, match="a test: rank 0 brings 8 bytes, rank 1 16"):
             collectives.exchange(torch.zeros(1 + rank, dtype=torch.float64), "a test")
         assert collectives.exchange_objects(rank) == [0, 1, 2]  # all of them have heard so, and go on
+
+    run_ranks(run, 3)
+
+
+# Ranks step with different settings ----------------------------------------------------------------------------------
+
+
+class Run:
+    """One rank's training, in which `differs` does something else on rank 1."""
+
+    def __init__(self, rank: int, plan: str, num_steps: int = 3) -> None:
+        self.rank, self.num_steps = rank, num_steps
+        self.model = build()
+        self.module: Any = self.model
+        self.handle = zeroshard.shard(self.model, plan)
+        self.optimizer = self.optimize()
+
+    def optimize(self) -> Any:
+        return zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=0.1)
+
+    def edit(self, step: int) -> None:
+        """Between backward and step."""
+
+    def after(self, step: int) -> None:
+        """A step."""
+
+    def backward(self, step: int) -> None:
+        backward(self.model, self.rank, step)
+
+    def train(self) -> None:
+        for step in range(self.num_steps):
+            self.optimizer.zero_grad()
+            self.backward(step)
+            self.edit(step)
+            self.optimizer.step()
+            self.after(step)
+
+
+class OtherLr(Run):
+    named = r"^the ranks step with different settings. lr of group 0: 0.1 on rank 0, 0.2 on rank 1"
+
+    def optimize(self) -> Any:
+        return zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=0.1 * (1 + (self.rank == 1)))
+
+
+class OtherClass(Run):
+    named = r"class of group 0: 'torch.optim.sgd.SGD' on rank 0, 'torch.optim.adam.Adam' on rank 1"
+
+    def optimize(self) -> Any:
+        return zeroshard.ShardedOptimizer(
+            self.handle, torch.optim.Adam if self.rank == 1 else torch.optim.SGD, lr=0.1, weight_decay=0.0
+        )
+
+
+class OtherWhole(Run):
+    named = r"momentum of group 0: 0.9 on rank 0, 0.8 on rank 1"
+
+    def optimize(self) -> Any:
+        groups = [
+            {"params": [p for p in self.model.parameters() if p.dim() == 2], "optimizer_class": torch.optim.Muon},
+            {"params": [p for p in self.model.parameters() if p.dim() == 1]},
+        ]
+        groups[0]["momentum"] = 0.8 if self.rank == 1 else 0.9
+        return zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1)
+
+
+class Plateau(Run):
+    """The everyday case."""
+
+    named = r"lr of group 0: 0.1 on rank 0, 0.01\d* on rank 1.*average the loss"
+
+    def after(self, step: int) -> None:
+        if step == 0:
+            self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0)
+        self.scheduler.step(float(step) if self.rank == 1 else -float(step))
+
+
+class OtherMembers(Run):
+    named = r"the param group of 0.bias: 1 on rank 0, 0 on rank 1"
+
+    def optimize(self) -> Any:
+        dims = (1, 2) if self.rank == 1 else (2,)
+        groups = [
+            {"params": [p for n, p in self.model.named_parameters() if p.dim() in dims and n != "2.bias"]},
+            {"params": [p for n, p in self.model.named_parameters() if p.dim() not in dims or n == "2.bias"]},
+        ]
+        return zeroshard.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
+
+
+class OtherNumberOfGroups(Run):
+    named = r"class of group 1: 'torch.optim.sgd.SGD' on rank 0, nothing on rank 1|the param group of"
+
+    def optimize(self) -> Any:
+        parameters = list(self.model.parameters())
+        groups = [parameters] if self.rank == 1 else [parameters[:1], parameters[1:]]
+        return zeroshard.ShardedOptimizer([{"params": one} for one in groups], torch.optim.SGD, lr=0.1)
+
+
+class OtherClip(Run):
+    named = r"clip_grad_norm_\(max_norm, norm_type\): \(0.01, 2.0\) on rank 0, \(0.02, 2.0\) on rank 1"
+
+    def edit(self, step: int) -> None:
+        self.optimizer.clip_grad_norm_(0.02 if self.rank == 1 else 0.01)
+
+
+class ClipOnOne(Run):
+    named = r"clip_grad_norm_\(max_norm, norm_type\): nothing on rank 0, \(0.01, 2.0\) on rank 1"
+
+    def edit(self, step: int) -> None:
+        if self.rank == 1:
+            self.optimizer.clip_grad_norm_(0.01)
+
+
+class OtherClamp(Run):
+    named = r"clip_grad_value_: None on rank 0, 0.01 on rank 1"
+
+    def edit(self, step: int) -> None:
+        if self.rank == 1:
+            self.optimizer.clip_grad_value_(0.01)
+
+
+class AfterClip(Run):
+    """The exchange of the step was over by then."""
+
+    named = r"after clip_grad_norm_, lr of group 0: as before on rank 0, 0.3 on rank 1. The step before has used it"
+
+    def edit(self, step: int) -> None:
+        self.optimizer.clip_grad_norm_(1.0)
+        self.optimizer.param_groups[0]["lr"] = 0.3 if self.rank == 1 and step == 1 else 0.1
+
+
+class OtherScale(Run):
+    named = r"the loss scales of this step: .*1024.* on rank 0, .*2048.* on rank 1"
+
+    def optimize(self) -> Any:
+        return zeroshard.ShardedOptimizer(
+            self.handle, torch.optim.SGD, lr=0.1, loss_scale=2048.0 if self.rank == 1 else 1024.0
+        )
+
+    def backward(self, step: int) -> None:
+        self.optimizer.backward(self.model(torch.ones(4, 16) + self.rank).square().mean())
+
+
+class ScaleOnOne(OtherScale):
+    named = r"the loss scales of this step: .*1024.* on rank 0, \(\) on rank 1"
+
+    def optimize(self) -> Any:
+        return zeroshard.ShardedOptimizer(
+            self.handle, torch.optim.SGD, lr=0.1, loss_scale=1.0 if self.rank == 1 else 1024.0
+        )
+
+
+class WeightsOnOne(Run):
+    named = r"the losses of this step have weights: False on rank 0, True on rank 1"
+
+    def backward(self, step: int) -> None:
+        loss = self.model(torch.ones(4, 16) + self.rank).square().mean()
+        self.optimizer.backward(loss, weight=3.0 if self.rank == 1 else None)
+
+
+SETTINGS = [
+    *(OtherLr, OtherClass, OtherWhole, Plateau, OtherMembers, OtherNumberOfGroups, OtherClip, ClipOnOne),
+    *(OtherClamp, AfterClip, OtherScale, ScaleOnOne, WeightsOnOne),
+]
+
+
+@pytest.mark.parametrize("differs", SETTINGS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_rank_says_which_setting_differs(differs: Any, num_ranks: int) -> None:
+    plans = ["ddp", "zero3"] if num_ranks == 2 else ["zero1", "zero2"]
+    for plan in plans:
+        said = said_by_all(num_ranks, lambda rank, plan=plan: differs(rank, plan).train())
+        assert re.search(differs.named, said.replace("rank 0 and 2", "rank 0")), said
+
+
+class OtherFactor(Run):
+    named = r"what was done to p.grad of 0.weight: mul_\(0.5\) on rank 0, mul_\(1.0\) on rank 1"
+
+    def edit(self, step: int) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad.mul_(1.0 if self.rank == 1 else 0.5)
+
+
+class FactorOnOne(Run):
+    named = r"what was done to p.grad of 2.bias: nothing on rank 0, clamp_\(.*0.5.*\) on rank 1"
+
+    def edit(self, step: int) -> None:
+        if self.rank == 1:
+            self.module[2].bias.grad.clamp_(min=-0.5, max=0.5)
+
+
+class OtherTorchClip(Run):
+    named = r"what was done to p.grad of 0.weight: mul_\(.*\) on rank 0, mul_\(.*\) on rank 1"
+
+    def edit(self, step: int) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3 * (1 + (self.rank == 1)))
+
+
+@pytest.mark.parametrize("differs", [OtherFactor, FactorOnOne, OtherTorchClip])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_rank_says_what_was_done_to_a_gradient(differs: Any, num_ranks: int) -> None:
+    for plan in ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]:
+        said = said_by_all(num_ranks, lambda rank, plan=plan: differs(rank, plan).train())
+        assert re.search(differs.named, said.replace("rank 0 and 2", "rank 0")), said
+
+
+def test_after_a_difference_ranks_go_on() -> None:
+    """Nothing has been updated: with the same settings the step is that of ranks that never differed."""
+
+    def run(rank: int) -> None:
+        ends = []
+        for wrong in (False, True):
+            model = build()
+            handle = zeroshard.shard(model, "zero2")
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                if wrong and step == 1:
+                    optimizer.param_groups[0]["lr"] = 0.1 + rank
+                    with pytest.raises(RuntimeError, match="lr of group 0"):
+                        optimizer.step()
+                    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64) if rank else 0.1
+                optimizer.step()
+            ends.append(handle.full_state_dict())
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
     run_ranks(run, 3)

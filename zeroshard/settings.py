@@ -1,0 +1,176 @@
+"""What a step depends on beside the gradients, alike on every rank: classes, hyper-parameters, clips, loss scales.
+
+Each rank brings one number that stands for all of it to the control exchange. Only where these differ the ranks tell
+each other the values, and all raise, with what differs. (The everyday case: a scheduler that is fed each rank's own
+loss. Every part of a parameter would be stepped with another learning rate.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOT_TOLD = -1.0
+"""In place of a digest: this rank does what the others tell it (see `join.py`)."""
+
+Items = tuple[tuple[str, Any], ...]
+Words = dict[str, str]
+"""What it is -> its value."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The names of each param group's parameters."""
+
+    names: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def digest(self) -> int:
+        return zlib.crc32(repr([sorted(of_group) for of_group in self.names]).encode())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one optimizer, plain values.
+
+    Attributes:
+        groups: of each param group, the class and the hyper-parameters.
+        members: and the parameters.
+        others: what has been asked for between backward and step.
+        edits: what has been done to gradients. (Once more, and they are compared once more.)
+    """
+
+    groups: tuple[Items, ...]
+    members: Members
+    others: Items
+    edits: Items
+
+    @cached_property
+    def digest(self) -> int:
+        groups = [sorted(items) for items in self.groups]
+        return zlib.crc32(repr((groups, self.members.digest, self.others, self.edits)).encode())
+
+    def words(self) -> Words:
+        of_groups = {
+            f"{key} of group {number}": repr(value) for number, items in enumerate(self.groups) for key, value in items
+        }
+        of_members = {
+            f"the param group of {name}": str(number)
+            for number, names in enumerate(self.members.names)
+            for name in names
+        }
+        return of_groups | of_members | {key: repr(value) for key, value in self.others} | dict(self.edits)
+
+
+@dataclass
+class Told:
+    """What one optimizer tells the others of its settings: those of the step at hand, and those of steps that were
+    taken with others than had been compared (they were changed between `clip_grad_norm_` and `step`)."""
+
+    compared: Settings | None = None
+    _late: list[tuple[Settings, Settings]] = field(default_factory=list)  # compared, and stepped with
+    _now: Settings | None = None
+
+    def begin(self, now: Settings | None) -> None:
+        """They are about to be compared; None: this rank has nothing to say."""
+        if now is not None and now == self.compared:
+            now = self.compared  # its digest is known
+        self._now = now
+
+    def went_on_with(self, now: Settings | None) -> None:
+        """Without another exchange."""
+        if now is not None and self.compared is not None and now != self.compared:
+            self._late.append((self.compared, now))
+            self.compared = now
+
+    @property
+    def digest(self) -> float:
+        if self._now is None:
+            return NOT_TOLD
+        digest = self._now.digest
+        for _, late in self._late:
+            digest = zlib.crc32(f"{digest} {late.digest}".encode())
+        return float(digest)
+
+    def words(self) -> Words:
+        if self._now is None:
+            return {}
+        late = {
+            f"{_LATE}{key}": value
+            for before, after in self._late
+            for key, value in after.words().items()
+            if before.words().get(key) != value
+        }
+        return late | self._now.words()
+
+    def end(self) -> None:
+        """They have been compared."""
+        now, self._now = self._now, None
+        self.compared = replace(now, edits=()) if now is not None and now.edits else now
+        self._late.clear()
+
+
+_LATE = "after clip_grad_norm_, "
+
+
+def plain(value: Any) -> Any:
+    """A value of which `repr` is the same on every rank where it means the same: numbers as float, tensors of one
+    element as their number. What has no value to compare counts by its type."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, Tensor):
+        return plain(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return tuple(map(plain, value))
+    if isinstance(value, Mapping):
+        return tuple((str(key), plain(one)) for key, one in value.items())
+    return str(value) if isinstance(value, torch.dtype) else f"a {type(value).__name__}"
+
+
+def differ(digests: Sequence[float]) -> bool:
+    """Of all ranks, as `Told.digest` gives them."""
+    return len(set(digests) - {NOT_TOLD}) > 1
+
+
+def difference(by_rank: Sequence[Words]) -> str:
+    """The first thing that differs, with its value on each rank, and what to do; "" for none.
+
+    Args:
+        by_rank: `Told.words` of each rank.
+    """
+    telling = {rank: words for rank, words in enumerate(by_rank) if words}
+    keys = dict.fromkeys(key for words in telling.values() for key in words)
+    for key in sorted(keys, key=lambda key: not key.startswith(_LATE)):
+        ranks: dict[str, list[int]] = {}
+        for rank, words in telling.items():
+            ranks.setdefault(words.get(key, "as before" if key.startswith(_LATE) else "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            return (
+                f"{key}: {', '.join(f'{value} on {_ranks(where)}' for value, where in ranks.items())}. {_advice(key)}"
+            )
+    return ""
+
+
+def _advice(key: str) -> str:
+    done = "The step before has used it: go on from a checkpoint" if key.startswith(_LATE) else _NOTHING
+    if " of group " in key and "class" not in key:
+        return (
+            f"{done}. Every rank must step with the same hyper-parameters: give the scheduler the same number on every "
+            "rank (average the loss over the ranks first)"
+        )
+    return f"{done}. Every rank must build its optimizer alike, and do the same between backward and step"
+
+
+_NOTHING = "Nothing has been updated"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {' and '.join(map(str, ranks))}"
