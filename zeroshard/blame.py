@@ -9,12 +9,14 @@ from zeroshard.positions import Position
 from zeroshard.processes import Who
 
 GIVING_UP = "giving up"
+OUTSIDE = "outside of the program's own lines"
 STILL_SECONDS = 1.5
 """A rank that has not been heard of for so long stands still, or cannot be heard."""
 COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
 )
+_LEFT = "come to the end of its program, without an error"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
 
 
@@ -61,9 +63,9 @@ def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list
         name = f"rank {other} ({theirs})"
         state = theirs.state if theirs.is_neighbour_of(me) else "unknown"
         if seen.left:
-            lines.append(f"{name} has left: its work is done; it was last seen {seen.where}. {COLLECTIVE}. {UNEVEN}")
+            lines.append(f"{name} has {_LEFT}{_last_seen(seen.where)}. {COLLECTIVE}. {UNEVEN}")
         elif state == "ended":
-            lines.append(f"{name} has ended; it was last seen {seen.where}")
+            lines.append(f"{name} has ended{_last_seen(seen.where)}")
         elif seen.is_silent and state == "unknown" and _is_whole_host_silent(theirs, who, others):
             unheard.setdefault((theirs.host, theirs.name), []).append(other)
         elif seen.is_silent:
@@ -79,6 +81,10 @@ def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list
     return lines or elsewhere
 
 
+def _last_seen(where: str) -> str:
+    return f"; it was last seen {where}" if where not in (OUTSIDE, GIVING_UP) else ""
+
+
 def _is_whole_host_silent(host: Who, who: Mapping[int, Who], others: Mapping[int, Seen]) -> bool:
     there = [rank for rank, one in who.items() if (one.host, one.name) == (host.host, host.name)]
     return all(rank in others and (others[rank].is_silent or others[rank].left) for rank in there)
@@ -92,7 +98,7 @@ def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where
             sentences.append(f"rank {rank} waits in {positions[rank].wait.text}, {where[rank]}")
         else:
             some_left = True
-            sentences.append(f"rank {rank} has left: its work is done; it was last seen {where[rank]}")
+            sentences.append(f"rank {rank} has {_LEFT}{_last_seen(where[rank])}")
     text = f"ranks wait for each other without end: {'; '.join(sentences)}. {COLLECTIVE}"
     return f"{text}. {UNEVEN}" if some_left else text
 

@@ -521,7 +521,7 @@ class Collectives:
         if location is None:
             return None
         num_bytes = sum_.portions.total * full.element_size()
-        told = self.messages.tell(axis, location, "reduce_scatter", unit, num_bytes)
+        told = self.messages.tell(axis, location, "reduce_scatter", label(unit), num_bytes)
 
         def sum_from_peers() -> Sequence[Any]:
             own = sum_.portions.of_shard[axis.rank]
@@ -571,7 +571,7 @@ class Collectives:
         carved, rest = carve(sum_.scratch, len(peers) - len(spared), moved.numel_of(axis.rank), wire)
         received = [*spared, *(split_like(term, sum_.places) for term in carved)]
         num_bytes = moved.total * full.element_size()
-        told = self.messages.tell(axis, None, kind, unit, num_bytes) if kind == "reduce_scatter" else None
+        told = self.messages.tell(axis, None, kind, label(unit), num_bytes) if kind == "reduce_scatter" else None
         works = [receive(axis, part, peer, kind) for peer, term in zip(peers, received, strict=True) for part in term]
         left = rest
         for peer in peers:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from zeroshard.collectives import Collectives
 from zeroshard.unit import Unit
 
-_POINT = "(a change of requires_grad)"
+_POINT = "a change of requires_grad"
 
 Slots = dict[Unit, set[int]]
 """Of each unit, by index."""

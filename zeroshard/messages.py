@@ -29,21 +29,27 @@ _TAGS = {
 """Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
 
 
-_ON_REQUEST = ("unshard", "state")
+_ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
 
 
-def label(unit: str, phase: str) -> str:
-    """What is gathered, in a message: weights for the training, or something of the unit that was asked for."""
-    return f"{unit} ({phase})" if phase in _ON_REQUEST else unit
+def labels(unit: str) -> list[str]:
+    """All that there are of one."""
+    return [label(unit, phase) for phase in ("", *_ON_REQUEST)]
+
+
+def label(unit: str, phase: str = "") -> str:
+    """Of which unit it is, in a message: weights and gradients for the training, or something that was asked for."""
+    return f"unit {unit}{f' ({_ON_REQUEST[phase]})' if phase in _ON_REQUEST else ''}"
 
 
 @dataclass(eq=False)
 class Told:
-    """Messages between all ranks of an axis: which unit this is, and where it lies. `works`: not yet waited for."""
+    """Messages between all ranks of an axis: what this is about (a `label`, or a point of the program), and where it
+    lies. `works`: not yet waited for."""
 
     axis: Axis
     kind: str
-    unit: str
+    about: str
     num_bytes: int
     works: list[Any]
     messages: dict[int, Tensor]
@@ -68,19 +74,19 @@ class Messages:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.failed = False
-        self._unit_names: dict[int, str] = {}
+        self._known: dict[int, str] = {}
         self._unheard: dict[str, deque[Told]] = {}
 
-    def tell(self, axis: Axis, location: Location | None, kind: str, unit: str, num_bytes: int) -> Told:
-        """Tell all peers which unit this is, how many bytes of it (and where to read it, if they can), and hear it of
+    def tell(self, axis: Axis, location: Location | None, kind: str, about: str, num_bytes: int) -> Told:
+        """Tell all peers what this is about, how many bytes of it (and where to read it, if they can), and hear it of
         them."""
         where = astuple(location) if location is not None else (0, 0, 0, 0)
-        mine = torch.tensor([*where, num_bytes, self._number_of(unit)], dtype=torch.int64)
+        mine = torch.tensor([*where, num_bytes, self._number_of(about)], dtype=torch.int64)
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
         messages = {rank: torch.empty_like(mine) for rank in peers}
         works = [receive(axis, messages[rank], rank, f"tell {kind}") for rank in peers]
         works += [send(axis, mine, rank, f"tell {kind}") for rank in peers]
-        told = Told(axis, kind, unit, num_bytes, works, messages)
+        told = Told(axis, kind, about, num_bytes, works, messages)
         self._unheard.setdefault(kind, deque()).append(told)
         return told
 
@@ -97,19 +103,23 @@ class Messages:
             first.arrive()
             for rank, message in first.messages.items():
                 number = int(message[-1])
-                if number != self._number_of(first.unit):
-                    theirs = self._unit_names.get(number, "one that this rank does not have")
-                    raise OutOfOrder(
-                        f"{told.kind}: rank {self.rank} is at unit {first.unit}, rank "
-                        f"{told.axis.ranks[rank]} at unit {theirs}. Nothing has been updated. Every rank must run the "
-                        "same units in the same order; state_dict, save and load are collective, too"
-                    )
+                if number != self._number_of(first.about):
+                    theirs = self._known.get(number, "something that this rank does not have")
+                    raise OutOfOrder(self._apart(told, rank, f"at {first.about}", f"at {theirs}"))
                 if int(message[-2]) != first.num_bytes:
-                    raise OutOfOrder(
-                        f"{told.kind}: rank {self.rank} gathers {first.num_bytes} bytes of unit {first.unit}, rank "
-                        f"{told.axis.ranks[rank]} {int(message[-2])} bytes. Nothing has been updated. Every rank must "
-                        "run the same units in the same order; state_dict, save and load are collective, too"
-                    )
+                    sizes = [
+                        f"at {num_bytes} bytes of {first.about}" for num_bytes in (first.num_bytes, int(message[-2]))
+                    ]
+                    raise OutOfOrder(self._apart(told, rank, *sizes))
+
+    def _apart(self, told: Told, other: int, mine: str, theirs: str) -> str:
+        """`other`: a rank of the axis."""
+        peer = told.axis.ranks[other]
+        return (
+            f"{told.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
+            f"{watch.where_is(peer)}. Nothing has been updated. Every rank must run the same units in the same order; "
+            "full_state_dict, unsharded, state_dict, save and load are collective, too: call them on every rank"
+        )
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -125,13 +135,13 @@ class Messages:
             ours = isinstance(error, OutOfOrder) or not isinstance(error, RuntimeError)
             lost = None if ours else watch.explain(error)
             if lost is not None:
-                raise lost from error
+                raise lost from None  # gloo's own words would come first, and say less
             raise
 
-    def introduce(self, unit: str) -> None:
-        """Whose name a message may carry."""
-        for phase in ("forward", *_ON_REQUEST):
-            self._number_of(label(unit, phase))
+    def introduce(self, *abouts: str) -> None:
+        """What a message may be about."""
+        for about in abouts:
+            self._number_of(about)
 
     def acknowledge(self, axis: Axis) -> list[Any]:
         """Tell all peers that their memory has been read; the works are done when they have said so too."""
@@ -140,15 +150,21 @@ class Messages:
         works = [receive(axis, tokens[rank], rank, "read") for rank in peers]
         return works + [send(axis, tokens[axis.rank], rank, "read") for rank in peers]
 
-    def _number_of(self, unit: str) -> int:
-        number = zlib.crc32(unit.encode())
-        self._unit_names[number] = unit
+    def _number_of(self, about: str) -> int:
+        number = zlib.crc32(about.encode())
+        self._known[number] = about
         return number
 
 
 def send(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    return axis.group.send([tensor], rank, _TAGS[kind])
+    try:
+        return axis.group.send([tensor], rank, _TAGS[kind])
+    except RuntimeError as error:  # the connection is closed already
+        raise watch.explain(error) or error from None
 
 
 def receive(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    return axis.group.recv([tensor], rank, _TAGS[kind])
+    try:
+        return axis.group.recv([tensor], rank, _TAGS[kind])
+    except RuntimeError as error:
+        raise watch.explain(error) or error from None

@@ -32,9 +32,9 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
     """
     mine = {name: fingerprint(value) for name, value in values.items()}
     whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len(set(collectives.exchange_objects(whole))) == 1:
+    if len(set(collectives.exchange_objects(whole, what))) == 1:
         return
-    by_rank = collectives.exchange_objects(mine)
+    by_rank = collectives.exchange_objects(mine, what)
     found = differing(by_rank)
     names = ", ".join(f"{name} (rank {', '.join(map(str, ranks))})" for name, ranks in list(found.items())[:SHOWN])
     raise ValueError(f"{what}: other values than on rank 0 in {names}{' and others' * (len(found) > SHOWN)}. {instead}")

@@ -25,6 +25,7 @@ from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.managed import EVERYTHING, Managed
+from zeroshard.messages import labels
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.pool import Borrower, plain_bytes
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
@@ -94,7 +95,7 @@ class Unit:
     ) -> None:
         self.index, self.spec, self.plan = index, spec, plan
         self.edits = 0
-        collectives.messages.introduce(spec.name)
+        collectives.messages.introduce(*labels(spec.name))
         self.parameters = tuple(parameters)
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.backends import backends_of, timeout_of
-from zeroshard.blame import GIVING_UP, Seen, blame, describe_knot
+from zeroshard.blame import GIVING_UP, OUTSIDE, Seen, blame, describe_knot
 from zeroshard.positions import HERE, Position, knot
 from zeroshard.processes import Who
 from zeroshard.store_line import Silent, StoreLine
@@ -52,6 +52,7 @@ _OF_OTHERS = re.compile(
 """Messages of an error that another rank's end may have caused."""
 _HERE = os.path.dirname(__file__) + os.sep
 _LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
+_CALLED = ("handle.py", "optimizer.py", "shard.py", *(os.path.join("checkpoint", f"{n}.py") for n in ("save", "load")))
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _TAG = 31_333
 """Of a message that nobody sends."""
@@ -130,12 +131,13 @@ class Watch:
         if cause is None:
             found = lost.found if lost is not None else []
             if self._is_first(mine):
-                if show is not None:
-                    _tell(f"rank {self.rank} of {self.world_size} failed first:")
-                    show()
                 if found:
                     mine[1] = f"waited in vain: {'; '.join(found)}"
-                    _tell(*found)
+                    _tell(f"rank {self.rank} of {self.world_size} has waited in vain for another rank:", *found)
+                elif show is not None:
+                    _tell(f"rank {self.rank} of {self.world_size} failed first:")
+                if show is not None:
+                    show()
                 self._announce(mine)
                 return
             cause = self._hear(patience=2 * BEAT_SECONDS)
@@ -181,6 +183,12 @@ class Watch:
             raise LostPeer(_sentence(self._cause), self._cause, [])
         if any(self._silence_of(rank) > self._timeout for rank in ranks):
             raise self.what_happened()
+
+    def last_seen(self, rank: int) -> str:
+        """Where another rank has been a moment ago."""
+        with suppress(Silent):
+            self.line.ask(self._look, PATIENCE_SECONDS)
+        return self._others[rank].where if rank in self._others else OUTSIDE
 
     def _silence_of(self, rank: int) -> float:
         return self._others[rank].silent_seconds if rank in self._others else 0.0
@@ -387,6 +395,18 @@ def explain(error: BaseException) -> LostPeer | None:
     return LostPeer(text, lost.cause, lost.found)
 
 
+def where_is(rank: int) -> str:
+    """To go on a sentence with: the line of the program that a rank is at, and the call; of others, as they last said.
+    Empty where it is not known."""
+    watch = current()
+    where = OUTSIDE
+    if rank == (watch.rank if watch is not None else dist.get_rank()):
+        where = _where(threading.main_thread().ident)
+    elif watch is not None:
+        where = watch.last_seen(rank)
+    return f", {where}" if where not in (OUTSIDE, GIVING_UP) else ""
+
+
 def is_of_others(error: BaseException) -> bool:
     """Whether another rank may have caused it."""
     return isinstance(error, RuntimeError) and (isinstance(error, LostPeer) or bool(_OF_OTHERS.search(str(error))))
@@ -475,16 +495,24 @@ def _in_one_line(error: BaseException) -> str:
 def _where(thread: int | None) -> str:
     """Where a thread is: the innermost line that is not this engine's, torch's or Python's own."""
     frame = sys._current_frames().get(thread or 0)
-    inner = ""
+    inner, call = "", ""
     while frame is not None:
         code = frame.f_code
         if code is Watch._whom_to_blame.__code__:  # it waits in vain itself
             return GIVING_UP
         if not _is_library(code.co_filename):
-            return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{inner}"
+            return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
+        if _is_public(code):
+            call = f" (in {code.co_qualname})"
         inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
         frame = frame.f_back
-    return "nowhere"
+    return OUTSIDE
+
+
+def _is_public(code: CodeType) -> bool:
+    """A function of this engine that users call."""
+    here = code.co_filename.removeprefix(_HERE)
+    return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
 
 
 def _is_library(path: str) -> bool:

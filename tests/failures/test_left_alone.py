@@ -36,6 +36,8 @@ def in_its_own_way(run: Run, case: str, folder: Path) -> None:
         zeroshard.save(folder, run.handle, run.optimizer, step=1)
     elif case == "asks for the state":
         run.optimizer.state_dict()
+    elif case == "asks for the weights":
+        run.handle.full_state_dict()
     elif case == "meets":
         dist.barrier()
 
@@ -53,6 +55,7 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
         ("ddp", "ends"),
         ("zero1", "asks for the state"),
         ("zero3", "asks for the state"),
+        ("zero3", "asks for the weights"),
         ("zero2", "saves"),
         ("zero3", "meets"),
         ("ddp", "meets"),
@@ -63,9 +66,9 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
         if case == "ends":
             expect(
                 ended,
-                r"rank 0 of 2 failed first:",
-                r"waited in vain in (all_gather|reduce_scatter|an exchange).*: rank 1 \(process \d+ on .*\) has left: "
-                r"its work is done; it was last seen .*are collective: every rank has to call them",
+                r"rank 0 of 2 has waited in vain for another rank:\nzeroshard: rank 1 .*has come to the end of",
+                r"waited in vain( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\) has "
+                r"come to the end of its program, without an error; it was last seen .*are collective: every rank has",
                 r"use `with handle.join\(\):`",
             )
         elif case == "meets":
@@ -82,6 +85,9 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
                 r"ranks wait for each other without end: .*are collective|is at unit .*must run the same units",
                 ended.said,
             ), (plan, case, ended.said)
+        if case.startswith("asks"):  # the call, and its line
+            call = "ShardedOptimizer.state_dict" if case.endswith("state") else "Handle.full_state_dict"
+            expect(ended, rf"rank 1 .*at test_left_alone\.py:\d+ in in_its_own_way \(in {call}\)")
 
 
 def patient(rank: int, mark: Callable[[], Any], how: str) -> None:

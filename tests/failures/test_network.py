@@ -78,7 +78,7 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
     nobody = blame(0, everybody, {1: seen(0.1), 2: seen(0.3), 3: seen(0.2)})
     assert len(nobody) == 3 and all("is at train.py:3" in line for line in nobody)
     left = blame(0, everybody, {1: seen(9.0, left=True), 2: seen(0.3), 3: seen(0.2)})
-    assert len(left) == 1 and "rank 1 (process 999999999 on b) has left: its work is done" in left[0]
+    assert len(left) == 1 and "rank 1 (process 999999999 on b) has come to the end of its program" in left[0]
 
 
 def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
