@@ -14,7 +14,9 @@ def main() -> None:
         code = run(sys.argv[1:])
     except ModuleNotFoundError as error:
         if error.name in _FROM_THE_EXTRA:
-            sys.exit(f"zeroshard: the command line needs {error.name}: pip install 'zeroshard[train]'")
+            sys.exit(
+                f"zeroshard: the command line needs {error.name}: in a clone of the project, pip install '.[train]'"
+            )
         raise
     if "zeroshard.watch" in sys.modules:
         sys.modules["zeroshard.watch"].stop()

@@ -20,7 +20,7 @@ from zeroshard.testing import expect_same_logs, run_ranks
 class WithBuffers(Net):
     def __init__(self) -> None:
         super().__init__(tied=True, blocks=2)
-        self.batch_norm = nn.BatchNorm1d(7)
+        self.batch_norm = nn.BatchNorm1d(7, affine=False)
         self.embed.weight.requires_grad_(False)
 
 

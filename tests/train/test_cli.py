@@ -103,7 +103,9 @@ def test_core_imports_without_the_extras() -> None:
         text=True,
     )
     assert command.returncode != 0
-    assert command.stderr == "zeroshard: the command line needs click: pip install 'zeroshard[train]'\n"
+    assert (
+        command.stderr == "zeroshard: the command line needs click: in a clone of the project, pip install '.[train]'\n"
+    )
 
 
 def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tmp_path: Path) -> None:
