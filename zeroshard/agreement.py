@@ -14,6 +14,8 @@ from zeroshard.control import Control, Status, exchange_control
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle
 from zeroshard.orders import Voice
+from zeroshard.placement import REPLICATED
+from zeroshard.same_gradients import SameGradients
 from zeroshard.scaling import LossScaling
 from zeroshard.settings import Items, Settings, Told, plain
 from zeroshard.unit import Unit
@@ -27,6 +29,7 @@ class Agreement:
     Attributes:
         units: the slots of each unit that are this optimizer's, in the handle's order.
         half_done: an update has raised: some of main is new, some is not.
+        same: where every rank has the gradients in full: samples of them.
         used_up: a step has used the gradients, and nobody has called `zero_grad` since.
     """
 
@@ -45,6 +48,8 @@ class Agreement:
         self._handle, self._scaling = handle, scaling
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._told_settings = Told()
+        in_full = handle.plan.main is REPLICATED or handle.plan.external_gradients
+        self.same = SameGradients(handle.collectives) if in_full else None
         self._known: tuple[tuple[int, ...], Control] | None = None  # and the version of the gradients it is about
 
     def control(
@@ -121,6 +126,8 @@ class Agreement:
         flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
         self._handle.gatherer.finish()  # a gather that is late would meet what the step writes
         self._sample_weights()
+        if self.same is not None and status is Status.READY:
+            self.same.look(self.units)
         control = exchange_control(
             self._handle.collectives,
             status,
@@ -130,6 +137,7 @@ class Agreement:
             norm_type,
             flags + self._scaling.overflows(),
             self._told_settings,
+            self.same,
         )
         if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
             self._handle.reducer.reduce_by_hand(by_hand)

@@ -2,7 +2,7 @@
 
 Each rank contributes one row of float64; every rank reads all rows, in rank order:
 
-    | status | weight | digest of collectives | of samples | of settings | norm term per group ... | slots ... |
+    | status | weight | digests: collectives, settings, samples, gradients | norm term per group ... | slots ... |
 
 (An all-gather of rows rather than an all-reduce: sums are taken in rank order on every rank, so they are bit-equal
 there and under every plan; maxima and a rank's name come for free.) Norms are those of the own shard under every plan,
@@ -23,10 +23,11 @@ from torch.linalg import vector_norm
 
 from zeroshard.collectives import Collectives
 from zeroshard.packets import Uneven
+from zeroshard.same_gradients import SameGradients
 from zeroshard.samples import first_difference
 from zeroshard.settings import Told, differ, difference
 
-_HEAD = 5
+_HEAD = 6
 """Numbers before the norm terms."""
 _WORD_BITS = 48
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
@@ -89,6 +90,7 @@ def exchange_control(
     norm_type: float,
     present: Sequence[bool],
     settings: Told,
+    same: SameGradients | None,
 ) -> Control:
     """Contribute this rank's row and read all of them. Collective.
 
@@ -96,18 +98,20 @@ def exchange_control(
         gradients: (param group, piece of the own shard of the gradient), all groups together.
         present: for each slot, whether it got a gradient on this rank.
         settings: which this rank steps with.
+        same: samples of the gradients, where every rank has them in full.
 
     Raises:
-        RuntimeError: ranks step with different settings (with what differs), have not issued the same collectives since
-            the start (with the ranks that differ), or have found other values in what they gathered.
+        RuntimeError: ranks step with different settings or gradients (with what differs), have not issued the same
+            collectives since the start (with the ranks that differ), or have found other values in what they gathered.
     """
     terms = _norm_terms(gradients, num_groups, norm_type, collectives.device)
     numbers = [status, weight, collectives.log.digest, settings.digest]
     head = torch.tensor(numbers, dtype=torch.float64, device=terms.device)
     samples = collectives.samples.digest().view(1)
+    of_gradients = same.digest().view(1) if same is not None else torch.zeros_like(samples)
     words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
     try:
-        rows = collectives.exchange(torch.cat([head, samples, terms, words]), CONTROL).cpu()
+        rows = collectives.exchange(torch.cat([head, samples, of_gradients, terms, words]), CONTROL).cpu()
     except Uneven:
         _expect_same_settings(collectives, settings)
         raise
@@ -119,6 +123,10 @@ def exchange_control(
     if len(set(rows[:, 4].tolist())) > 1:
         _expect_same_samples(collectives)
     collectives.samples.forget()
+    if same is not None:
+        if set(rows[:, 0].tolist()) == {Status.READY} and len(set(rows[:, 5].tolist())) > 1:
+            same.expect_same(CONTROL)
+        same.forget()
     mesh = collectives.mesh
     shard_ranks = [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
     sums = rows[shard_ranks, _HEAD : _HEAD + num_groups]  # one replica of each shard

@@ -72,6 +72,8 @@ def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: in
     shared = handle.collectives.shared
     old = before | storages(shared.mapped() if shared is not None else [])
     old |= storages(handle.collectives.samples.tensors())
+    for same in (optimizer.agreement.same for optimizer in handle.owners()):
+        old |= storages(same.tensors() if same is not None else [])
     for _ in range(looks):
         new = {at: size for at, size in live_storages().items() if at not in old and size > 64}
         if sum(new.values()) == sum(memory.values()) - memory["scalars"] + stray:

@@ -339,3 +339,53 @@ def test_after_a_difference_ranks_go_on() -> None:
         assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
     run_ranks(run, 3)
+
+
+# Gradients that every rank has in full --------------------------------------------------------------------------------
+
+
+class FactorUnderDdp(OtherFactor):
+    named = r"different gradients: that of 2.bias has other values on rank 1 than on rank 0.*on every rank alike"
+
+
+class DiscardedOnOne(Run):
+    named = r"different gradients: 0.bias has one on rank 0, and none on rank 1"
+
+    def edit(self, step: int) -> None:
+        if self.rank == 1:
+            self.module[0].bias.grad = None
+
+
+@pytest.mark.parametrize("differs", [FactorUnderDdp, DiscardedOnOne])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_that_one_rank_alone_has_changed_under_ddp(differs: Any, num_ranks: int) -> None:
+    """Found a step later, as ranks that had trained apart."""
+    said = said_by_all(num_ranks, lambda rank: differs(rank, "ddp").train())
+    assert re.search(differs.named, said), said
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_that_nobody_averages(num_ranks: int) -> None:
+    """A model without DDP, and an optimizer built from its parameters: each part took its own rank's gradient."""
+
+    def run(rank: int, *, missing: bool = False, averaged: bool = False) -> None:
+        model = build()
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            for parameter in model.parameters():
+                if averaged:
+                    torch.distributed.all_reduce(parameter.grad)
+            if missing and rank == 1:
+                model[2].bias.grad = None
+            if averaged and not missing:
+                model[0].bias.grad = None  # on every rank
+            optimizer.step()
+
+    said = said_by_all(num_ranks, run)
+    assert "that of parameter number 3 has other values on rank 1 than on rank 0" in said
+    assert "DistributedDataParallel" in said
+    said = said_by_all(num_ranks, lambda rank: run(rank, missing=True, averaged=True))
+    assert "parameter number 3 has one on rank 0, and none on rank 1" in said
+    run_ranks(lambda rank: run(rank, averaged=True), num_ranks)
