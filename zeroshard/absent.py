@@ -11,8 +11,8 @@ asks finds it: C++ that is handed a parameter, `torch.func` transforms of one. `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,30 +42,53 @@ _TO_THE_GRAPH = {"view_as", "expand_as"}
 """`p.expand_as(p).grad_fn` leads to the node of a leaf."""
 
 
+class _NeedsValues(Exception):
+    """What wants the values of absent parameters, and the operands."""
+
+
 class AbsentTensor(Tensor):
-    """The class that an absent parameter has besides its own.
+    """The class that an absent parameter has besides its own. An operation that reads or writes values gets them from
+    `home`, if they can be had without the other ranks.
 
     Attributes:
         unit, names: of the unit, and of its slots. The placeholder of slot i is the i-th element of its storage.
         plain: the class that the parameter has else.
+        home: where it belongs.
 
     Raises:
-        RuntimeError: from every operation that reads or writes values.
+        RuntimeError: from every operation that reads or writes values, where they cannot be had.
     """
 
     unit: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
     plain: ClassVar[type]
+    home: ClassVar[Absent]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.__name__, kwargs or {}
+        try:
+            return cls._describe(func, args, kwargs or {})
+        except _NeedsValues as needed:
+            what, operands = needed.args
+        operands = _absent_in(operands)
+        for parameter in operands:
+            if is_absent(parameter):  # another one of its unit may have brought it
+                parameter.home.bring()
+        for parameter in operands:
+            if is_absent(parameter):
+                raise RuntimeError(f"{what}: {not_here(_name_of(parameter), parameter.unit)}")
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _describe(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives that takes no values."""
+        name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             attribute = getattr(func.__self__, "__name__", "data")
             if name == "__set__" and args[0] is args[1]:  # `p.data = p`, by Module.to where there is nothing to do
                 return None
             if attribute in _VALUES:
-                _refuse(attribute if name == "__get__" else f"setting {attribute}", args)
+                raise _NeedsValues(attribute if name == "__get__" else f"setting {attribute}", args)
         elif name in _STRIDES:
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
         elif func in (torch.autograd.grad, torch.autograd.backward):
@@ -78,9 +101,9 @@ class AbsentTensor(Tensor):
             return _absent_view(func, args)
         elif name.endswith("_like") or name.startswith("new_"):
             if absent := _absent_in((args[1:], kwargs)):
-                _refuse(name, absent)
+                raise _NeedsValues(name, absent)
         elif name not in _DESCRIBE:
-            _refuse(name, _absent_in((args, kwargs)))
+            raise _NeedsValues(name, (args, kwargs))
         with as_tensors():
             return func(*args, **kwargs)
 
@@ -93,7 +116,13 @@ class AbsentTensor(Tensor):
 
 
 class Absent:
-    """The placeholders of one unit, and what becomes of its parameters' classes."""
+    """The placeholders of one unit, and what becomes of its parameters' classes.
+
+    Attributes:
+        bring: get the values without the other ranks, and `give` them, if that is possible.
+    """
+
+    bring: Callable[[], None]
 
     def __init__(self, unit: str, slots: Sequence[Slot], like: Tensor) -> None:
         value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
@@ -102,13 +131,14 @@ class Absent:
         self._views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
         self._unit, self._names = unit, tuple(slot.name for slot in slots)
         self._classes: dict[type, type[AbsentTensor]] = {}
+        self.bring = lambda: None
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """They are absent from now on, until `give`."""
         for parameter, view in zip(parameters, self._views, strict=True):
             plain = type(parameter)
             if plain not in self._classes:
-                self._classes[plain] = _class_of(plain, self._unit, self._names)
+                self._classes[plain] = _class_of(plain, self._unit, self._names, self)
             parameter.data = view
             parameter.__class__ = self._classes[plain]
 
@@ -133,9 +163,9 @@ def is_absent(tensor: Tensor) -> bool:
     return isinstance(tensor, AbsentTensor)
 
 
-def _class_of(plain: type, unit: str, names: tuple[str, ...]) -> type[AbsentTensor]:
+def _class_of(plain: type, unit: str, names: tuple[str, ...], home: Absent) -> type[AbsentTensor]:
     bases = (AbsentTensor,) if plain is Tensor else (AbsentTensor, plain)
-    attributes = {"unit": unit, "names": names, "plain": plain, "__module__": __name__}
+    attributes = {"unit": unit, "names": names, "plain": plain, "home": home, "__module__": __name__}
     return type(f"Absent{plain.__name__}", bases, attributes)
 
 
@@ -145,11 +175,6 @@ def _name_of(absent: AbsentTensor) -> str:
 
 def _absent_in(tree: Any) -> list[AbsentTensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, AbsentTensor)]
-
-
-def _refuse(what: str, operands: Sequence[Any]) -> NoReturn:
-    absent = _absent_in(operands)[0]
-    raise RuntimeError(f"{what}: {not_here(_name_of(absent), absent.unit)}")
 
 
 def not_here(name: str, unit: str) -> str:
@@ -173,7 +198,7 @@ def _unless_it_changes(func: Any, args: Any, kwargs: Any) -> Any:
             alike = torch.empty((), dtype=parameter.dtype, device=parameter.device)
         result = func(alike, *args[1:], **kwargs)
     if isinstance(result, Tensor) and result is not alike:
-        _refuse(func.__name__, args)
+        raise _NeedsValues(func.__name__, args)
     return parameter if result is alike else result
 
 
@@ -193,5 +218,5 @@ def _absent_view(func: Any, args: Any) -> Tensor:
     parameter = args[0]
     with as_tensors():
         view: Tensor = func(*args)
-    view.__class__ = _class_of(Tensor, parameter.unit, parameter.names)
+    view.__class__ = _class_of(Tensor, parameter.unit, parameter.names, parameter.home)
     return view

@@ -14,7 +14,11 @@ output of a unit, every unit that ran later in forward is done, and only what wa
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Collection, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,11 +55,15 @@ class Gatherer:
         self._uncalled: set[Unit] = set()  # not between the last two updates, though they got gradients
         self._begun: list[Unit] = []  # updated, and perhaps not read from the peers yet
         self._read_by_peers = Pending()  # what this rank gave them then
+        self._own_thread = os.getpid(), threading.get_ident()
         borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
         allotment = Allotment.of_places(unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers)
         for unit in borrowers:
             if unit.name in allotment.own:
                 self._place_of[unit] = pool.place("ring", allotment.own[unit.name], self)
+        for unit in units:
+            if unit.weights.buffer.owns_full:
+                unit.weights.absent.bring = partial(_bring, weakref.ref(self), unit)
         for kind, (count, num_bytes) in allotment.shared.items():
             self.places[kind] = [pool.place("ring", num_bytes, self) for _ in range(count)]
 
@@ -144,6 +152,17 @@ class Gatherer:
     def _wait_for_readers(self) -> None:
         """Before weights that rest in full are shown."""
         self._read_by_peers.wait()
+
+    def bring(self, unit: Unit) -> None:
+        """Somebody reads weights that rest in full, and are hidden since a step so that they can arrive behind the
+        next forward. All ranks have been in that step, so this one may wait for them alone; but not in a worker that
+        was forked, where no message arrives, nor on a thread beside the one that may show them at this moment."""
+        is_own_thread = (os.getpid(), threading.get_ident()) == self._own_thread
+        if is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
+            with torch.no_grad():
+                unit.weights.arrive()
+                self._wait_for_readers()
+                unit.weights.show()
 
     def finish(self) -> None:
         """Wait for everything that is arriving (what was expected to be needed next, say, and was not)."""
@@ -235,3 +254,9 @@ class Gatherer:
         why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
         place = self._place_of[unit] = self._pool.place("ring", num_bytes, self, why)
         return place
+
+
+def _bring(gatherer: weakref.ref[Gatherer], unit: Unit) -> None:
+    """For a parameter, which may outlive the model and must not hold its memory."""
+    if (living := gatherer()) is not None:
+        living.bring(unit)

@@ -33,6 +33,7 @@ class Weights:
     """See the module's note.
 
     Attributes:
+        absent: what the parameters are while they are hidden.
         buffer: the flat buffer, in the compute dtype.
         state: the life cycle above.
         in_use: how many forwards that need these weights, and scopes that show them, are under way.
@@ -42,7 +43,7 @@ class Weights:
     def __init__(self, unit: str, parameters: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
         self._unit = unit
         self._parameters = tuple(parameters)
-        self._absent = Absent(unit, buffer.layout.slots, buffer.shard)
+        self.absent = Absent(unit, buffer.layout.slots, buffer.shard)
         self._pending = Pending()
         self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
@@ -132,7 +133,7 @@ class Weights:
         """Let the parameters raise when they are read or written."""
         if self.shown or not self._pointers:
             self.expect_in_place()
-            self._absent.take(self._parameters)
+            self.absent.take(self._parameters)
             self._pointed(shown=False)
 
     @property
@@ -145,7 +146,7 @@ class Weights:
 
     def absent_index(self, tensor: Tensor) -> int | None:
         """Of which slot the tensor has been taken while its values were not here, if of any."""
-        return self._absent.index_of(tensor)
+        return self.absent.index_of(tensor)
 
     def expect_present(self, values: Mapping[str, Tensor]) -> None:
         """None of these has been taken from a parameter while its values were not here.

@@ -49,11 +49,10 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero3"])
-def test_a_write_raises_and_leaves_no_trace(plan: str) -> None:
+def test_a_write_raises_and_leaves_no_trace() -> None:
     def check(rank: int) -> None:
         model = make(Net)
-        handle = zeroshard.shard(model, plan, units=Block)
+        handle = zeroshard.shard(model, "zero3", units=Block)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
         target = model.blocks[1].up.weight
         for step in range(3):

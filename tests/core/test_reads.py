@@ -204,23 +204,6 @@ def test_what_would_move_cast_or_replace_a_model_raises() -> None:
     run_ranks(check, 2)
 
 
-def test_between_step_and_forward_too() -> None:
-    """ZERO2: the weights of the step are still arriving, unit by unit."""
-
-    def check(rank: int) -> None:
-        model = make(Reads)
-        handle = zeroshard.shard(model, "zero2", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        model.reads = lambda model: torch.zeros(())
-        loss_of_tokens(model, rank, 0, 0).backward()
-        optimizer.step()
-        expect_read(lambda: READS["norm"](model))
-        model.register_forward_pre_hook(lambda module, args: READS["norm"](module) and None)
-        expect_read(lambda: model(TOKENS))
-
-    run_ranks(check, 2)
-
-
 class Weights(Dataset[Tensor]):
     def __init__(self, model: Any) -> None:
         self.model = model
