@@ -35,7 +35,7 @@ def pack(what: str, row: Tensor) -> Tensor:
         row: uint8 [n].
     """
     packet = torch.zeros(HEAD_BYTES + ROOM_BYTES, dtype=torch.uint8, device=row.device)
-    packet[:HEAD_BYTES] = _head(what, row.numel()).to(row.device)
+    packet[:HEAD_BYTES] = torch.frombuffer(bytearray(_head(what, row.numel())), dtype=torch.uint8).to(row.device)
     room = row[:ROOM_BYTES]
     packet[HEAD_BYTES : HEAD_BYTES + room.numel()] = room
     return packet
@@ -67,9 +67,9 @@ def expect_same(packets: Tensor, ranks: tuple[int, ...]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _head(what: str, num_bytes: int) -> Tensor:
+def _head(what: str, num_bytes: int) -> bytes:
     text = what.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    return torch.frombuffer(bytearray(text + num_bytes.to_bytes(_SIZE_BYTES, "little")), dtype=torch.uint8)
+    return text + num_bytes.to_bytes(_SIZE_BYTES, "little")
 
 
 def _read(head: bytes) -> tuple[str, int]:
