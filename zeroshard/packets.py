@@ -16,8 +16,8 @@ from torch import Tensor
 
 _TEXT_BYTES, _SIZE_BYTES = 104, 8
 HEAD_BYTES = _TEXT_BYTES + _SIZE_BYTES
-ROOM_BYTES = 400
-"""Of a row; what is longer follows, once all are known to be at the same place."""
+ROOM_BYTES = 208
+"""Of a row: that of a step fits, mostly. What is longer follows, once all are known to be at the same place."""
 
 
 class Elsewhere(RuntimeError):
