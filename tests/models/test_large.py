@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard
 from tests.core.models import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.collectives import Collectives
+from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
-PRECISIONS = ("fp32", "bf16", "bf16-remainder")
+KEEP = (nn.BatchNorm1d,)  # its statistics are fp32
+PRECISIONS = ("fp32", MixedPrecision(keep=KEEP), MixedPrecision(main="remainder", keep=KEEP))
 
 
 class Buffered(Net):

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard
 from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
 from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
+from zeroshard.packets import HEAD_BYTES, ROOM_BYTES
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
@@ -125,8 +126,12 @@ def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
 # Transients -----------------------------------------------------------------------------------------------------------
 
 
+OF_AN_EXCHANGE = 4 * (HEAD_BYTES + ROOM_BYTES)
+"""What up to four ranks say to each other in a step: as much, whatever the model."""
+
+
 class Allocations(TorchDispatchMode):
-    """Every new storage of 1 KiB or more, whoever makes it."""
+    """Every new storage of more than that, whoever makes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,8 +142,9 @@ class Allocations(TorchDispatchMode):
         known = {_storage(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in known and leaf.untyped_storage().nbytes() >= 1024:
-                self.found.append(f"{func}: {leaf.untyped_storage().nbytes()} bytes")
+            if isinstance(leaf, Tensor) and _storage(leaf) not in known:
+                if (num_bytes := leaf.untyped_storage().nbytes()) > OF_AN_EXCHANGE:
+                    self.found.append(f"{func}: {num_bytes} bytes")
         return result
 
 
