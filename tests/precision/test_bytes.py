@@ -142,9 +142,9 @@ class Allocations(TorchDispatchMode):
         known = {_storage(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in known:
-                if (num_bytes := leaf.untyped_storage().nbytes()) > OF_AN_EXCHANGE:
-                    self.found.append(f"{func}: {num_bytes} bytes")
+            new = isinstance(leaf, Tensor) and _storage(leaf) not in known
+            if new and (num_bytes := leaf.untyped_storage().nbytes()) > OF_AN_EXCHANGE:
+                self.found.append(f"{func}: {num_bytes} bytes")
         return result
 
 
