@@ -403,6 +403,10 @@ class Collectives:
         ).contiguous()  # of all ranks as of this one, where a fake backend sends nothing
         moved = everything(rows.numel(), world.size)
         self._all_gather(world, rows.view(-1), "exchange", "control", "step", moved).at_place(at).wait()
+        if self.device.type != "cpu":
+            # A wait for NCCL's work returns at once: the host would stand where it reads the rows, unseen by the watch.
+            with HERE.waiting(at):
+                torch.accelerator.current_stream(self.device).synchronize()
         return rows
 
     def exchange_objects(self, value: Any, what: str = SOME_EXCHANGE) -> list[Any]:
