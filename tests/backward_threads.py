@@ -23,8 +23,10 @@ def backward_on_threads() -> Iterator[None]:
 
 
 def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
-    # A backward inside of one stays on its thread; so does one that a tracer runs, inside modes of its thread.
-    if torch._C._current_graph_task_id() != -1 or torch._C._len_torch_dispatch_stack():
+    # A backward inside of one stays on its thread; so does one that a tracer, a transform of torch.func or a profiler
+    # sees, as all of these are of their thread. (The threads of torch's engine inherit them.)
+    seen = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    if torch._C._current_graph_task_id() != -1 or seen or torch.autograd._profiler_enabled():
         return _run_backward(*args, **kwargs)
     result: list[Any] = []
     errors: list[BaseException] = []
