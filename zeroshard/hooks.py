@@ -113,7 +113,7 @@ class Schedule(NotCopied):
         self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
-        self._at: list[Unit] = []  # where backward is
+        self._at: dict[Unit, int] = {}  # where backward is -> the number of the backward that came there
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
@@ -244,14 +244,19 @@ class Schedule(NotCopied):
         if not free or not torch.is_grad_enabled():
             return
         visits = [Visit(unit) for unit in free]
-        if self._trains and not in_backward():
-            self._visits += visits
+        if self._trains:
+            self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
             if len(self._visits) > _MOST_VISITS * len(self.gatherer.units):  # forwards that no backward follows
                 self._visits.clear()
         for leaf in _differentiable(output):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
+
+    def _is_first_seen(self, unit: Unit) -> bool:
+        """A forward inside of a backward recomputes. In a reentrant checkpoint the first forward made no graph and left
+        no visit, and a backward of its own follows; any other left one, which backward has come to or will come to."""
+        return unit not in self._at and all(visit.unit is not unit for visit in self._visits)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -278,10 +283,14 @@ class Schedule(NotCopied):
         """Backward runs the graph in the reverse of the order in which forward made it: it is done with the units that
         it came to before. (If peers have gradients of a unit, and this rank has not, they wait for its reduction here
         before they gather the next.)"""
+        task = torch._C._current_graph_task_id()
+        # A backward inside of this one (a reentrant checkpoint's) has a later number. While it runs nobody can tell
+        # whether the outer one has more for a unit that it had come to: that is asked when it goes on.
+        waiting = {unit: of for unit, of in self._at.items() if unit not in units and of < task}
         for unit in self._at if self._accumulates else ():
-            if unit not in units and all(visit.unit is not unit for visit in self._visits):
+            if unit not in units and unit not in waiting and all(visit.unit is not unit for visit in self._visits):
                 self.reducer.complete(unit)
-        self._at = list(units)
+        self._at = waiting | dict.fromkeys(units, task)
         self.gatherer.enter_backward(units)
 
     def before_gradient(self, parameter: Tensor) -> None:
