@@ -344,3 +344,9 @@ def test_wild_loops_do_as_in_one_process(seeds: list[int], num_ranks: int) -> No
     outcomes = compare(seeds, num_ranks)
     print(dict(outcomes))
     assert outcomes["equal"] > len(seeds) / 2
+
+
+def test_what_once_failed() -> None:
+    """ZERO3, layers in a reentrant checkpoint, one of which gives one rank no gradient: that rank asked for the weights
+    of the layers before, and the others, who had to give theirs, waited for it to reduce that layer."""
+    assert compare([565], 3)["equal"] == 1
