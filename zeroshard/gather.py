@@ -97,11 +97,18 @@ class Gatherer:
                     unit.weights.hide()
         return free
 
-    def enter_backward(self, units: Sequence[Unit]) -> None:
-        """Backward has reached the output of a module whose forward needed these units."""
+    def start_backward(self, units: Sequence[Unit]) -> None:
+        """Backward has reached the output of a module whose forward needed these units. They begin to arrive."""
         inner = tuple(unit for unit in units if not unit.spec.outer)
         if inner:  # before the gather, which looks ahead: the place of the unit before is free now
             self._protected = inner
+        for unit in units:
+            if unit.weights.state is Residency.SHARDED:
+                self.start(unit, "backward")
+
+    def enter_backward(self, units: Sequence[Unit]) -> None:
+        """The same, and they are here."""
+        self.start_backward(units)
         for unit in units:
             if not unit.weights.shown:
                 self._unshard(unit, "backward")

@@ -283,6 +283,7 @@ class Schedule(NotCopied):
         """Backward runs the graph in the reverse of the order in which forward made it: it is done with the units that
         it came to before. (If peers have gradients of a unit, and this rank has not, they wait for its reduction here
         before they gather the next.)"""
+        self.gatherer.start_backward(units)  # peers may wait for this before they read what a reduction below waits for
         task = torch._C._current_graph_task_id()
         # A backward inside of this one (a reentrant checkpoint's) has a later number. While it runs nobody can tell
         # whether the outer one has more for a unit that it had come to: that is asked when it goes on.

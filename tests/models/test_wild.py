@@ -350,3 +350,4 @@ def test_what_once_failed() -> None:
     """ZERO3, layers in a reentrant checkpoint, one of which gives one rank no gradient: that rank asked for the weights
     of the layers before, and the others, who had to give theirs, waited for it to reduce that layer."""
     assert compare([565], 3)["equal"] == 1
+    assert compare([1711], 2)["equal"] == 1  # there it waited for the others to read what it had reduced before
