@@ -193,9 +193,8 @@ def _unless_it_changes(func: Any, args: Any, kwargs: Any) -> Any:
     """The parameter itself, where the conversion would give that (`model.to(device)` when it is there already)."""
     parameter = args[0]
     with as_tensors():
-        alike = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-        if not parameter.ndim:
-            alike = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+        shape = (0, *parameter.shape[1:]) if parameter.ndim else ()
+        alike = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         result = func(alike, *args[1:], **kwargs)
     if isinstance(result, Tensor) and result is not alike:
         raise _NeedsValues(func.__name__, args)

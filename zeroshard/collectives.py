@@ -398,9 +398,7 @@ class Collectives:
     def _from_all(self, data: Tensor, at: Wait) -> Tensor:
         """uint8 [n] of every rank, as [world, n]."""
         world = self.mesh.world
-        rows = data.expand(
-            world.size, -1
-        ).contiguous()  # of all ranks as of this one, where a fake backend sends nothing
+        rows = data.expand(world.size, -1).contiguous()  # a fake backend sends nothing: then all are as this one's
         moved = everything(rows.numel(), world.size)
         self._all_gather(world, rows.view(-1), "exchange", "control", "step", moved).at_place(at).wait()
         if self.device.type != "cpu":

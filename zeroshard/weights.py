@@ -167,10 +167,11 @@ class Weights:
         Raises:
             RuntimeError: somebody else has replaced them (the model would compute with values that no step updates).
         """
-        if not self._pointers or self._pointers == self._data_pointers():
+        found = self._data_pointers()  # an absent parameter would not tell its own
+        if not self._pointers or self._pointers == found:
             return
-        for parameter, pointer, slot in zip(self._parameters, self._pointers, self.buffer.layout.slots, strict=True):
-            if parameter.data_ptr() != pointer:
+        for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
+            if found[index] != self._pointers[index]:
                 raise RuntimeError(
                     f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
                     f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "

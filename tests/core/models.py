@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.comm_log import CommLog
+from zeroshard.packets import HEAD_BYTES, ROOM_BYTES
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
+
+OF_AN_EXCHANGE = 4 * (HEAD_BYTES + ROOM_BYTES)
+"""What up to four ranks say to each other in a step: as much, whatever the model."""
 
 LAST_BITS = 1e-5
 """What weights of about 1 may differ by after some fp32 steps of SGD where two programs round differently: sums in

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from tests.core.models import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
 from zeroshard.absent import as_tensors
-from zeroshard.packets import HEAD_BYTES, ROOM_BYTES
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -195,10 +194,6 @@ def test_frozen_parameters_cost_their_weights_alone() -> None:
 ENGINE = str(Path(zeroshard.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
 OTHERS = tuple(f"{TORCH}/{part}/" for part in ("optim", "autograd", "nn"))
-
-
-OF_AN_EXCHANGE = 4 * (HEAD_BYTES + ROOM_BYTES)
-"""What up to four ranks say to each other in a step: as much, whatever the model."""
 
 
 class Allocations(TorchDispatchMode):

@@ -113,6 +113,13 @@ def found_events(handle: zeroshard.Handle) -> Counter[Any]:
     )
 
 
+def expect_alike(rank: int, run: Callable[[int, Any], dict[str, Tensor]]) -> None:
+    """`run(rank, plan)`, in fp64, gives the same bits under every plan."""
+    torch.set_default_dtype(torch.float64)
+    found = [run(rank, plan) for plan in PLANS]
+    assert all(same_bits(state, found[0]) for state in found)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("way", ["shared", "messages"])
 def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
@@ -331,12 +338,7 @@ def test_two_optimizers_over_one_unit() -> None:
             torch.testing.assert_close(handle.full_state_dict()[name], value)
         return handle.full_state_dict()
 
-    def check(rank: int) -> None:
-        torch.set_default_dtype(torch.float64)
-        found = [run(rank, plan) for plan in PLANS]
-        assert all(same_bits(state, found[0]) for state in found)
-
-    run_ranks(check, RANKS)
+    run_ranks(expect_alike, RANKS, run)
 
 
 def test_owners_of_frozen_parameters_get_and_give_nothing() -> None:
@@ -411,12 +413,7 @@ def test_ranks_that_have_run_out_of_inputs_follow() -> None:
             torch.testing.assert_close(handle.full_state_dict()[name], value)
         return handle.full_state_dict()
 
-    def check(rank: int) -> None:
-        torch.set_default_dtype(torch.float64)
-        found = [run(rank, plan) for plan in PLANS]
-        assert all(same_bits(state, found[0]) for state in found)
-
-    run_ranks(check, RANKS)
+    run_ranks(expect_alike, RANKS, run)
 
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [

@@ -22,9 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from tests.core.models import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
 from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
-from zeroshard.packets import HEAD_BYTES, ROOM_BYTES
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
@@ -124,10 +123,6 @@ def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
 
 
 # Transients -----------------------------------------------------------------------------------------------------------
-
-
-OF_AN_EXCHANGE = 4 * (HEAD_BYTES + ROOM_BYTES)
-"""What up to four ranks say to each other in a step: as much, whatever the model."""
 
 
 class Allocations(TorchDispatchMode):
