@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,8 @@ class Schedule(NotCopied):
         self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
+        self._without_graph: dict[Unit, deque[Visit | None]] = _no_marks()  # the visit before each such forward
+        self._recomputed: Node | None = None  # the reentrant checkpoint that has run its forward again last
         self._at: dict[Unit, int] = {}  # where backward is -> the number of the backward that came there
 
     # Attaching ---------------------------------------------------------------------------------------------------
@@ -230,6 +233,8 @@ class Schedule(NotCopied):
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self._running.append(units)
+        if torch.is_grad_enabled() and in_backward():
+            self._return_to(units)
         self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
@@ -241,8 +246,15 @@ class Schedule(NotCopied):
         del self._running[index]
         free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
         entries = {unit: self._entered.pop(unit, None) for unit in free}
-        if not free or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            for unit in free:
+                self._without_graph[unit].append(self._visits[-1] if self._visits else None)
             return
+        if not free:
+            return
+        if not in_backward():
+            for unit in free:
+                self._without_graph.pop(unit, None)  # that was an evaluation
         visits = [Visit(unit) for unit in free]
         if self._trains:
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
@@ -274,6 +286,21 @@ class Schedule(NotCopied):
             del self._visits[waiting[0] :]
             self._come_to(units)
 
+    def _return_to(self, units: Sequence[Unit]) -> None:
+        """A reentrant checkpoint is about to run these again. Its forward made no graph and left no visit; backward is
+        done with what came after it."""
+        marks = [self._without_graph[unit].pop() for unit in units if self._without_graph.get(unit)]
+        checkpoint = torch._C._current_autograd_node()
+        if not marks or self._backward is None or checkpoint is self._recomputed:
+            return  # the visits since are its own
+        self._recomputed = checkpoint
+        with torch.no_grad():
+            self._visit_from(max(0 if mark is None else self._place_behind(mark) for mark in marks))
+            self._come_to([])
+
+    def _place_behind(self, visit: Visit) -> int:
+        return self._visits.index(visit) + 1 if visit in self._visits else len(self._visits)
+
     def _visit_from(self, first: int) -> None:
         """Come to the units of the visits from `first` on, the last one first."""
         while len(self._visits) > first:
@@ -287,12 +314,15 @@ class Schedule(NotCopied):
         task = torch._C._current_graph_task_id()
         # A backward inside of this one (a reentrant checkpoint's) has a later number. While it runs nobody can tell
         # whether the outer one has more for a unit that it had come to: that is asked when it goes on.
-        waiting = {unit: of for unit, of in self._at.items() if unit not in units and of < task}
-        for unit in self._at if self._accumulates else ():
-            if unit not in units and unit not in waiting and all(visit.unit is not unit for visit in self._visits):
-                self.reducer.complete(unit)
-        self._at = waiting | dict.fromkeys(units, task)
+        unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._is_done(unit, units)}
+        self._at = dict.fromkeys(units, task) | unfinished
         self.gatherer.enter_backward(units)
+
+    def _is_done(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
+        """Backward leaves the unit for the next ones. If that was for the last time, it is reduced."""
+        if unit in next_units or any(visit.unit is unit for visit in self._visits):
+            return True
+        return not self._accumulates or self.reducer.complete(unit)
 
     def before_gradient(self, parameter: Tensor) -> None:
         """Autograd is about to add to `p.grad`, or to give a gradient to `torch.autograd.grad`."""
@@ -323,22 +353,31 @@ class Schedule(NotCopied):
         """If the last backward raised, and so never came to its end: what is under way arrives, to be discarded."""
         if self._backward is not None and not in_backward():
             self._backward, self._accumulates = None, False
-            self._visits.clear()
-            self._at.clear()
+            self._forget()
             with torch.no_grad():
                 self.reducer.abandon_backward()
             self.gatherer.end_backward()
+
+    def _forget(self) -> None:
+        """What forwards and this backward have left here."""
+        self._visits.clear()
+        self._without_graph.clear()
+        self._recomputed, self._trains = None, False
+        self._at.clear()
 
     def _end_backward(self) -> None:
         accumulates, self._accumulates = self._accumulates, False
         self._backward = None
         with torch.no_grad():
             self._visit_from(0)  # before the reductions: peers that wait for these have not reduced theirs
-        self._trains = False
-        self._at.clear()
+        self._forget()
         if accumulates:
             self.reducer.end_backward()
         self.gatherer.end_backward()
+
+
+def _no_marks() -> dict[Unit, deque[Visit | None]]:
+    return defaultdict(partial(deque, maxlen=_MOST_VISITS))
 
 
 def _reset_grad_dtype(parameter: nn.Parameter) -> None:

@@ -272,17 +272,18 @@ class Reducer:
             grad = grad.to(grads.buffer.dtype, copy=True).mul_(self.scale / self._backward_scale)
         grads.accumulate(index, grad)
 
-    def complete(self, unit: Unit) -> None:
-        """Backward is done with the unit: parameters without a gradient by now have none on this rank (unless the graph
-        says that theirs is still to come)."""
+    def complete(self, unit: Unit) -> bool:
+        """Backward is done with the unit: parameters without a gradient by now have none on this rank. False where the
+        graph says that one is still to come."""
         grads = unit.grads
         if unit in self.local or grads is None or self._place_in_order.get(unit, -1) < self._cursor:
-            return
+            return True
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
         if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
-            return
+            return False
         grads.ready.update(range(len(unit.parameters)))
         self._advance()
+        return True
 
     @torch.no_grad()
     def end_backward(self) -> None:
