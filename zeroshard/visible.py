@@ -94,8 +94,8 @@ class VisibleGradients:
 
     def withdraw(self) -> None:
         """A backward begins: `p.grad` is empty, but for what was set by hand, which backward adds to."""
-        for unit, grads in self._units:
-            self._discard_gone(unit, grads)
+        self._discard_all_gone()
+        for unit, _ in self._units:
             with as_tensors():
                 for index in self._shown[unit]:
                     unit.parameters[index].grad = None
@@ -107,8 +107,8 @@ class VisibleGradients:
     def notice(self) -> dict[tuple[int, int], Tensor]:
         """Discard what has been discarded since. Returns what has been set by hand: (unit, slot) -> this rank's."""
         by_hand = {}
-        for unit, grads in self._units:
-            self._discard_gone(unit, grads)
+        self._discard_all_gone()
+        for unit, _ in self._units:
             for index, gradient in enumerate(unit.user_grads()):
                 if gradient is not None and index not in self._shown[unit]:
                     by_hand[unit.index, index] = gradient.detach()
@@ -134,13 +134,21 @@ class VisibleGradients:
                     unit.parameters[index].grad = None
                 del shown[index]
 
-    def _discard_gone(self, unit: Unit, grads: Gradients) -> None:
+    def _discard_all_gone(self) -> None:
+        """Where nothing that was shown is left, units of which nothing need be shown (no rank had a gradient) are
+        discarded, too."""
+        gone = [self._discard_gone(unit, grads) for unit, grads in self._units]
+        if any(gone) and not any(self._shown.values()):
+            for _, grads in self._units:
+                grads.consume(set(grads.waiting))
+
+    def _discard_gone(self, unit: Unit, grads: Gradients) -> bool:
         """Discard what was shown and is not there any more; where that is all, also what need not be shown."""
         shown = self._shown[unit]
         found = unit.user_grads() if shown else []
         slots = {index for index, gradient in shown.items() if found[index] is not gradient}
         if not slots:
-            return
+            return False
         for index in slots:
             del shown[index]
         if not grads.is_local and not grads.replicates:  # a rank that keeps its part would go another way
@@ -148,6 +156,7 @@ class VisibleGradients:
             self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
         grads.consume(slots if shown else set(grads.waiting))
         self.changed()
+        return True
 
     # A gradient that no rank holds in full ---------------------------------------------------------------------------
 

@@ -351,3 +351,10 @@ def test_what_once_failed() -> None:
     of the layers before, and the others, who had to give theirs, waited for it to reduce that layer."""
     assert compare([565], 3)["equal"] == 1
     assert compare([1711], 2)["equal"] == 1  # there it waited for the others to read what it had reduced before
+    assert compare([576], 3)["equal"] == 1  # there the layer came after a checkpoint that another one was inside of
+
+
+def test_a_batch_thrown_away_leaves_nothing() -> None:
+    """DDP and units that no rank used: nothing of them is in `p.grad`, so nothing said that they were discarded as
+    well, and the losses that came next, with weights, were refused beside those thrown away."""
+    assert compare([535, 1323, 1420], 2)["equal"] == 3
