@@ -77,7 +77,7 @@ def ours(plan: str, model: nn.Module, adamw: dict[str, Any], dtype: torch.dtype)
     precision = zeroshard.MixedPrecision(dtype, dtype, None, dtype)
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **adamw)
-    return Contender(model, optimizer, optimizer.clip_grad_norm_, handle.gatherer.settle)
+    return Contender(model, optimizer, optimizer.clip_grad_norm_, handle.engine.gatherer.settle)
 
 
 def torch_ddp(model: nn.Module, adamw: dict[str, Any]) -> Contender:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zeroshard.absent import as_tensors
 from zeroshard.control import Control, Status, exchange_control
+from zeroshard.engine import Engine
 from zeroshard.gradients import GradState
-from zeroshard.handle import Handle
 from zeroshard.orders import Voice
 from zeroshard.placement import REPLICATED
 from zeroshard.same_gradients import SameGradients
@@ -35,7 +35,7 @@ class Agreement:
 
     def __init__(
         self,
-        handle: Handle,
+        engine: Engine,
         units: dict[Unit, set[int]],
         scaling: LossScaling,
         non_finite: NonFinite | None,
@@ -45,11 +45,11 @@ class Agreement:
             raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
         self.units = units
         self.half_done = self.used_up = False
-        self._handle, self._scaling = handle, scaling
+        self._engine, self._scaling = engine, scaling
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._told_settings = Told()
-        in_full = handle.plan.main is REPLICATED or handle.plan.external_gradients
-        self.same = SameGradients(handle.collectives) if in_full else None
+        in_full = engine.plan.main is REPLICATED or engine.plan.external_gradients
+        self.same = SameGradients(engine.collectives) if in_full else None
         self._known: tuple[tuple[int, ...], Control] | None = None  # and the version of the gradients it is about
 
     def control(
@@ -72,12 +72,12 @@ class Agreement:
             RuntimeError: on all ranks alike, if one is not ready.
             ValueError: the weights of all losses are 0.
         """
-        self._handle.check_open("use the optimizer")
+        self._engine.check_open("use the optimizer")
         if norm_type is None:
             norm_type = self._known[1].norm_type if self._known else 2.0
-        by_hand = {} if self._handle.plan.external_gradients else self._handle.reducer.notice()
-        now = self._handle.reducer.visible.version
-        known = None if self._handle.plan.external_gradients else self._known
+        by_hand = {} if self._engine.plan.external_gradients else self._engine.reducer.notice()
+        now = self._engine.reducer.visible.version
+        known = None if self._engine.plan.external_gradients else self._known
         if known is not None and known[0] == now and known[1].norm_type == norm_type and not by_hand:
             self._told_settings.went_on_with(settings)
             return known[1]
@@ -86,14 +86,14 @@ class Agreement:
             with self._told(norm_type, now):
                 control = self._exchange(parameters, gradients, num_groups, settings, norm_type, by_hand)
         finally:
-            self._handle.reducer.visible.edits.clear()  # they have been compared
-        self._known = self._handle.reducer.visible.version, control
+            self._engine.reducer.visible.edits.clear()  # they have been compared
+        self._known = self._engine.reducer.visible.version, control
         return control
 
     @contextmanager
     def _told(self, norm_type: float, version: object) -> Iterator[None]:
         """Inside of a join, ranks that have run out of inputs hear of it, and do the same."""
-        orders = self._handle.collectives.orders
+        orders = self._engine.collectives.orders
         if orders is None:
             yield
             return
@@ -109,7 +109,7 @@ class Agreement:
         return {
             "weighted": self._scaling.weight is not None,
             "scalers": orders.scalers_used(self._scaling.used),
-            "waiting": self._handle.reducer.waiting(),
+            "waiting": self._engine.reducer.waiting(),
             "used_up": self.used_up,
         }
 
@@ -124,12 +124,12 @@ class Agreement:
     ) -> Control:
         status = self._status(parameters, by_hand=bool(by_hand))
         flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
-        self._handle.gatherer.finish()  # a gather that is late would meet what the step writes
+        self._engine.gatherer.finish()  # a gather that is late would meet what the step writes
         self._sample_weights()
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
         control = exchange_control(
-            self._handle.collectives,
+            self._engine.collectives,
             status,
             1.0 if self._scaling.weight is None else self._scaling.weight,
             list(gradients()) if status is Status.READY else [],
@@ -140,7 +140,7 @@ class Agreement:
             self.same,
         )
         if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
-            self._handle.reducer.reduce_by_hand(by_hand)
+            self._engine.reducer.reduce_by_hand(by_hand)
             return self.control(parameters, gradients, num_groups, settings, norm_type)
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
@@ -161,7 +161,7 @@ class Agreement:
 
     def _sample_weights(self) -> None:
         """Of one unit whose weights rest in full, another one each time: nothing else may tell that they differ."""
-        samples, units = self._handle.collectives.samples, self._handle.units
+        samples, units = self._engine.collectives.samples, self._engine.units
         if units:
             unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
             if unit.weights.is_resting_in_full:  # it may still be arriving on a rank that has not called it
@@ -175,7 +175,7 @@ class Agreement:
     def _status(self, parameters: Iterable[nn.Parameter], *, by_hand: bool) -> Status:
         if self.half_done:
             return Status.HALF_DONE
-        updated = {id(p) for unit in self._handle.units if unit.main is not None for p in unit.parameters}
+        updated = {id(p) for unit in self._engine.units if unit.main is not None for p in unit.parameters}
         with as_tensors():
             if any(p.grad is not None and id(p) not in updated for p in parameters):
                 return Status.UNFROZEN
@@ -183,20 +183,20 @@ class Agreement:
             return Status.NOT_REDUCED
         if by_hand:
             return Status.BY_HAND
-        if self._handle.plan.external_gradients:
+        if self._engine.plan.external_gradients:
             has_any = any(grad is not None for unit in self.units for grad in unit.user_grads())
         else:
             has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in self.units.items())
         if has_any:
             return Status.READY
-        external = self._handle.plan.external_gradients
+        external = self._engine.plan.external_gradients
         return Status.USED_UP if self.used_up and not external else Status.NO_GRADIENTS
 
     # What follows from it --------------------------------------------------------------------------------------------
 
     def mean_factor(self, control: Control) -> float:
         """Buffers hold means over ranks of scaled, weighted losses."""
-        return len(control.status) / (control.weight * (self._handle.reducer.scale or 1.0))
+        return len(control.status) / (control.weight * (self._engine.reducer.scale or 1.0))
 
     def active(self, control: Control) -> dict[Unit, list[bool]]:
         """The slots that have a gradient on any rank."""
@@ -219,7 +219,7 @@ class Agreement:
         policy = self._non_finite or ("skip" if self._scaling.is_scaled else "raise")
         if control.finite or policy == "ignore":
             return self._skip_norm_above is not None and not norm <= self._skip_norm_above
-        exhausted = self._scaling.exhausted(self._handle.reducer, self.overflows(control))
+        exhausted = self._scaling.exhausted(self._engine.reducer, self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
             raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
@@ -227,7 +227,7 @@ class Agreement:
 
     def _name_nonfinite(self) -> str:
         """Where, as far as it is known: two more exchanges, on the way out."""
-        collectives = self._handle.collectives
+        collectives = self._engine.collectives
         mine = [
             (-unit.index, unit.slot_index(fragment.slot.name), fragment.slot.name)  # in the order of backward
             for unit in self.units
@@ -236,7 +236,7 @@ class Agreement:
         ]
         reduced = sorted({tuple(place) for places in collectives.exchange_objects(mine) for place in places})
         names = [name for *_, name in reduced]
-        found = collectives.exchange_objects(self._handle.reducer.origins.first(set(names)))
+        found = collectives.exchange_objects(self._engine.reducer.origins.first(set(names)))
         origins = [(*origin, rank) for rank, origin in enumerate(found) if origin is not None]
         if origins:
             first = min(micro_batch for micro_batch, *_ in origins)

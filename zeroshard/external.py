@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
+from zeroshard.engine import Engine
 from zeroshard.gather import Gatherer
 from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.mesh import Mesh
@@ -30,9 +31,9 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
         ValueError: on every rank: ranks that have others, or what cannot be sharded; nothing has been changed.
     """
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
-    handle = Handle(OPTIMIZER_ONLY, (), collectives, None)
+    handle = Handle(Engine(OPTIMIZER_ONLY, (), collectives, None))
     take_parameters(handle, {name: p for name, p in named(parameters).items() if is_wanted(p)})
-    note_untaken(handle, parameters)
+    note_untaken(handle.engine, parameters)
     return handle
 
 
@@ -41,9 +42,9 @@ def named(parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
     return {str(position): parameter for position, parameter in enumerate(dict.fromkeys(parameters))}
 
 
-def note_untaken(handle: Handle, parameters: Iterable[nn.Parameter]) -> None:
+def note_untaken(engine: Engine, parameters: Iterable[nn.Parameter]) -> None:
     """`parameters`: all of the optimizer's."""
-    handle.untaken = {name: p for name, p in named(parameters).items() if handle_of(p) is None}
+    engine.untaken = {name: p for name, p in named(parameters).items() if handle_of(p) is None}
 
 
 def is_wanted(parameter: nn.Parameter) -> bool:
@@ -52,33 +53,33 @@ def is_wanted(parameter: nn.Parameter) -> bool:
 
 def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     """Further ones. Collective; errors as above."""
-    parameters, problem = list(new.values()), ""
+    engine, parameters, problem = handle.engine, list(new.values()), ""
     try:
         for name, parameter in new.items():
-            _refuse_unready(name, parameter, handle.collectives)
-        devices = {*(unit.weights.own().device for unit in handle.units), *(p.device for p in parameters)}
+            _refuse_unready(name, parameter, engine.collectives)
+        devices = {*(unit.weights.own().device for unit in engine.units), *(p.device for p in parameters)}
         if len(devices) > 1:
             raise ValueError(
                 f"parameters on several devices ({', '.join(sorted(map(str, devices)))}): one for each rank"
             )
     except ValueError as error:
         problem = str(error)
-    handle.collectives.raise_together(problem, "ShardedOptimizer")
-    specs = list(_specs(new, is_first=not handle.units))
-    expect_same_model(handle.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
-    handle.collectives.broadcast([parameter.data for parameter in parameters])
-    units = build_units(new, specs, OPTIMIZER_ONLY, handle.collectives, first=len(handle.units))
-    handle.units = (*handle.units, *units)
-    handle.gatherer = Gatherer(handle.units, handle.collectives, handle.pool)
-    handle.schedule.take(handle.gatherer, handle.reducer, ())
+    engine.collectives.raise_together(problem, "ShardedOptimizer")
+    specs = list(_specs(new, is_first=not engine.units))
+    expect_same_model(engine.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
+    engine.collectives.broadcast([parameter.data for parameter in parameters])
+    units = build_units(new, specs, OPTIMIZER_ONLY, engine.collectives, first=len(engine.units))
+    engine.units = (*engine.units, *units)
+    engine.gatherer = Gatherer(engine.units, engine.collectives, engine.pool)
+    engine.schedule.take(engine.gatherer, engine.reducer, ())
     claim_parameters(handle, parameters)
-    handle.collectives.meet()
+    engine.collectives.meet()
 
 
 def newcomers(
-    handle: Handle, parameters: Iterable[nn.Parameter], name_of: Callable[[str], str]
+    engine: Engine, parameters: Iterable[nn.Parameter], name_of: Callable[[str], str]
 ) -> dict[str, nn.Parameter]:
-    """Those of the optimizer's parameters that the handle does not have yet, and that are to be trained from now on, on
+    """Those of the optimizer's parameters that the engine does not have yet, and that are to be trained from now on, on
     every rank. Collective.
 
     Args:
@@ -89,7 +90,7 @@ def newcomers(
     """
     wanted = {name: p for name, p in named(parameters).items() if handle_of(p) is None and is_wanted(p)}
     for rank, theirs in enumerate(
-        found := handle.collectives.exchange_objects(list(wanted), "a look at what requires grad")
+        found := engine.collectives.exchange_objects(list(wanted), "a look at what requires grad")
     ):
         if theirs != found[0]:
             name = name_of(min({*theirs} ^ {*found[0]}, key=int))

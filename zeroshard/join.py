@@ -20,12 +20,9 @@ import torch
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zeroshard.backends import timeout_of
-from zeroshard.collectives import Collectives
-from zeroshard.gather import Gatherer
+from zeroshard.engine import Engine
 from zeroshard.orders import Orders, Voice
-from zeroshard.reduce import Reducer
 from zeroshard.scaling import LossScaling
-from zeroshard.unit import Unit
 from zeroshard.weights import Residency
 
 
@@ -51,29 +48,18 @@ class Stepping(Protocol):
     def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
 
 
-class Joined(Protocol):
-    """A handle, as a join sees it."""
-
-    units: tuple[Unit, ...]
-    collectives: Collectives
-    gatherer: Gatherer
-    reducer: Reducer
-
-    def owners(self) -> list[Any]: ...
-
-
 @contextmanager
 def join(
-    handles: Sequence[Joined], divide_by_initial_world_size: bool, throw_on_early_termination: bool
+    engines: Sequence[Engine], divide_by_initial_world_size: bool, throw_on_early_termination: bool
 ) -> Iterator[None]:
     """See `Handle.join`."""
-    if any(handle.collectives.orders is not None for handle in handles):
+    if any(engine.collectives.orders is not None for engine in engines):
         raise RuntimeError("join: this handle is inside of another `with handle.join():` already")
-    if len({id(handle) for handle in handles}) < len(handles):
+    if len({id(engine) for engine in engines}) < len(engines):
         raise ValueError("join: the same handle twice")
-    if len({tuple(handle.collectives.mesh.world.ranks) for handle in handles}) > 1:
+    if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
         raise ValueError("join: the handles are of different ranks; all of them must have the same")
-    one = Join(handles, divide_by_initial_world_size, throw_on_early_termination)
+    one = Join(engines, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield
         one.follow()
@@ -84,8 +70,8 @@ def join(
 class Join:
     """Of one handle or several, from entering the block to leaving it."""
 
-    def __init__(self, handles: Sequence[Joined], divide_by_initial_world_size: bool, throw: bool) -> None:
-        self._throw, self._collectives = throw, handles[0].collectives
+    def __init__(self, engines: Sequence[Engine], divide_by_initial_world_size: bool, throw: bool) -> None:
+        self._throw, self._collectives = throw, engines[0].collectives
         world = self._collectives.mesh.world
         self._orders = Orders(
             _get_process_group_store(world.group),
@@ -96,9 +82,9 @@ class Join:
         )
         weight = 1.0 if divide_by_initial_world_size else 0.0
         self._parts: list[Part] = []
-        for number, handle in enumerate(handles):
+        for number, engine in enumerate(engines):
             voice = Voice(self._orders, number, self._meet_as_active)
-            self._parts.append(Part(handle, self._orders, voice, weight))
+            self._parts.append(Part(engine, self._orders, voice, weight))
 
     def follow(self) -> None:
         """This rank has run out of inputs: take part until all have."""
@@ -146,13 +132,13 @@ class Join:
 
 
 class Part:
-    """What one handle does in a join."""
+    """What one engine does in a join."""
 
-    def __init__(self, handle: Joined, orders: Orders, voice: Voice, weight: float) -> None:
+    def __init__(self, engine: Engine, orders: Orders, voice: Voice, weight: float) -> None:
         """`weight`: of a follower's losses, where they have none of their own."""
-        self._handle, self._orders, self._voice, self._weight = handle, orders, voice, weight
-        self._units = {unit.name: unit for unit in handle.units}
-        self._optimizers: list[Stepping] = handle.owners()
+        self._engine, self._orders, self._voice, self._weight = engine, orders, voice, weight
+        self._units = {unit.name: unit for unit in engine.units}
+        self._optimizers: list[Stepping] = engine.claims.owners()
         self._acts: dict[str, Callable[..., None]] = {
             "gather": self._gather,
             "backward": self._begin_backward,
@@ -168,10 +154,10 @@ class Part:
             if optimizer.scaling.default is not None:
                 voice.scalers[id(optimizer.scaling.default)] = number
         self._hooks = [hook for number in range(len(self._optimizers)) for hook in self._watch(number)]
-        handle.collectives.orders = voice
+        engine.collectives.orders = voice
 
     def close(self) -> None:
-        self._handle.collectives.orders = None
+        self._engine.collectives.orders = None
         for hook in self._hooks:
             hook.remove()
 
@@ -192,7 +178,7 @@ class Part:
                     "join: step(closure) cannot be followed, nor further arguments: call forward and backward before "
                     "step()"
                 )
-            self._voice.expect_no_edits(self._handle.reducer.visible.version)
+            self._voice.expect_no_edits(self._engine.reducer.visible.version)
             self._voice.give("step", number, optimizer.what_steps(), optimizer.agreement.situation(self._voice))
             self._orders.begin_told()
 
@@ -213,24 +199,24 @@ class Part:
         weights = self._units[unit].weights
         if weights.state is not Residency.SHARDED:
             weights.drop()
-        self._handle.gatherer.start(self._units[unit], phase)
+        self._engine.gatherer.start(self._units[unit], phase)
 
     def _begin_backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
         """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""
-        reducer = self._handle.reducer
+        reducer = self._engine.reducer
         reducer.keep_only(waiting)
         with reducer.scaled(scale, None, weighted=weighted):
             reducer.begin_backward()
 
     def _open(self, unit: str) -> None:
         """A bucket; the others may wait until this rank has read the one before."""
-        self._handle.reducer.open_empty(self._units[unit])
+        self._engine.reducer.open_empty(self._units[unit])
 
     def _reduce(self, unit: str) -> None:
-        self._handle.reducer.reduce_next(self._units[unit])
+        self._engine.reducer.reduce_next(self._units[unit])
 
     def _end_backward(self) -> None:
-        self._handle.reducer.end_following()
+        self._engine.reducer.end_following()
 
     def _agree(self, optimizer: int, norm_type: float, situation: dict[str, Any]) -> None:
         self._come_into(situation, self._optimizers[optimizer])
@@ -242,10 +228,10 @@ class Part:
 
     def _come_into(self, situation: dict[str, Any], optimizer: Stepping) -> None:
         """What is under way arrives; gradients, scales and weights of losses are as those of a rank that has inputs."""
-        for unit in self._handle.units:
+        for unit in self._engine.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
-        self._handle.reducer.keep_only(situation["waiting"])
+        self._engine.reducer.keep_only(situation["waiting"])
         scalers = [self._optimizers[number].scaling.default for number in situation["scalers"]]
         weight = 0.0 if situation["weighted"] else self._weight
         optimizer.scaling.use_as([scaler for scaler in scalers if scaler is not None], weight)

@@ -90,8 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         handle = handle_or_params if isinstance(handle_or_params, Handle) else None
         self._takes_all = handle is not None
         if handle is not None:
-            handle.check_open("build an optimizer")
-            handle.thaw()
+            handle.engine.check_open("build an optimizer")
+            handle.engine.unfreeze()
             params: list[Any] = [{"params": handle.trainable_parameters()}]  # perhaps none: it waits for them
         else:
             params = list(handle_or_params)  # type: ignore[arg-type]
@@ -106,15 +106,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         super().__init__(params, _defaults_of(optimizer_class, defaults))
         self.handle = self._find_handle(handle, process_group)
-        with self.handle.claimed(self._parameters(), self):
-            self.handle.thaw()
+        self.engine = self.handle.engine
+        with self.engine.claims.claimed(self._parameters(), self):
+            self.engine.unfreeze()
             self._steppers = self._build_steppers()
-            self.handle.pool.expect_room(0, "the scratch of this optimizer")
+            self.engine.pool.expect_room(0, "the scratch of this optimizer")
             units = self._find_units()
             policy = _policy(loss_scale, units)
             self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
-            self.agreement = Agreement(self.handle, units, self._scaling, non_finite, skip_norm_above)
-        self._uneven = UnevenSteps(self.handle)
+            self.agreement = Agreement(self.engine, units, self._scaling, non_finite, skip_norm_above)
+        self._uneven = UnevenSteps(self.engine)
         self._clip = 1.0
         self._clip_value: float | None = None
         self._asked: dict[str, Any] = {}  # of the step at hand, by clip_grad_norm_ and as arguments
@@ -139,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 OPTIMIZER_ONLY, a scale that differs from that of the losses before it.
             RuntimeError: a loss without a graph (forward under no_grad, or backward a second time).
         """
-        self.handle.check_open("backward")
+        self.engine.check_open("backward")
         if loss.numel() != 1 and "gradient" not in kwargs:
             raise ValueError(
                 f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="
@@ -148,17 +149,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise ValueError(f"the weight of a loss must be a finite number from 0, found {weight}")
         if not loss.requires_grad:
             raise RuntimeError("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
-        together = [one._scaling for one in self.handle.owners() if isinstance(one, ShardedOptimizer)]
-        with self._scaling.backward(self.handle.reducer, scaler, weight, together) as factor:
-            if self.handle.plan.external_gradients:
+        together = [one._scaling for one in self.engine.claims.owners() if isinstance(one, ShardedOptimizer)]
+        with self._scaling.backward(self.engine.reducer, scaler, weight, together) as factor:
+            if self.engine.plan.external_gradients:
                 self._expect_one_scale(scaler)
-                self.handle.reducer.begin_backward()
+                self.engine.reducer.begin_backward()
             scaled = loss if factor == 1.0 else loss.float() * factor
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _expect_one_scale(self, scaler: LossScaler | None) -> None:
         scaler = scaler or self._scaling.default
-        scale, before = 1.0 if scaler is None else scaler.scale, self.handle.reducer.scale
+        scale, before = 1.0 if scaler is None else scaler.scale, self.engine.reducer.scale
         if before not in (None, scale):
             raise ValueError(
                 f"losses scaled by {before} and by {scale} would be mixed in p.grad, which plan OPTIMIZER_ONLY leaves "
@@ -216,26 +217,26 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
-        self.handle.expect_in_place()
+        self.engine.expect_in_place()
         if arguments:
             self._asked["the arguments of step"] = plain(arguments)
         control = self._agree(arguments=arguments)
-        self.handle.pool.rest()
+        self.engine.pool.rest()
         if control.is_idle:
             self._discard_gradients()
             return StepResult(False, 0.0, control.group_norms, loss=loss)
         self._scaling.check_used()
         mean = self.agreement.mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)
-        scale = self.handle.reducer.scale or 1.0
+        scale = self.engine.reducer.scale or 1.0
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
-            self.handle.reducer.use_idle_buckets()
+            self.engine.reducer.use_idle_buckets()
             self.agreement.half_done = True
             self._update(control, Update(mean * self._clip, self._clip_value), arguments)
             self.agreement.half_done = False
-        self._scaling.settle(self.handle.reducer, not control.finite, self.agreement.overflows(control))
+        self._scaling.settle(self.engine.reducer, not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
         self.agreement.used_up = True
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
@@ -247,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._is_built:
             self._scaling.reset()
             self.agreement.used_up = False
-            self.handle.schedule.abandon_backward()
+            self.engine.schedule.abandon_backward()
             self._discard_gradients()
 
     @torch.no_grad()
@@ -261,9 +262,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             if (world := unit.layout.slots[index].world & unit.own_shard())
             for tensor in unit.gradient_views(world)
         )
-        mesh = self.handle.collectives.mesh
-        row = torch.tensor([zeros], dtype=torch.float64, device=self.handle.collectives.device)
-        rows = self.handle.collectives.exchange(row, "optimizer.count_zero_gradients()")
+        mesh = self.engine.collectives.mesh
+        row = torch.tensor([zeros], dtype=torch.float64, device=self.engine.collectives.device)
+        rows = self.engine.collectives.exchange(row, "optimizer.count_zero_gradients()")
         return int(sum(rows[mesh.world.ranks.index(rank), 0].item() for rank in mesh.shard.ranks))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -282,11 +283,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             before = self._steppers, self.agreement.units
             try:
                 self._refuse_foreign(group["params"])
-                with self.handle.claimed(group["params"], self):
-                    if self.handle.plan.external_gradients:
+                with self.engine.claims.claimed(group["params"], self):
+                    if self.engine.plan.external_gradients:
                         self._take_newcomers()
-                        note_untaken(self.handle, self._parameters())
-                    self.handle.thaw()
+                        note_untaken(self.engine, self._parameters())
+                    self.engine.unfreeze()
                     self.rebuild()
             except ValueError:
                 self.param_groups.pop(), self._classes.pop()
@@ -306,14 +307,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._take_state(state)
 
     def _take_unclaimed(self) -> None:
-        trainable = {id(parameter) for parameter in self.handle.trainable_parameters()}
+        trainable = {id(parameter) for parameter in self.engine.trainable_parameters()}
         self.adopt([parameter for parameter in self._unclaimed() if id(parameter) in trainable])
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         """Of a handle's parameters, some that no optimizer has: they join the first group, as if they had required grad
         from the start."""
         groups = self.groups_with(parameters)
-        self.handle.claim(groups[0], self)
+        self.engine.claims.claim(groups[0], self)
         self.param_groups[0]["params"][:] = groups[0]
 
     def groups_with(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -321,7 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         groups, new = [list(group["params"]) for group in self.param_groups], list(parameters)
         if new:
             mine = {id(parameter) for parameter in [*groups[0], *new]}
-            groups[0] = [parameter for parameter in self.handle.model.parameters() if id(parameter) in mine]
+            groups[0] = [parameter for parameter in self.engine.model.parameters() if id(parameter) in mine]
         return groups
 
     def adoptable(self) -> list[nn.Parameter]:
@@ -331,14 +332,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _take_newcomers(self) -> bool:
         """Under OPTIMIZER_ONLY: those of the parameters that are to be trained from now on. Collective."""
         params = self._parameters()
-        new = newcomers(self.handle, params, lambda position: f"parameter number {position}")
+        new = newcomers(self.engine, params, lambda position: f"parameter number {position}")
         if new:
             take_parameters(self.handle, new)
-            note_untaken(self.handle, params)
+            note_untaken(self.engine, params)
         return bool(new)
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
-        allowed = (self.handle, None) if self.handle.plan.external_gradients else (self.handle,)
+        allowed = (self.handle, None) if self.engine.plan.external_gradients else (self.handle,)
         for parameter in params:
             if handle_of(parameter) not in allowed:
                 raise ValueError(
@@ -353,18 +354,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             ValueError: another plan.
         """
-        if not self.handle.plan.external_gradients:
+        if not self.engine.plan.external_gradients:
             raise ValueError("Join: this optimizer belongs to a sharded model: use `with handle.join():`")
         self._uneven.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         return Following(self, self._uneven)
 
     @property
     def join_device(self) -> torch.device:
-        return self.handle.collectives.device
+        return self.engine.collectives.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        return self.handle.collectives.mesh.world.group
+        return self.engine.collectives.mesh.world.group
 
     def what_steps(self) -> dict[str, Any]:
         """What a step depends on beside gradients, state and scales of losses, JSON-able."""
@@ -415,12 +416,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             rank0_only: on rank 0 alone; the others take part, and get an empty dict.
             device: where to ("cpu"); None: where main is. At most the state of one unit is there in full meanwhile.
         """
-        self.handle.check_open("state_dict")
+        self.engine.check_open("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         taking = Taking(rank0_only, device)
         result = self._full_state(taking)
-        if not taking.is_taken_by(self.handle.collectives.mesh.world.rank):
+        if not taking.is_taken_by(self.engine.collectives.mesh.world.rank):
             return {}
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
@@ -443,12 +444,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _gather_state(self, taking: Taking = EVERYWHERE) -> FullState:
         """Of all parameters; unit by unit, where it does not stay here."""
         if taking == EVERYWHERE:
-            return self._waiting | gather_state(self._steppers, self.handle.collectives)
+            return self._waiting | gather_state(self._steppers, self.engine.collectives)
         state: FullState = {}
         units = (dict.fromkeys(unit.parameters) for unit in self.agreement.units)
-        gathered = (gather_state(self._steppers, self.handle.collectives, of_unit) for of_unit in units)
+        gathered = (gather_state(self._steppers, self.engine.collectives, of_unit) for of_unit in units)
         for part in chain([self._waiting], gathered):
-            if taking.is_taken_by(self.handle.collectives.mesh.world.rank):
+            if taking.is_taken_by(self.engine.collectives.mesh.world.rank):
                 for parameter, items in part.items():
                     state[parameter] = {
                         key: taking.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
@@ -472,11 +473,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             ValueError: on every rank, and nothing has been changed: other param groups; state of another shape; state
                 dicts that differ between ranks.
         """
-        self.handle.check_open("load_state_dict")
+        self.engine.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict or {}) or state_dict
         if broadcast_from_rank0:
-            told = FromRank0(self.handle.collectives, state_dict, self._expect_fitting)
+            told = FromRank0(self.engine.collectives, state_dict, self._expect_fitting)
             state_dict = told.state_dict
             self.adopt(self._adopted_with(state_dict))
             self._receive_state(told)
@@ -498,10 +499,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             ValueError: on every rank.
         """
-        collectives, what = self.handle.collectives, "load_state_dict"
+        collectives, what = self.engine.collectives, "load_state_dict"
         collectives.raise_together(problem_in(partial(self._expect_fitting, state_dict)), what)
         values = {
-            f"state {key!r} of {self.handle.name_of(p)}": value  # type: ignore[arg-type]
+            f"state {key!r} of {self.engine.name_of(p)}": value  # type: ignore[arg-type]
             for p, of_one in self._state_by_parameter(state_dict).items()
             for key, value in of_one.items()
         }
@@ -550,8 +551,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def state(self) -> StateView:
         """The state of each parameter, gathered when it is read: collective (see `state_view`)."""
         if self._is_built:
-            self.handle.check_open("state")
-        return StateView(self._parameters(), self._steppers, self._waiting, self.handle.collectives)
+            self.engine.check_open("state")
+        return StateView(self._parameters(), self._steppers, self._waiting, self.engine.collectives)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -611,11 +612,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """What the instances return: None where all do, the result of the only one, else a tuple."""
-        self.handle.check_open(name)
+        self.engine.check_open(name)
         units = self.agreement.units
         waiting = any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in units)
-        self.handle.gatherer.settle()
-        self.handle.collectives.raise_together(
+        self.engine.gatherer.settle()
+        self.engine.collectives.raise_together(
             "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
             if waiting
             else "",
@@ -627,8 +628,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.agreement.half_done = False
         for unit in units:
             if unit.plan.main is SHARDED and any(unit in stepper.groups for stepper in having):
-                self.handle.gatherer.updated(unit)
-        self.handle.gatherer.settle()
+                self.engine.gatherer.updated(unit)
+        self.engine.gatherer.settle()
         if all(result is None for result in results):
             return None
         return results[0] if len(results) == 1 else tuple(results)
@@ -652,8 +653,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return [*self._parameters(), *self.adoptable()]
 
     def _unclaimed(self) -> Iterator[nn.Parameter]:
-        for unit in self.handle.units:
-            yield from (unit.parameters[index] for index in sorted(self.handle.unclaimed(unit)))
+        for unit in self.engine.units:
+            yield from (unit.parameters[index] for index in sorted(self.engine.claims.unclaimed(unit)))
 
     def _find_handle(self, handle: Handle | None, process_group: dist.ProcessGroup | None) -> Handle:
         if handle is None:
@@ -685,13 +686,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             if kind_of(optimizer_class, defaults, elementwise) is Kind.ELEMENTWISE:
                 steppers.append(FlatStep(optimizer_class, options, defaults, groups))
             else:
-                steppers.insert(0, OwnerStep(optimizer_class, options, defaults, groups, self.handle.collectives))
+                steppers.insert(0, OwnerStep(optimizer_class, options, defaults, groups, self.engine.collectives))
         return steppers
 
     def _groups_by_unit(self, indices: Sequence[int]) -> dict[Unit, list[int | None]]:
         group_of = {id(p): i for i in indices for p in self.param_groups[i]["params"]}
         units = {}
-        for unit in self.handle.units:
+        for unit in self.engine.units:
             groups = [group_of.get(id(parameter)) for parameter in unit.parameters]
             if unit.main is not None and any(group is not None for group in groups):
                 units[unit] = groups
@@ -700,7 +701,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _find_units(self) -> dict[Unit, set[int]]:
         """Unit -> the slots in it that are this optimizer's, in the handle's order."""
         mine: dict[Unit, set[int]] = {}
-        for unit in self.handle.units:
+        for unit in self.engine.units:
             keys = [stepper.groups.get(unit, ()) for stepper in self._steppers]
             slots = {i for of_unit in keys for i, group in enumerate(of_unit) if group is not None}
             if slots:
@@ -710,7 +711,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     # Stepping ----------------------------------------------------------------------------------------------------
 
     def _agree(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> Control:
-        if self.handle.plan.external_gradients and not self._uneven.follows:
+        if self.engine.plan.external_gradients and not self._uneven.follows:
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven.tell(self, norm_type, arguments or {})
@@ -727,7 +728,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 ("clip_grad_value_", plain(self._clip_value)),
                 *self._asked.items(),
             ),
-            self.handle.reducer.visible.edited(),
+            self.engine.reducer.visible.edited(),
         )
 
     def _members(self) -> Members:
@@ -735,7 +736,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._named is None or self._named[0] is not self._steppers:
             names = {
                 id(p): slot.name
-                for unit in self.handle.units
+                for unit in self.engine.units
                 for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)
             }
             groups = tuple(
@@ -747,7 +748,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
         if any(handle_of(parameter) is None for parameter in self._parameters()):
-            self.handle.check_open("use the optimizer")
+            self.engine.check_open("use the optimizer")
             if self._take_newcomers():
                 self.rebuild()
 
@@ -768,31 +769,31 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             steppers_left[unit] -= 1
             slots = {index for index in units[unit] if active[unit][index]}
             if not steppers_left[unit] and unit.plan.main is SHARDED and slots:
-                self.handle.gatherer.updated(unit, slots)
+                self.engine.gatherer.updated(unit, slots)
                 self._consume(unit)  # before the next unit's state is made
 
         for stepper in self._steppers:
             stepper.set_active(active)
             own_arguments = arguments_for(type(stepper.optimizer), arguments)
             stepper.step(self.param_groups, update, start, updated, own_arguments)
-        self.handle.gatherer.read()
-        if self.handle.plan.external_gradients:  # no module is called: the user reads and writes now
-            self.handle.gatherer.settle()
+        self.engine.gatherer.read()
+        if self.engine.plan.external_gradients:  # no module is called: the user reads and writes now
+            self.engine.gatherer.settle()
 
     def _discard_gradients(self) -> None:
         self.agreement.forget()
         self._clip, self._clip_value = 1.0, None
         self._asked.clear()
-        for unit in self.handle.units:
+        for unit in self.engine.units:
             self._consume(unit)
-        self.handle.reducer.forget_scale()
-        self.handle.pool.rest("buckets", "scratch")  # a backward may still need the weights
+        self.engine.reducer.forget_scale()
+        self.engine.pool.rest("buckets", "scratch")  # a backward may still need the weights
 
     def _consume(self, unit: Unit) -> None:
-        if unit.grads is not None and (unit.grads.waiting or self.handle.reducer.visible.shows(unit)):
-            slots = self.agreement.units.get(unit, set()) | self.handle.unclaimed(unit)
+        if unit.grads is not None and (unit.grads.waiting or self.engine.reducer.visible.shows(unit)):
+            slots = self.agreement.units.get(unit, set()) | self.engine.claims.unclaimed(unit)
             unit.grads.consume(slots)
-            self.handle.reducer.visible.forget(unit, slots)
+            self.engine.reducer.visible.forget(unit, slots)
 
 
 def _settings_of(group: dict[str, Any], optimizer_class: type[torch.optim.Optimizer]) -> Items:

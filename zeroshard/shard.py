@@ -20,6 +20,7 @@ from zeroshard.batch_norms import expect_kept
 from zeroshard.casting import Precisions, Rules, casts_of
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
+from zeroshard.engine import Engine
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
 from zeroshard.managed import Ignored, Managed
 from zeroshard.materialize import META, Source, is_on_meta, move
@@ -109,14 +110,14 @@ def shard(
         if not on_meta and values == "broadcast":
             collectives.broadcast([*(data for _, data in before), *buffers.values()])
         built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
-        handle = Handle(chosen, built, collectives, model, managed, max_transient_bytes)
+        handle = Handle(Engine(chosen, built, collectives, model, managed, max_transient_bytes))
         if on_meta:
             assert materialize is not None
-            give_values(model, handle.units, materialize, collectives, managed)
-            for unit in handle.units:
+            give_values(model, handle.engine.units, materialize, collectives, managed)
+            for unit in handle.engine.units:
                 unit.weights.hide()
-                handle.gatherer.updated(unit)
-            handle.gatherer.settle()
+                handle.engine.gatherer.updated(unit)
+            handle.engine.gatherer.settle()
         claim_parameters(handle, parameters.values())
         called = [path for unit in built for path in unit.spec.calls]
         handle.attach(casts_of(model, Rules.of(precision), called))

@@ -16,18 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from zeroshard.collectives import Collectives
-from zeroshard.reduce import Reducer
+from zeroshard.engine import Engine
 from zeroshard.scaling import LossScaling
-from zeroshard.unit import Unit
-
-
-class Model(Protocol):
-    """A handle over parameters alone."""
-
-    units: tuple[Unit, ...]
-    collectives: Collectives
-    reducer: Reducer
 
 
 class Stepping(Protocol):
@@ -51,8 +41,8 @@ class UnevenSteps:
         divides_by_all: DDP divides the sum of gradients by the number of all ranks, not of those that have inputs.
     """
 
-    def __init__(self, handle: Model) -> None:
-        self._handle = handle
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.follows, self.divides_by_all = False, True
         self._given = False  # whether the followers have the gradients of this step
 
@@ -66,7 +56,7 @@ class UnevenSteps:
         Raises:
             RuntimeError: some have run out, and there is something that they cannot do.
         """
-        scaling, reducer = optimizer.scaling, self._handle.reducer
+        scaling, reducer = optimizer.scaling, self._engine.reducer
         own = [scaling.default] if scaling.default is not None else []
         told = {
             "norm_type": norm_type,
@@ -74,9 +64,9 @@ class UnevenSteps:
             "scaled": bool(scaling.used),
             "scale": reducer.scale or 1.0,
             "weighted": scaling.weight is not None,
-            "present": [p.grad is not None for unit in self._handle.units for p in unit.parameters],
+            "present": [p.grad is not None for unit in self._engine.units for p in unit.parameters],
         }
-        rows = self._handle.collectives.exchange_objects(told)
+        rows = self._engine.collectives.exchange_objects(told)
         if None in rows:
             if any(scaler not in own for scaler in scaling.used):
                 raise RuntimeError(
@@ -100,18 +90,18 @@ class UnevenSteps:
                 pass
         finally:
             self.follows = False
-            for unit in self._handle.units:
+            for unit in self._engine.units:
                 for parameter in unit.parameters:
                     parameter.grad = None
 
     def _follow_once(self, optimizer: Stepping) -> bool:
         """Whether it was the step."""
         optimizer.look_for_newcomers()
-        rows = self._handle.collectives.exchange_objects(None)
+        rows = self._engine.collectives.exchange_objects(None)
         told = next(row for row in rows if row is not None)
         self._give(rows)
-        with self._handle.reducer.scaled(told["scale"], None, weighted=told["weighted"]):
-            self._handle.reducer.begin_backward()
+        with self._engine.reducer.scaled(told["scale"], None, weighted=told["weighted"]):
+            self._engine.reducer.begin_backward()
         default = optimizer.scaling.default
         used = [default] if told["scaled"] and default is not None else []
         optimizer.scaling.use_as(used, 0.0 if told["weighted"] else 1.0)
@@ -128,8 +118,8 @@ class UnevenSteps:
         if self._given:
             return
         source = next(rank for rank, row in enumerate(rows) if row is not None)
-        collectives = self._handle.collectives
-        parameters = [p for unit in self._handle.units for p in unit.parameters]
+        collectives = self._engine.collectives
+        parameters = [p for unit in self._engine.units for p in unit.parameters]
         for parameter, present in zip(parameters, rows[source]["present"], strict=True):
             value = None
             if present:  # ranks that have one of their own keep it

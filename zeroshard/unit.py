@@ -138,7 +138,7 @@ class Unit:
             )
 
     @torch.no_grad()
-    def thaw(self, collectives: Collectives) -> None:
+    def unfreeze(self, collectives: Collectives) -> None:
         """From now on a trainable unit. Main begins with the values that the weights have."""
         self.spec = replace(self.spec, trainable=True)
         self._hold_main_and_gradients(collectives)

@@ -41,11 +41,11 @@ def changing_at_once(rank: int, folder: Path, plan: str, precision: str, trials:
         saving = run.save(folder / "busy", trial, background=True)
         run.train(range(trial + 1, trial + 2))
         if plan == "ddp":  # and by hand
-            for unit in run.handle.units:
+            for unit in run.handle.engine.units:
                 unit.weights.buffer.full.add_(1.0)
         changed.set()
         saving.wait()
-        run.handle.collectives.exchange_objects(None)
+        run.handle.engine.collectives.exchange_objects(None)
         try:
             good += same_bits(read_all(folder / f"calm/step-{trial}"), read_all(folder / f"busy/step-{trial}"))
         except zeroshard.CheckpointError:  # changed between its digest and its writing

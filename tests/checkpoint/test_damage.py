@@ -197,7 +197,7 @@ def test_a_load_on_ranks_refuses_damage_and_another_step_still_loads(saved: Path
             at = rng.randrange(path.stat().st_size)
             run = Run(rank, ("zero3", "ddp")[trial % 2], ("fp32", "bf16")[trial // 2 % 2], kind)
             flip(path, at) if rank == 0 else None
-            run.handle.collectives.exchange_objects(None)
+            run.handle.engine.collectives.exchange_objects(None)
             before = run.state()
             start = time.perf_counter()
             try:
@@ -208,7 +208,7 @@ def test_a_load_on_ranks_refuses_damage_and_another_step_still_loads(saved: Path
                     bad.append(str(error))
             bad += [] if same_bits(run.state(), before) else ["something has been changed"]
             flip(path, at) if rank == 0 else None
-            run.handle.collectives.exchange_objects(None)
+            run.handle.engine.collectives.exchange_objects(None)
             run.load(directory, step=1, allow_rounding=True)
             state = {k: v for k, v in run.state().items() if not k.startswith(("weights", "main frozen"))}
             bad += [] if expected is None or same_bits(state, expected) else ["step 1 is another"]
@@ -439,7 +439,7 @@ def test_hostile_values_raise_our_error_on_load(saved: Path, tmp_path: Path) -> 
             values = mutated(rng, valid["values"])
             if rank == 0:
                 path.write_bytes(signed(json.dumps({**valid, "values": values}).encode()))
-            run.handle.collectives.exchange_objects(None)
+            run.handle.engine.collectives.exchange_objects(None)
             try:
                 run.load(directory)
             except zeroshard.CheckpointError:

@@ -96,7 +96,7 @@ def full_of_zeroshard(handle: Any, optimizer: Any) -> dict[str, Tensor]:
     state = optimizer.state_dict()["state"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, of_parameter in state.items():
-        name = handle.name_of(parameters[number])
+        name = handle.engine.name_of(parameters[number])
         found |= {f"{key} of {name}": torch.as_tensor(value).clone() for key, value in of_parameter.items()}
     return found
 

@@ -144,7 +144,7 @@ def test_an_error_at_every_call_on_each_rank(tmp_path: Path, mode: str) -> None:
     def check(rank: int) -> list[str]:
         seed_all(rank)
         run = Run(rank, "zero3", "bf16-remainder").train(range(1))
-        exchange = run.handle.collectives.exchange_objects
+        exchange = run.handle.engine.collectives.exchange_objects
         bad: list[str] = []
         trials = 0
         with faulty() as seen:
@@ -208,10 +208,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
                 seconds = time.perf_counter() - start
                 if "No space left" not in message or f"rank {victim}" not in message or seconds > AT_ONCE:
                     bad.append(f"level {level}: {message!r} after {seconds:.1f} s")
-                run.handle.collectives.exchange_objects(None)
+                run.handle.engine.collectives.exchange_objects(None)
                 if rank == 0 and (left_over(tmp_path / "old") or list(steps(tmp_path / "old")) != [1]):
                     bad.append(f"level {level}: {os.listdir(tmp_path / 'old')}")
-                run.handle.collectives.exchange_objects(None)
+                run.handle.engine.collectives.exchange_objects(None)
         return bad
 
     assert run_ranks(check, 2) == [[], []]

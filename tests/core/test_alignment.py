@@ -63,7 +63,7 @@ def test_parameters_and_gradients_lie_aligned_and_compute_as_in_the_plain_model(
                 assert torch.equal(loss, expected)
                 assert seen == [0] * 12
                 loss.backward()
-                for unit in handle.units:
+                for unit in handle.engine.units:
                     assert all(slot.world.start % SLOT_ALIGNMENT == 0 for slot in unit.layout.slots)
                     assert unit.grads is not None and unit.grads.buffer.shard.data_ptr() % BYTES == 0
                 if num_ranks == 1:
@@ -75,11 +75,11 @@ def test_parameters_and_gradients_lie_aligned_and_compute_as_in_the_plain_model(
 
 def spoil(handle: zeroshard.Handle) -> None:
     """NaN wherever between two steps values do not matter: in buckets taken in turns, in gradients that are used up."""
-    collectives = handle.collectives
+    collectives = handle.engine.collectives
     collectives.exchange_objects(None)  # nobody writes before everybody has read
-    for storage in handle.pool.tensors("buckets"):
+    for storage in handle.engine.pool.tensors("buckets"):
         storage.view(torch.float32).fill_(torch.nan)
-    for unit in handle.units:
+    for unit in handle.engine.units:
         if unit.grads is not None and unit.grads.buffer.owns_full and unit.grads.buffer.full is not None:
             unit.grads.buffer.full.fill_(torch.nan)
     collectives.exchange_objects(None)
@@ -88,7 +88,7 @@ def spoil(handle: zeroshard.Handle) -> None:
 def padding_of(handle: zeroshard.Handle) -> list[Tensor]:
     """Weights and main of the own shard where no parameter lies."""
     found = []
-    for unit in handle.units:
+    for unit in handle.engine.units:
         own = unit.own_shard()
         assert unit.main is not None
         for part in (interval & own for interval in unit.layout.padding):

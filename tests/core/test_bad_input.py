@@ -376,12 +376,12 @@ def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
     def check(rank: int) -> None:
         model = make(Turned)
         handle = zeroshard.shard(model, "zero3", units=Block)
-        own = [unit.weights.own().clone() for unit in handle.units]
+        own = [unit.weights.own().clone() for unit in handle.engine.units]
         with pytest.raises(
             RuntimeError, match=r"at unit blocks.[01], at test_.*; rank . is at unit blocks.[10].* Nothing"
         ):
             loss_of_tokens(model, rank, 0, 0)
-        assert all(torch.equal(unit.weights.own(), value) for unit, value in zip(handle.units, own, strict=True))
+        assert all(torch.equal(unit.weights.own(), value) for unit, value in zip(handle.engine.units, own, strict=True))
 
     run_ranks(check, 3)
 

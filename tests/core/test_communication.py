@@ -45,7 +45,7 @@ def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[ze
         return send(axis, tensor, rank, kind)
 
     for step in range(steps):
-        handle.gatherer.settle()  # what the last step has sent belongs to it
+        handle.engine.gatherer.settle()  # what the last step has sent belongs to it
         handle.comm_log.clear()
         sent, collectives.send = 0, counted
         for micro_batch, scope in enumerate(job.micro_scopes(handle)):
@@ -76,7 +76,7 @@ def expected(handle: zeroshard.Handle, job: Job) -> Counter[tuple[str, str, str,
     k = job.micro_batches
     reductions = k if job.reduce_every_micro_batch else 1
     result: Counter[tuple[str, str, str, int]] = Counter()
-    for unit in handle.units:
+    for unit in handle.engine.units:
         foreign = unit.layout.numel - unit.layout.shard_numel  # (d - 1) / d of the buffer
         precision = unit.spec.precision
         result["reduce_scatter", unit.name, "backward", foreign * precision.wire.itemsize] = reductions
@@ -85,7 +85,7 @@ def expected(handle: zeroshard.Handle, job: Job) -> Counter[tuple[str, str, str,
         elif handle.plan is not zeroshard.ZERO3:
             result["all_gather", unit.name, "step", foreign * precision.param.itemsize] = 1
     if handle.plan is zeroshard.ZERO3:
-        of_unit = {unit.name: unit for unit in handle.units}
+        of_unit = {unit.name: unit for unit in handle.engine.units}
         for name, count in gathers(len(of_unit) - 1, k).items():
             unit = of_unit[name]
             foreign = unit.layout.numel - unit.layout.shard_numel
@@ -134,15 +134,16 @@ def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -
             for plan, volume in zip(PLANS[:3], volumes, strict=True):
                 job = Job(micro_batches=micro_batches, reduce_every_micro_batch=every)
                 handle, events, _ = sent_in_one_step(plan, job, rank)
-                psi = 4 * sum(unit.layout.numel for unit in handle.units)
+                psi = 4 * sum(unit.layout.numel for unit in handle.engine.units)
                 total = sum(e.bytes for e in events if e.op != "exchange")
                 assert total == volume * psi * 2 // 3, plan
         for num_blocks in (1, 2, 3, 5):
             for k in (1, 2, 3):
                 job = Job(model=partial(Net, blocks=num_blocks), micro_batches=k, reduce_every_micro_batch=True)
                 handle, events, _ = sent_in_one_step(zeroshard.ZERO3, job, rank)
-                block, root = (4 * unit.layout.numel for unit in (handle.units[1], handle.units[0]))
-                assert {unit.name for unit in handle.units} == {"root", *(f"blocks.{i}" for i in range(num_blocks))}
+                block, root = (4 * unit.layout.numel for unit in (handle.engine.units[1], handle.engine.units[0]))
+                names = {unit.name for unit in handle.engine.units}
+                assert names == {"root", *(f"blocks.{i}" for i in range(num_blocks))}
                 psi, kept = root + num_blocks * block, min(2, num_blocks) * block
                 # Backward finds the last two units where forward left them, and the next forward the first two; the
                 # root stays for the whole step. So 3 Psi - kept once and 3 Psi - 2 kept after that, without the root's.

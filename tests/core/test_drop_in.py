@@ -113,7 +113,7 @@ def test_freezing_and_unfreezing(optimizer_class: Any, options: dict[str, Any]) 
         pair.train(2)
         pair.both(lambda model, optimizer: model.requires_grad_(True))
         pair.train(2)
-        assert len(pair.optimizers[1].handle.units) > 2
+        assert len(pair.optimizers[1].handle.engine.units) > 2
         return pair.optimizers[1].handle.comm_log
 
     found = run_ranks(check, 3)

@@ -306,7 +306,7 @@ def test_ranks_must_agree_in_what_requires_grad() -> None:
         model[rank].requires_grad_(False)
         with pytest.raises(ValueError, match=r"parameter 0\.bias requires grad on rank 1 alone"):
             model(batch(rank, 0))
-        handle.expect_in_place()
+        handle.engine.expect_in_place()
 
     def one_alone(rank: int, plan: Any) -> None:
         model = build()

@@ -305,7 +305,7 @@ def local_terms(rank: int, plan: str) -> None:
     for ours, theirs in zip(run.model.parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
     run.model.zero_grad()
-    assert not run.handle.has_gradients()
+    assert not run.handle.engine.has_gradients()
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -420,7 +420,7 @@ def asked_for(rank: int, plan: str) -> None:
     found = torch.autograd.grad(run.loss(0), list(run.model.parameters()))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    assert run.handle is not None and not run.handle.has_gradients()
+    assert run.handle is not None and not run.handle.engine.has_gradients()
     assert not run.optimizer.step().applied
     run.loss(1).backward()
     assert run.optimizer.step().applied

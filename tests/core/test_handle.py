@@ -217,7 +217,7 @@ def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
             run(rank, model, handle)
             events = list(handle.comm_log.entries)[before:]
             gathers = [event for event in events if event.op == "all_gather" and event.phase == "unshard"]
-            assert len(gathers) == (len(handle.units) if plan is zeroshard.ZERO3 else 0)
+            assert len(gathers) == (len(handle.engine.units) if plan is zeroshard.ZERO3 else 0)
             optimizer.zero_grad()
             assert same_bits(handle.full_state_dict(), {**expected, "norm.weight": 2 * expected["norm.weight"]})
             optimizer.backward(loss_of_tokens(model, rank, 0, 3))
@@ -305,7 +305,7 @@ def test_close_gives_frozen_units_back_that_took_turns_in_a_place() -> None:
             model.blocks.requires_grad_(False)
             handle = zeroshard.shard(model, plan, units=Block)
             before = handle.full_state_dict()
-            assert len([unit for unit in handle.units if not unit.spec.trainable]) == 4
+            assert len([unit for unit in handle.engine.units if not unit.spec.trainable]) == 4
             handle.close()
             assert same_bits(dict(model.state_dict()), before)
             loss_of_tokens(model, rank, 0, 0).backward()
@@ -321,7 +321,7 @@ def test_close_gives_a_plain_model_back(precision: Any) -> None:
             names = {name: id(p) for name, p in model.named_parameters()}
             handle, optimizer = started(plan, rank, model, precision)
             main = handle.full_state_dict(main=True)
-            units = [weakref.ref(unit) for unit in handle.units]
+            units = [weakref.ref(unit) for unit in handle.engine.units]
             handle.close()
             assert all(torch.equal(value, main[name]) for name, value in model.state_dict().items())
             assert {name: id(p) for name, p in model.named_parameters()} == names
@@ -339,7 +339,7 @@ def test_close_gives_a_plain_model_back(precision: Any) -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             assert not same_bits(dict(model.state_dict()), main)
             again = zeroshard.shard(model, plan, units=Block)
-            assert len(again.units) == 4 + (1 if any(not p.requires_grad for p in model.parameters()) else 0)
+            assert len(again.engine.units) == 4 + (1 if any(not p.requires_grad for p in model.parameters()) else 0)
 
     run_ranks(check, 3)
 
@@ -389,7 +389,7 @@ def test_no_sync_communicates_nothing_and_ends_with_its_block() -> None:
         for plan in PLANS:
             model = make(Net)
             handle, optimizer = started(plan, rank, model)
-            handle.gatherer.settle()
+            handle.engine.gatherer.settle()
             for _ in range(2):
                 handle.comm_log.clear()
                 with handle.no_sync(), handle.no_sync():
@@ -401,9 +401,9 @@ def test_no_sync_communicates_nothing_and_ends_with_its_block() -> None:
                 if plan is not zeroshard.ZERO3:
                     assert not handle.comm_log.entries
                 optimizer.backward(loss_of_tokens(model, rank, 2, 3))
-                assert [e.op for e in handle.comm_log.entries].count("reduce_scatter") == len(handle.units)
+                assert [e.op for e in handle.comm_log.entries].count("reduce_scatter") == len(handle.engine.units)
                 optimizer.step()
-                handle.gatherer.settle()
+                handle.engine.gatherer.settle()
             logs.append(handle.comm_log)
         return logs
 

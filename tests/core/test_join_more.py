@@ -199,7 +199,7 @@ def test_a_scaler_of_the_loss_alone_is_refused() -> None:
                         optimizer.step()
                     finally:
                         store.set("refused", "1")
-                orders = handle.collectives.orders._orders  # type: ignore[union-attr]
+                orders = handle.engine.collectives.orders._orders  # type: ignore[union-attr]
                 orders.take = partial(until_refused, orders.take, orders)
 
         store = torch.distributed.distributed_c10d._get_default_store()

@@ -69,10 +69,10 @@ def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: in
     the call is over: look again.
     """
     memory = handle.memory()
-    shared = handle.collectives.shared
+    shared = handle.engine.collectives.shared
     old = before | storages(shared.mapped() if shared is not None else [])
-    old |= storages(handle.collectives.samples.tensors())
-    for same in (optimizer.agreement.same for optimizer in handle.owners()):
+    old |= storages(handle.engine.collectives.samples.tensors())
+    for same in (optimizer.agreement.same for optimizer in handle.engine.claims.owners()):
         old |= storages(same.tensors() if same is not None else [])
     for _ in range(looks):
         new = {at: size for at, size in live_storages().items() if at not in old and size > 64}
@@ -86,7 +86,7 @@ def expected_bytes(handle: zeroshard.Handle, rank: int, replicated: int, sharded
     """The table's row over the padded layouts. An interval that is nothing but padding is never stepped, and has no
     moments."""
     total = 0
-    for unit in handle.units:
+    for unit in handle.engine.units:
         layout = unit.layout
         total += replicated * layout.numel + sharded * layout.shard_numel
         mine = range(layout.num_shards) if handle.plan is zeroshard.DDP else [rank]
@@ -160,7 +160,7 @@ def test_a_storage_that_nobody_accounts_for_is_seen() -> None:
         gc.freeze()
         before = live_storages()
         _, handle, _ = trained(zeroshard.ZERO2, None, rank)
-        handle.units[0].stray = torch.zeros(100)
+        handle.engine.units[0].stray = torch.zeros(100)
         expect_accounted(handle, before, stray=400)
         with pytest.raises(AssertionError, match="accounted for"):
             expect_accounted(handle, before, looks=1)  # what gloo held has been let go of by now
@@ -175,9 +175,9 @@ def test_frozen_parameters_cost_their_weights_alone() -> None:
             for parameter in model.blocks.parameters():
                 parameter.requires_grad_(False)
             handle = zeroshard.shard(model, plan, units=Block)
-            frozen = [unit for unit in handle.units if not unit.spec.trainable]
+            frozen = [unit for unit in handle.engine.units if not unit.spec.trainable]
             assert len(frozen) == 3 and all(unit.grads is None and unit.main is None for unit in frozen)
-            held = sum(u.layout.shard_numel if plan is zeroshard.ZERO3 else u.layout.numel for u in handle.units)
+            held = sum(u.layout.shard_numel if plan is zeroshard.ZERO3 else u.layout.numel for u in handle.engine.units)
             assert handle.memory()["weights"] == 4 * held
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
             before = handle.full_state_dict()
@@ -335,7 +335,7 @@ def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
         for plan in PLANS:
             before = live_storages()
             model, handle, optimizer = trained(plan, "bf16", rank)
-            watched = [weakref.ref(handle), weakref.ref(model), weakref.ref(optimizer), *map(weakref.ref, handle.units)]
+            watched = [weakref.ref(one) for one in (handle, handle.engine, model, optimizer, *handle.engine.units)]
             assert len(live_storages()) > len(before)
             del model, handle, optimizer
             for _ in range(3000):  # see `expect_accounted`
@@ -356,7 +356,7 @@ def test_a_reference_left_behind_keeps_its_bytes() -> None:
         gc.freeze()
         before = live_storages()
         model, handle, optimizer = trained(zeroshard.ZERO3, None, rank)
-        left_behind = handle.units[0]
+        left_behind = handle.engine.units[0]
         del model, handle, optimizer
         assert sum(size for at, size in live_storages().items() if at not in before) >= left_behind.layout.shard_numel
 

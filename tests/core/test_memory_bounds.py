@@ -186,8 +186,8 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     torch.manual_seed(0)
     model = Model(width)
     handle = zeroshard.shard(model, "zero3", units=Block)
-    assert num_ranks == 1 or handle.collectives.transport == transport
-    live.shared = handle.collectives.shared
+    assert num_ranks == 1 or handle.engine.collectives.transport == transport
+    live.shared = handle.engine.collectives.shared
     optimizer = zeroshard.ShardedOptimizer(handle, adam(before=live.restart), lr=1e-2, foreach=False)
     phases = []
     live.look()

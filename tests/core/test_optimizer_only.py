@@ -92,13 +92,13 @@ def test_state_is_sharded_and_weights_are_gathered_once_per_step() -> None:
         _, optimizer = train(rank, True, ADAMW)
         handle = optimizer.handle
         memory = handle.memory()
-        used = sum(parameter.numel() for unit in handle.units for parameter in unit.parameters)
-        numel = sum(unit.layout.numel for unit in handle.units)
+        used = sum(parameter.numel() for unit in handle.engine.units for parameter in unit.parameters)
+        numel = sum(unit.layout.numel for unit in handle.engine.units)
         assert memory["weights"] == 4 * numel
         assert memory["grads"] == memory["main"] == memory["ring"] == memory["buckets"] == 0
         assert memory["state"] <= 8 * numel // 3
         gathers = [event for event in handle.comm_log.entries if event.op == "all_gather"]
-        assert len(gathers) == 4 * len(handle.units)
+        assert len(gathers) == 4 * len(handle.engine.units)
         assert sum(event.bytes for event in gathers) == 4 * 4 * numel * 2 // 3
         assert not any(event.op == "reduce_scatter" for event in handle.comm_log.entries)
         return memory["state"], 8 * used

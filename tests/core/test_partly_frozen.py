@@ -90,7 +90,7 @@ def trained_elements(of: Unit) -> list[int]:
 def expected_events(handle: zeroshard.Handle, rank: int) -> Counter[Any]:
     """(operation, unit, phase, bytes sent by this rank) of a step, but for ZERO3's gathers in forward and backward."""
     result: Counter[Any] = Counter()
-    for one in handle.units:
+    for one in handle.engine.units:
         precision, weight = one.spec.precision, one.spec.weight_dtype.itemsize
         wire, gradient = precision.wire.itemsize, precision.grad.itemsize
         elements = trained_elements(one)
@@ -135,7 +135,7 @@ def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
             let_train(phase, model)
             optimizer.backward(loss_of(model, rank, step))  # ranks meet
             optimizer.zero_grad()
-            handle.gatherer.settle()
+            handle.engine.gatherer.settle()
             handle.comm_log.clear()
             sent = 0
             optimizer.backward(loss_of(model, rank, step).float())
@@ -329,7 +329,7 @@ def test_two_optimizers_over_one_unit() -> None:
                     one.step()
             for one in plain:
                 one.zero_grad()
-            handle.gatherer.settle()
+            handle.engine.gatherer.settle()
             if plan is zeroshard.ZERO2:
                 gathered = [event.bytes for event in handle.comm_log.entries if event.op == "all_gather"]
                 most = sum(key[-1] for key in expected_events(handle, rank) if key[0] == "all_gather")
@@ -357,7 +357,7 @@ def test_owners_of_frozen_parameters_get_and_give_nothing() -> None:
                 handle.comm_log.clear()
                 loss_of(model, rank, 1).backward()
                 optimizer.step()
-                rows = handle.collectives.exchange_objects(handle.comm_log.bytes("all_to_all"))
+                rows = handle.engine.collectives.exchange_objects(handle.comm_log.bytes("all_to_all"))
                 sent[phase] = sum(rows)
             trained = sum(p.numel() for name, p in model.named_parameters() if LAST(name))
             assert 0 < sent[LAST] <= 2 * 4 * trained < sent[ALL]

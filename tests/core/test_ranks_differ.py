@@ -101,7 +101,7 @@ def test_one_rank_alone_asks_for_what_is_collective(ask: Case, named: str, num_r
 
 def test_rows_of_other_lengths_and_long_rows() -> None:
     def run(rank: int) -> None:
-        collectives = zeroshard.shard(build(), "ddp").collectives
+        collectives = zeroshard.shard(build(), "ddp").engine.collectives
         for numel in (0, 1, 25, 26, 27, 1000):  # 26 fill the first packet
             for dtype in (torch.float64, torch.uint8, torch.bool):
                 row = torch.arange(numel).add(rank).to(dtype)

@@ -49,7 +49,7 @@ def test_modules_named_together_are_one_unit() -> None:
             for units in ([Block, ("norm", "head")], *others):
                 state, handle, optimizer, _ = train(rank, plan, units)
                 assert same_bits(state, expected), (plan, units)
-                names = {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.units}
+                names = {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.engine.units}
                 if isinstance(units, list) and Block not in units:
                     assert set(names) == {"blocks.0 + blocks.2", "embed + head", "root"}
                     assert {"blocks.0.up.bias", "blocks.2.up.bias"} <= names["blocks.0 + blocks.2"]

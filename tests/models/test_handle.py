@@ -208,14 +208,14 @@ def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(precision
             for at, first in enumerate((0, 2)):
                 steps(model, optimizer, rank, range(first, first + 2))
                 steps(twin, other, rank, range(first, first + 2))
-                handle.gatherer.settle()
+                handle.engine.gatherer.settle()
                 before, held = handle.memory(), shared_blocks()
                 handle.park()
                 parked = handle.memory()
                 for kind in ("grads", "ring", "buckets", "scratch"):
                     assert parked[kind] == 0, (plan, kind)
                 itemsize = 4 if precision == "fp32" else 2
-                assert parked["weights"] == sum(unit.layout.shard_numel * itemsize for unit in handle.units)
+                assert parked["weights"] == sum(unit.layout.shard_numel * itemsize for unit in handle.engine.units)
                 assert parked["main"] == before["main"] and parked["state"] == before["state"]
                 assert shared_blocks() < held - 0.4 * (before["grads"] + before["buckets"])  # the pages are gone
                 assert all(map(is_absent, model.parameters()))
@@ -379,7 +379,7 @@ def test_many_lives_leave_nothing_behind(how: str) -> None:
     def live(rank: int, plan: Any) -> list[weakref.ref[Any]]:
         model, handle, optimizer = start(plan)
         steps(model, optimizer, rank, range(1))
-        refs = [weakref.ref(item) for item in (model, handle, optimizer, handle.units[1], *model.parameters())]
+        refs = [weakref.ref(item) for item in (model, handle, optimizer, handle.engine.units[1], *model.parameters())]
         if how == "close":
             handle.close()
         return refs

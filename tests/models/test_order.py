@@ -57,7 +57,7 @@ def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple
     for step in range(steps):
         optimizer.backward(loss_of_tokens(model, rank, 0, step))
         optimizer.step()
-    before = [unit.main.weights.clone() for unit in handle.units]
+    before = [unit.main.weights.clone() for unit in handle.engine.units]
     model.path = path
     said, start = "", time.monotonic()
     try:
@@ -65,7 +65,7 @@ def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple
         optimizer.step()
     except RuntimeError as error:
         said = str(error)
-    same = all(torch.equal(unit.main.weights, value) for unit, value in zip(handle.units, before, strict=True))
+    same = all(torch.equal(unit.main.weights, value) for unit, value in zip(handle.engine.units, before, strict=True))
     return said, time.monotonic() - start, same
 
 

@@ -169,7 +169,7 @@ def test_every_rank_starts_at_an_aligned_address() -> None:
         for plan in PLANS:
             model = Layers(5, 3)
             handle = zeroshard.shard(model, plan)
-            for unit in handle.units:
+            for unit in handle.engine.units:
                 assert unit.own_shard().start % 256 == 0 and unit.own_shard().numel % 256 == 0
                 assert unit.weights.own().data_ptr() % 16 == 0
 

@@ -115,7 +115,7 @@ def test_groups_of_modules_are_gathered_and_reduced_as_one() -> None:
             handle.comm_log.clear()
             model(tokens(rank, step)).sum().backward()
             gathered, reduced = (units_in_order(handle, op) for op in ("all_gather", "reduce_scatter"))
-            assert len(reduced) == len(handle.units) == 5
+            assert len(reduced) == len(handle.engine.units) == 5
             assert set(gathered) == set(reduced) and len(gathered) <= 5 + 3
             optimizer.step()
         return handle.comm_log
@@ -131,7 +131,7 @@ def test_two_forwards_before_one_backward_gather_twice() -> None:
         handle = zeroshard.shard(model, "zero3", units=Block)
         loss = model(tokens(rank)).sum() + model(tokens(rank, 1)).sum()
         loss.backward()
-        assert sorted(units_in_order(handle, "reduce_scatter")) == sorted(unit.name for unit in handle.units)
+        assert sorted(units_in_order(handle, "reduce_scatter")) == sorted(unit.name for unit in handle.engine.units)
         return handle.comm_log
 
     expect_same_logs(run_ranks(check, 3))

@@ -56,7 +56,7 @@ def test_only_biases_are_trained(recomputed: bool) -> None:
                 checkpoint(mlp)
         twins.handle.comm_log.clear()
         weights = twins.train(lambda model, step: model(numbers(32, rank, step)).sum(), steps=2)
-        of_biases = sum(unit.layout.numel for unit in twins.handle.units if unit.main is not None)
+        of_biases = sum(unit.layout.numel for unit in twins.handle.engine.units if unit.main is not None)
         assert reduced_bytes(twins.handle) == 2 * 8 * of_biases // 2
         assert of_biases < sum(p.numel() for p in twins.plain.parameters()) // 8
         return weights
@@ -77,7 +77,7 @@ def test_what_is_frozen_after_shard() -> None:
         weights = twins.train(lambda model, step: model(numbers(32, rank, step)).sum(), steps=2)
         reduced = {event.unit for event in twins.handle.comm_log.entries if event.op == "reduce_scatter"}
         assert reduced == {"1"}
-        by_both = sum(twins.handle.collectives.exchange_objects(reduced_bytes(twins.handle)))
+        by_both = sum(twins.handle.engine.collectives.exchange_objects(reduced_bytes(twins.handle)))
         assert by_both == 2 * 8 * (64 + 128)  # two steps; the biases, in multiples of 64
         return weights
 

@@ -34,7 +34,7 @@ from zeroshard.testing import run_ranks
 
 
 def units_of(handle: zeroshard.Handle) -> dict[str, set[str]]:
-    return {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.units}
+    return {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.engine.units}
 
 
 # What belongs together -----------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_shared_parameters_and_modules_count_once() -> None:
         twice = nn.Sequential(mlp, mlp)
         handle = zeroshard.shard(twice, "zero3", units=MLP)
         assert sum(len(names) for names in units_of(handle).values()) == 4
-        assert set(handle.tied()) == {f"1.{name}" for name, _ in mlp.named_parameters()}
+        assert set(handle.engine.tied()) == {f"1.{name}" for name, _ in mlp.named_parameters()}
         shared = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(3)))
         shared[0].in_proj.weight = shared[1].in_proj.weight
         shared[2].in_proj.weight = shared[1].in_proj.weight
@@ -86,7 +86,7 @@ def test_a_group_of_modules_is_one_unit() -> None:
         model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(5)))
         handle = zeroshard.shard(model, "zero3", units=[("0", "1", "2")])
         of_three = {f"{i}.{name}" for i in range(3) for name, _ in model[0].named_parameters()}
-        assert of_three in units_of(handle).values() and len(handle.units) == 2
+        assert of_three in units_of(handle).values() and len(handle.engine.units) == 2
 
     run_ranks(check, 1)
 
@@ -101,7 +101,7 @@ def test_shards_cut_a_flat_buffer() -> None:
         model[0].in_proj = model[1].in_proj
         plain = {name: p.detach().clone() for name, p in model.named_parameters()}
         handle = zeroshard.shard(model, "zero3")
-        for unit in handle.units:
+        for unit in handle.engine.units:
             own = unit.weights.own()
             parts = [torch.empty_like(own) for _ in range(3)]
             dist.all_gather(parts, own)
@@ -223,7 +223,7 @@ def test_which_meshes_are_refused() -> None:
             with pytest.raises(ValueError, match="mesh"):
                 zeroshard.shard(MLP(8), "zero3", mesh=mesh)
         handle = zeroshard.shard(MLP(8), "zero3", mesh=init_device_mesh("cpu", (2, 2)))
-        assert handle.collectives.mesh.shard.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert handle.engine.collectives.mesh.shard.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
 
     run_ranks(check, 4)
 

@@ -225,7 +225,7 @@ def test_gradient_accumulation(mesh: str) -> None:
                     lambda model, s=step, m=micro_batch: model(numbers(8, rank, s, m)).sum(), reduced=reduced
                 )
             reductions = [event for event in log.entries if event.op == "reduce_scatter"]
-            assert len(reductions) == (3 if step % 2 else 1) * len(twins.handle.units)
+            assert len(reductions) == (3 if step % 2 else 1) * len(twins.handle.engine.units)
             twins.expect_equal_gradients()
             twins.step()
         return twins.expect_equal()

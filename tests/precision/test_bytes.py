@@ -69,7 +69,7 @@ def trained(plan: Any, precision: Any, name: str, rank: int, steps: int = 1) -> 
 def expected_bytes(handle: Any, rank: int, a: int, b: int, state_bytes: int) -> int:
     """The row over the padded layouts; a shard that is nothing but padding is never stepped and has no state."""
     total = 0
-    for unit in handle.units:
+    for unit in handle.engine.units:
         layout, replicated = unit.layout, handle.plan is zeroshard.DDP
         total += (a + state_bytes * replicated) * layout.numel
         total += (b + state_bytes * (not replicated)) * layout.shard_numel
@@ -116,7 +116,7 @@ def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
             for precision in ("bf16", "bf16-remainder"):
                 _model, handle, _ = trained(plan, precision, "sgd", rank)
                 rest[precision] = sum(handle.memory(peak=True)[kind] for kind in RESTING)
-                held = sum(unit.main.interval.numel for unit in handle.units)
+                held = sum(unit.main.interval.numel for unit in handle.engine.units)
             assert rest["bf16"] - rest["bf16-remainder"] == 2 * held > 0
 
     run_ranks(check, 3)
@@ -194,7 +194,7 @@ def test_optimizer_only_holds_a_shard_of_main_and_state_beside_full_weights() ->
             for step in range(2):
                 loss_of_tokens(ddp, rank, 0, step).backward()
                 optimizer.step()
-            memory, units = optimizer.handle.memory(), optimizer.handle.units
+            memory, units = optimizer.handle.memory(), optimizer.handle.engine.units
             numel, own = sum(u.layout.numel for u in units), sum(u.layout.shard_numel for u in units)
             assert memory["grads"] == 0
             assert sum(memory[kind] for kind in RESTING) == a * numel + b * own

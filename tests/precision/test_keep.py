@@ -127,7 +127,7 @@ def test_bytes_are_what_was_planned(num_ranks: int) -> None:
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-3, fused=True, loss_scale=1.0)
             optimizer.backward(loss_of_tokens(model, rank, 0, 0))
             optimizer.step()
-            handle.gatherer.settle()
+            handle.engine.gatherer.settle()
             planned = plan_memory(make(tied), plan, num_ranks, units=Block, precision=precision, rank=rank)
             assert handle.memory() == planned, (plan, precision)
 

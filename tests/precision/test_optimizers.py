@@ -264,7 +264,7 @@ def test_a_param_group_added_after_the_start(precision: str) -> None:
                     optimizer.zero_grad()
                     optimizer.backward(loss_of_tokens(model, rank, 0, step))
                     optimizer.step()
-                    for unit in handle.units:  # what no optimizer uses is discarded, as model.zero_grad() would
+                    for unit in handle.engine.units:  # what no optimizer uses is discarded, as model.zero_grad() would
                         unit.grads.consume(set(range(len(unit.parameters))))
                 assert same_bits(handle.full_state_dict(), reference.state_dict()), (plan, optimizer_class)
                 logs.append(handle.comm_log)

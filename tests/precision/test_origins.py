@@ -100,10 +100,10 @@ def nothing_is_looked_for(rank: int) -> None:
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
     for _ in range(3):
         model(torch.ones(2, 4)).backward()
-        names = {slot.name for unit in handle.units for slot in unit.layout.slots}
-        assert handle.reducer.origins.first(names) is None
+        names = {slot.name for unit in handle.engine.units for slot in unit.layout.slots}
+        assert handle.engine.reducer.origins.first(names) is None
         assert optimizer.step().applied
-    assert handle.reducer.origins._backwards == [[]]
+    assert handle.engine.reducer.origins._backwards == [[]]
 
 
 def test_finite_gradients_have_no_origin() -> None:

@@ -25,7 +25,7 @@ ADAMW = {"lr": 1e-2, "foreach": False}
 def snapshot(handle: Any, optimizer: Any) -> dict[str, Tensor]:
     """Everything that a step may change on this rank, as it lies in memory: weights, main, moments, step counts."""
     kinds: dict[str, Tensor] = {}
-    for unit in handle.units:
+    for unit in handle.engine.units:
         kinds[f"{unit.name} weights"] = unit.weights.buffer.shard
         if unit.main is not None and unit.main.extra is not None:
             kinds[f"{unit.name} main"] = unit.main.extra
@@ -78,7 +78,7 @@ def test_overflows_change_nothing_on_any_rank() -> None:
         for (precision, optimizer_class, defaults), plan in itertools.product(CASES, PLANS):
             model = make(WithEmptyShards)
             handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
-            empty = [unit.name for unit in handle.units if not unit.layout.fragments(rank)]
+            empty = [unit.name for unit in handle.engine.units if not unit.layout.fragments(rank)]
             assert bool(empty) == (rank > 0)
             policy = DynamicScale(init=2.0**12, growth_interval=1000, max_skips=None)
             optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, loss_scale=policy, **defaults)

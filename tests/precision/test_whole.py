@@ -255,7 +255,7 @@ def measure(rank: int, plan: Any, optimizer: Any, precision: Any, **defaults: An
         stepped.step()
         extra.append(handle.comm_log.bytes("all_to_all"))
     assert extra[2] == extra[1]
-    handle.gatherer.settle()
+    handle.engine.gatherer.settle()
     memory = handle.memory()
     owned = [s for s in stepped._steppers if isinstance(s, OwnerStep)]
     load = sum(cost(w.slot.shape) for s in owned for w in s.wholes if w.owner == rank)
@@ -310,7 +310,7 @@ def test_bytes_of_owners_are_exact_and_planned(num_ranks: int) -> None:
             for step in range(2):
                 optimizer.backward(loss_of_tokens(model, rank, 0, step))
                 optimizer.step()
-            handle.gatherer.settle()
+            handle.engine.gatherer.settle()
             planned = plan_memory(
                 make(Net),
                 plan,

@@ -162,6 +162,6 @@ def test_what_it_costs() -> None:
     def check(rank: int) -> None:
         for plan, precision, exposed in (("zero3", "bf16", False), ("zero2", "bf16", True)):
             handle = zeroshard.shard(make(Net), plan, units=Block, precision=precision)
-            assert all(unit.main._exposed is exposed for unit in handle.units)
+            assert all(unit.main._exposed is exposed for unit in handle.engine.units)
 
     run_ranks(check, 2)

@@ -11,8 +11,8 @@ from torch import nn
 
 from zeroshard.checkpoint.items import Extra, names_of
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
+from zeroshard.engine import Engine
 from zeroshard.flat_step import FlatStep
-from zeroshard.handle import Handle
 from zeroshard.optimizer import ShardedOptimizer
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
@@ -57,11 +57,11 @@ class Fit:
 
 
 def fit(
-    manifest: Manifest, handle: Handle, optimizers: Sequence[ShardedOptimizer], extra: Extra, allow_rounding: bool
+    manifest: Manifest, engine: Engine, optimizers: Sequence[ShardedOptimizer], extra: Extra, allow_rounding: bool
 ) -> Fit:
     """Compare names, shapes, dtypes and classes. `optimizers` and `extra`: what is to be loaded; more may be there."""
     result = Fit()
-    expected = model_entries(handle)
+    expected = model_entries(engine)
     result.compare(expected, (name[6:] for name in manifest.tensors if name.startswith("model/")))
     for name, (shape, dtype) in expected.items():
         entry = manifest.tensors.get(f"model/{name}")
@@ -82,14 +82,14 @@ def fit(
     return result
 
 
-def under_names_here(manifest: Manifest, handle: Handle) -> Manifest:
-    """A parameter with several names may be stored under any of them, or under all: here under the one that the handle
+def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
+    """A parameter with several names may be stored under any of them, or under all: here under the one that the engine
     has it by.
 
     Raises:
         CheckpointError: different values under names that are one parameter here.
     """
-    here, tensors, values = handle.tied(), dict(manifest.tensors), manifest.values
+    here, tensors, values = engine.tied(), dict(manifest.tensors), manifest.values
     if not here:
         return manifest
     state = state_names(manifest)
@@ -114,11 +114,11 @@ def _same(a: TensorEntry, b: TensorEntry) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype) and digests[0] == digests[1]
 
 
-def model_entries(handle: Handle) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def model_entries(engine: Engine) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> shape and dtype of what is saved of the model as it is now."""
-    whole = handle.unsharded_state() | handle.untaken
+    whole = engine.unsharded_state() | engine.untaken
     entries = {name: (tuple(value.shape), value.dtype) for name, value in whole.items()}
-    for unit in handle.units:
+    for unit in engine.units:
         dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
         entries |= {slot.name: (slot.shape, dtype) for slot in unit.layout.slots}
     return entries
@@ -131,7 +131,7 @@ def pairs_of(manifest: Manifest, optimizers: Sequence[ShardedOptimizer]) -> Pair
 
 def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:
     """Parameters that nobody has, as they are frozen, and that this optimizer had in its first group."""
-    names, groups = names_of(optimizer.handle), groups_of(saved)
+    names, groups = names_of(optimizer.engine), groups_of(saved)
     first = set(groups[0]["params"]) if groups else set()
     return [parameter for parameter in optimizer.adoptable() if names[id(parameter)] in first]
 
@@ -164,7 +164,7 @@ def state_names(manifest: Manifest) -> dict[str, list[StateName]]:
 
 
 def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
-    names, groups, state = names_of(optimizer.handle), groups_of(saved), state_names(manifest)
+    names, groups, state = names_of(optimizer.engine), groups_of(saved), state_names(manifest)
     class_of = {name: group["class"] for group in groups for name in group["params"]}
     mine = [[names[id(p)] for p in params] for params in optimizer.groups_with(adopted(optimizer, saved))]
     result.compare([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.checkpoint.writer import Item
+from zeroshard.engine import Engine
 from zeroshard.flat_step import FlatStep
-from zeroshard.handle import Handle
 from zeroshard.inner import is_elementwise_state
 from zeroshard.interval import Interval
 from zeroshard.layout import Fragment
@@ -82,12 +82,12 @@ def expect_stateful(extra: Extra) -> None:
             )
 
 
-def names_of(handle: Handle) -> dict[int, str]:
-    """id of each parameter of the handle or its optimizer -> its name."""
-    names = {id(parameter): name for name, parameter in handle.untaken.items()}
+def names_of(engine: Engine) -> dict[int, str]:
+    """id of each parameter of the model or its optimizer -> its name."""
+    names = {id(parameter): name for name, parameter in engine.untaken.items()}
     return names | {
         id(parameter): slot.name
-        for unit in handle.units
+        for unit in engine.units
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
     }
 
@@ -95,10 +95,10 @@ def names_of(handle: Handle) -> dict[int, str]:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def model_items(handle: Handle) -> Iterator[Item]:
+def model_items(engine: Engine) -> Iterator[Item]:
     """Main, or frozen weights, of the own shard."""
-    mesh = handle.collectives.mesh
-    for unit in handle.units:
+    mesh = engine.collectives.mesh
+    for unit in engine.units:
         dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
         if mesh.world.rank == 0:  # names and shapes of what has no elements
             for slot in unit.layout.slots:
@@ -109,7 +109,7 @@ def model_items(handle: Handle) -> Iterator[Item]:
                 slot = fragment.slot
                 read = partial(_read_weights, unit, slot.world.start)
                 yield Item(f"model/{slot.name}", slot.shape, dtype, fragment.param, read)
-    for name, parameter in handle.untaken.items() if mesh.world.rank == 0 else ():
+    for name, parameter in engine.untaken.items() if mesh.world.rank == 0 else ():
         yield whole(f"model/{name}", parameter)
 
 
@@ -142,7 +142,7 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
     Raises:
         ValueError: state that is neither a dense tensor nor a plain value.
     """
-    mesh = optimizer.handle.collectives.mesh
+    mesh = optimizer.engine.collectives.mesh
     for stepper in optimizer.steppers if mesh.replicate.rank == 0 else ():
         if isinstance(stepper, FlatStep):
             yield from _flat_items(stepper)
@@ -153,7 +153,7 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
                     kinds = stepper.elementwise_state(one.group)
                     for key, value in state.items():
                         yield _state_item(key, one.slot.name, value, kinds.get(key))
-    names, kinds_of = names_of(optimizer.handle), StateKinds(optimizer)
+    names, kinds_of = names_of(optimizer.engine), StateKinds(optimizer)
     for number, parameter in enumerate(optimizer.waiting):
         if number % mesh.world.size == mesh.world.rank:
             for key, value in optimizer.waiting[parameter].items():

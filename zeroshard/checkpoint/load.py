@@ -68,42 +68,43 @@ def load(
         RuntimeError: gradients are waiting for a step.
     """
     expect_handle(handle, "zeroshard.load(directory, handle, optimizer)")
+    engine = handle.engine
     optimizers = as_list(optimizer)
-    handle.check_open("load")
-    handle.finish_background()
-    handle.thaw()
+    engine.check_open("load")
+    engine.finish_background()
+    engine.unfreeze()
     directory = Path(directory).absolute()
     with ExitStack() as stack:
         # 1. One step, one manifest; whatever does not fit is found before anything is touched.
         def find() -> tuple[None, list[str]]:
-            handle.expect_no_gradients("load")
+            engine.expect_no_gradients("load")
             expect_stateful(extra)
-            first = handle.collectives.mesh.world.rank == 0
+            first = engine.collectives.mesh.world.rank == 0
             return None, [os.path.relpath(folders.find(directory, step), directory) if first else "", folders.new_id()]
 
-        _, ((name, unique), *_) = together(handle, "load", find, (RuntimeError, ValueError))
+        _, ((name, unique), *_) = together(engine, "load", find, (RuntimeError, ValueError))
 
         def check() -> tuple[tuple[Reader, Fit], str]:
             reader = stack.enter_context(Reader(directory / name))
-            reader.manifest = under_names_here(reader.manifest, handle)
-            fits = fit(reader.manifest, handle, optimizers, extra, allow_rounding)
+            reader.manifest = under_names_here(reader.manifest, engine)
+            fits = fit(reader.manifest, engine, optimizers, extra, allow_rounding)
             fits.expect(str(directory / name), strict=strict)
             return (reader, fits), reader.manifest.id
 
-        (reader, fits), ids = together(handle, "load", check)
+        (reader, fits), ids = together(engine, "load", check)
         if len(set(ids)) > 1:
             raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
         pairs = pairs_of(reader.manifest, optimizers)
 
         # 2. Every rank reads what it needs: once to find any damage before anything is changed, and once to take it.
         # A failure lets the others stop.
-        meeting = Meeting(handle.collectives, unique)
+        meeting = Meeting(engine.collectives, unique)
 
         def take() -> None:
             reader.num_bytes = 0
-            for unit in handle.units:
+            for unit in engine.units:
                 unit.edits += 1
-            take_weights(reader, handle, meeting)
+            take_weights(reader, engine, meeting)
             for one, saved in pairs:
                 take_optimizer(reader, one, saved, meeting)
 
@@ -118,22 +119,22 @@ def load(
             return None, None
 
         try:
-            together(handle, "load", lambda: unless_stopped(partial(rehearse, reader, handle, pairs, meeting)))
-            together(handle, "load", lambda: unless_stopped(take))
+            together(engine, "load", lambda: unless_stopped(partial(rehearse, reader, engine, pairs, meeting)))
+            together(engine, "load", lambda: unless_stopped(take))
         finally:
             if meeting.rank == 0:
                 meeting.forget()
 
         # 3. Weights follow main; then what is not sharded.
-        for unit in handle.units:
-            handle.gatherer.updated(unit)
-        handle.gatherer.settle()
+        for unit in engine.units:
+            engine.gatherer.updated(unit)
+        engine.gatherer.settle()
 
         def rest() -> tuple[None, None]:
-            take_rest(reader, handle, pairs, extra)
+            take_rest(reader, engine, pairs, extra)
             return None, None
 
-        together(handle, "load", rest)
+        together(engine, "load", rest)
         unused = tuple(fits.missing), tuple(fits.unexpected)
         return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
 

@@ -34,6 +34,7 @@ from zeroshard.checkpoint.items import (
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, expect_readable
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.writer import FilePlan, Item
+from zeroshard.engine import Engine
 from zeroshard.handle import Handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.right_call import expect_handle
@@ -132,15 +133,16 @@ def save(
         RuntimeError: gradients are waiting for a step.
     """
     expect_handle(handle, "zeroshard.save(directory, handle, optimizer, step=...)")
+    engine = handle.engine
     optimizers = as_list(optimizer)
     directory = Path(directory).absolute()
-    handle.check_open("save")
-    handle.finish_background()
-    world = handle.collectives.mesh.world
+    engine.check_open("save")
+    engine.finish_background()
+    world = engine.collectives.mesh.world
 
     # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
     own, found = together(
-        handle, "save", partial(_collect, handle, optimizers, extra, step), (ValueError, RuntimeError)
+        engine, "save", partial(_collect, engine, optimizers, extra, step), (ValueError, RuntimeError)
     )
     if len({of_rank[0] for of_rank in found}) > 1:
         raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
@@ -149,7 +151,7 @@ def save(
 
     # 2. Everybody knows to the byte what it will write; for the background, it has a copy.
     file, sizes = together(
-        handle, "save", partial(_plan, handle, own, same, f"step {step}, {unique}", background), (ValueError,)
+        engine, "save", partial(_plan, engine, own, same, f"step {step}, {unique}", background), (ValueError,)
     )
     values = {**own.values, "extra": own.extra.values, "world_size": world.size}
     base = Manifest(step, unique, (), {}, values, versions())
@@ -160,19 +162,19 @@ def save(
         needed = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
         return open_folder(directory, step, unique, needed) if world.rank == 0 else None, None
 
-    lock, _ = together(handle, "save", make_folder)
+    lock, _ = together(engine, "save", make_folder)
 
     # 4. Write and commit: through files and the store alone.
     folder = directory / folders.temporary_name(step, unique)
-    saving = Saving(step, Job(folder, file, base, Meeting(handle.collectives, unique), lock).run)
+    saving = Saving(step, Job(folder, file, base, Meeting(engine.collectives, unique), lock).run)
     saving.start(background=background)
     if background:
-        handle.background = saving
+        engine.background = saving
     return saving
 
 
 def together(
-    handle: Handle, what: str, work: Callable[[], tuple[T, Any]], kinds: tuple[type[Exception], ...] = ()
+    engine: Engine, what: str, work: Callable[[], tuple[T, Any]], kinds: tuple[type[Exception], ...] = ()
 ) -> tuple[T, list[Any]]:
     """`work` gives something to keep, and something JSON-able for all ranks to know. If it raises on one, all raise a
     CheckpointError, or the same where it is one of `kinds`. Collective."""
@@ -182,8 +184,8 @@ def together(
     except Exception as error:
         text = str(error) if type(error) in kinds else describe(error)
         problem, failure = [type(error).__name__, text.removeprefix(f"{what}: ")], error
-    handle.collectives.wait_for_all()  # one rank may have much more to do than the others
-    results = handle.collectives.exchange_objects([problem, told], "save")
+    engine.collectives.wait_for_all()  # one rank may have much more to do than the others
+    results = engine.collectives.exchange_objects([problem, told], "save")
     failed = [(rank, of_rank[0]) for rank, of_rank in enumerate(results) if of_rank[0]]
     if failed:
         rank, (kind, text) = failed[0]
@@ -202,42 +204,42 @@ class _Own:
     buffers: Bag
 
 
-def _collect(handle: Handle, optimizers: list[ShardedOptimizer], extra: Extra, step: int) -> tuple[_Own, list[Any]]:
+def _collect(engine: Engine, optimizers: list[ShardedOptimizer], extra: Extra, step: int) -> tuple[_Own, list[Any]]:
     """And for all to know: the step, a new id, digests of what ranks may have different values of."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
         raise ValueError(f"step must be an integer from 0, found {step!r}")
-    handle.expect_no_gradients("save")
+    engine.expect_no_gradients("save")
     expect_stateful(extra)
-    names, rank = names_of(handle), handle.collectives.mesh.world.rank
-    if any(one.handle is not handle for one in optimizers):
+    names, rank = names_of(engine), engine.collectives.mesh.world.rank
+    if any(one.engine is not engine for one in optimizers):
         raise ValueError("the optimizer belongs to another handle")
-    if optimizers and len(handle.owners()) > len(optimizers):
+    if optimizers and len(engine.claims.owners()) > len(optimizers):
         raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
     states = {name: stateful.state_dict() for name, stateful in (extra or {}).items()}
     own = _Own(
-        values={"optimizers": [optimizer_values(one, names) for one in optimizers], "tied": handle.tied()},
-        items=[*model_items(handle), *(item for one in optimizers for item in optimizer_items(one))],
+        values={"optimizers": [optimizer_values(one, names) for one in optimizers], "tied": engine.tied()},
+        items=[*model_items(engine), *(item for one in optimizers for item in optimizer_items(one))],
         extra=Bag(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
-        buffers=Bag(f"rank/{rank}/buffers", handle.unsharded_state(), "the model's buffers"),
+        buffers=Bag(f"rank/{rank}/buffers", engine.unsharded_state(), "the model's buffers"),
     )
     return own, [step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
 
 
-def _plan(handle: Handle, own: _Own, same: list[bool], mark: str, copy: bool) -> tuple[FilePlan, list[int]]:
+def _plan(engine: Engine, own: _Own, same: list[bool], mark: str, copy: bool) -> tuple[FilePlan, list[int]]:
     """And for all to know: bytes of the file, and of its part of the manifest. `mark`: no two files have the same."""
-    rank = handle.collectives.mesh.world.rank
-    items = [*own.items, *_unsharded(handle, rank, own, same)]
+    rank = engine.collectives.mesh.world.rank
+    items = [*own.items, *_unsharded(engine, rank, own, same)]
     metadata = {"format": "pt", "zeroshard": f"{mark}, {file_name(rank)}"}
     plan = FilePlan.of((item.copied() for item in items) if copy else items, rank, metadata)
     return plan, [plan.num_bytes, size_of_part(plan, rank)]
 
 
-def _unsharded(handle: Handle, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
+def _unsharded(engine: Engine, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
     """Rank 0's `extra` and buffers; of the others what differs from these; everybody's random numbers."""
     alone: dict[str, Any] = {}
     if rank == 0:
         yield from own.extra.items()
-        for name, value in handle.unsharded_state().items():
+        for name, value in engine.unsharded_state().items():
             yield whole(f"model/{name}", value)
     else:
         for key, bag, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):

@@ -15,8 +15,8 @@ from zeroshard.checkpoint.items import Extra, StateKinds, names_of, set_random_s
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.reader import Reader
+from zeroshard.engine import Engine
 from zeroshard.flat_step import FlatStep
-from zeroshard.handle import Handle
 from zeroshard.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.optimizer_state import Elementwise, load_state
@@ -29,13 +29,13 @@ from zeroshard.values import decode
 # Before anything is changed -------------------------------------------------------------------------------------------
 
 
-def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> None:
+def rehearse(reader: Reader, engine: Engine, pairs: Pairs, meeting: Meeting) -> None:
     """Read, and so check, all that this rank is going to take."""
 
     def look(part: Interval, values: Tensor) -> None:
         meeting.beat()
 
-    rank, tensors = handle.collectives.mesh.world.rank, reader.manifest.tensors
+    rank, tensors = engine.collectives.mesh.world.rank, reader.manifest.tensors
     owned = {
         one.slot.name
         for optimizer, _ in pairs
@@ -44,12 +44,12 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
         for one, _ in stepper.owned()
     }
     for optimizer, saved in pairs:
-        names = names_of(handle)
+        names = names_of(engine)
         owned |= {names[id(p)] for p in [*adopted(optimizer, saved), *unstepped(optimizer)]}
     state = state_names(reader.manifest) if pairs else {}
     parts = {
         fragment.slot.name: fragment
-        for unit in handle.units
+        for unit in engine.units
         for fragment in unit.layout.fragments_in(_taken_by_this_rank(unit))
     }
     for name in parts.keys() | owned:
@@ -57,7 +57,7 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
             if (entry := tensors.get(tensor)) is not None:
                 cut = name in parts and name not in owned and entry.shape == parts[name].slot.shape
                 reader.read(tensor, parts[name].param if cut else Interval(0, entry.numel), look)
-    unsharded = {f"model/{name}" for name in [*handle.unsharded_state(), *handle.untaken]}
+    unsharded = {f"model/{name}" for name in [*engine.unsharded_state(), *engine.untaken]}
     for tensor, entry in tensors.items():
         if tensor in unsharded or tensor.startswith((f"rank/{rank}/", "extra/")):
             reader.read(tensor, Interval(0, entry.numel), look)
@@ -66,9 +66,9 @@ def rehearse(reader: Reader, handle: Handle, pairs: Pairs, meeting: Meeting) -> 
 # What is sharded ------------------------------------------------------------------------------------------------------
 
 
-def take_weights(reader: Reader, handle: Handle, meeting: Meeting) -> None:
+def take_weights(reader: Reader, engine: Engine, meeting: Meeting) -> None:
     """Main, and frozen weights, of this rank. The weights of the others follow main later."""
-    for unit in handle.units:
+    for unit in engine.units:
         for fragment in unit.layout.fragments_in(_taken_by_this_rank(unit)):
             name = f"model/{fragment.slot.name}"
             if name in reader.manifest.tensors:
@@ -92,11 +92,11 @@ def unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
 
 def take_optimizer(reader: Reader, optimizer: ShardedOptimizer, saved: Any, meeting: Meeting) -> None:
     """State of the pieces that this rank steps, of the parameters that it owns, and of those that are frozen."""
-    names, own_names = state_names(reader.manifest), names_of(optimizer.handle)
+    names, own_names = state_names(reader.manifest), names_of(optimizer.engine)
     optimizer.adopt(adopted(optimizer, saved))
     optimizer.waiting.clear()
     kinds_of = StateKinds(optimizer)
-    main_of = {id(p): unit.spec.precision.main_dtype for unit in optimizer.handle.units for p in unit.parameters}
+    main_of = {id(p): unit.spec.precision.main_dtype for unit in optimizer.engine.units for p in unit.parameters}
     for parameter in unstepped(optimizer):
         name = own_names[id(parameter)]
         main = main_of.get(id(parameter)) or precision_for(parameter.dtype, None).main_dtype
@@ -162,20 +162,20 @@ def _state(reader: Reader, names: Mapping[str, list[StateName]], into: Into, *, 
 # The rest -------------------------------------------------------------------------------------------------------------
 
 
-def take_rest(reader: Reader, handle: Handle, pairs: Pairs, extra: Extra) -> None:
+def take_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> None:
     """Buffers, hyper-parameters, loss scales, `extra`, random numbers. Where ranks had their own, and there are as many
     as then, each takes its own, else rank 0's; random numbers go to every rank that there was."""
-    world, values = handle.collectives.mesh.world, reader.manifest.values
+    world, values = engine.collectives.mesh.world, reader.manifest.values
     own = rank_state(reader, world.rank)
     same = own if values.get("world_size") == world.size else {}
-    for name, value in handle.unsharded_state().items():
+    for name, value in engine.unsharded_state().items():
         if f"model/{name}" in reader.manifest.tensors:
             mine = same.get("buffers", {}).get(name)
             value.copy_(reader.tensor(f"model/{name}") if mine is None else mine)
-    for name, parameter in handle.untaken.items():
+    for name, parameter in engine.untaken.items():
         if f"model/{name}" in reader.manifest.tensors:
             parameter.copy_(reader.tensor(f"model/{name}"))
-    names = names_of(handle)
+    names = names_of(engine)
     for optimizer, saved in pairs:
         for group, saved_group in zip(optimizer.param_groups, groups_of(saved), strict=False):
             if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
