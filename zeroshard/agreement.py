@@ -13,10 +13,10 @@ from zeroshard.absent import as_tensors
 from zeroshard.control import Control, Status, exchange_control
 from zeroshard.engine import Engine
 from zeroshard.gradients import GradState
+from zeroshard.loss_scale import LossScaler
 from zeroshard.orders import Voice
 from zeroshard.placement import REPLICATED
 from zeroshard.same_gradients import SameGradients
-from zeroshard.scaling import LossScaling
 from zeroshard.settings import Items, Settings, Told, plain
 from zeroshard.unit import Unit
 
@@ -29,6 +29,7 @@ class Agreement:
     Attributes:
         units: the slots of each unit that are this optimizer's, in the handle's order.
         half_done: an update has raised: some of main is new, some is not.
+        losses: since the last step, as the ledger of the model has them.
         same: where every rank has the gradients in full: samples of them.
         used_up: a step has used the gradients, and nobody has called `zero_grad` since.
     """
@@ -37,7 +38,7 @@ class Agreement:
         self,
         engine: Engine,
         units: dict[Unit, set[int]],
-        scaling: LossScaling,
+        scaler: LossScaler | None,
         non_finite: NonFinite | None,
         skip_norm_above: float | None,
     ) -> None:
@@ -45,7 +46,7 @@ class Agreement:
             raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
         self.units = units
         self.half_done = self.used_up = False
-        self._engine, self._scaling = engine, scaling
+        self._engine, self.losses = engine, engine.ledger.open_account(scaler)
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._told_settings = Told()
         in_full = engine.plan.main is REPLICATED or engine.plan.external_gradients
@@ -107,8 +108,8 @@ class Agreement:
     def situation(self, orders: Voice) -> dict[str, Any]:
         """What a rank that has run out of inputs must know before it agrees: see `join.Part`."""
         return {
-            "weighted": self._scaling.weight is not None,
-            "scalers": orders.scalers_used(self._scaling.used),
+            "weighted": self.losses.weight is not None,
+            "scalers": orders.scalers_used(self.losses.used),
             "waiting": self._engine.reducer.waiting(),
             "used_up": self.used_up,
         }
@@ -131,11 +132,11 @@ class Agreement:
         control = exchange_control(
             self._engine.collectives,
             status,
-            1.0 if self._scaling.weight is None else self._scaling.weight,
+            1.0 if self.losses.weight is None else self.losses.weight,
             list(gradients()) if status is Status.READY else [],
             num_groups,
             norm_type,
-            flags + self._scaling.overflows(),
+            flags + self.losses.overflows(),
             self._told_settings,
             self.same,
         )
@@ -155,8 +156,8 @@ class Agreement:
         return (
             ("non_finite", self._non_finite),
             ("skip_norm_above", plain(self._skip_norm_above)),
-            ("the losses of this step have weights", self._scaling.weight is not None),
-            ("the loss scales of this step", tuple(map(repr, self._scaling.used))),
+            ("the losses of this step have weights", self.losses.weight is not None),
+            ("the loss scales of this step", tuple(map(repr, self.losses.used))),
         )
 
     def _sample_weights(self) -> None:
@@ -196,7 +197,7 @@ class Agreement:
 
     def mean_factor(self, control: Control) -> float:
         """Buffers hold means over ranks of scaled, weighted losses."""
-        return len(control.status) / (control.weight * (self._engine.reducer.scale or 1.0))
+        return len(control.status) / (control.weight * self._engine.ledger.scale)
 
     def active(self, control: Control) -> dict[Unit, list[bool]]:
         """The slots that have a gradient on any rank."""
@@ -216,10 +217,10 @@ class Agreement:
         Raises:
             RuntimeError: a gradient that is not finite, where that is not to be skipped, or once too often in a row.
         """
-        policy = self._non_finite or ("skip" if self._scaling.is_scaled else "raise")
+        policy = self._non_finite or ("skip" if self.losses.used else "raise")
         if control.finite or policy == "ignore":
             return self._skip_norm_above is not None and not norm <= self._skip_norm_above
-        exhausted = self._scaling.exhausted(self._engine.reducer, self.overflows(control))
+        exhausted = self.losses.exhausted(self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
             raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")

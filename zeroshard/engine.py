@@ -21,6 +21,7 @@ from zeroshard.collectives import Collectives
 from zeroshard.freezing import Freezing
 from zeroshard.gather import Gatherer, in_backward
 from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
+from zeroshard.loss_ledger import LossLedger
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parked
 from zeroshard.placement import Plan
@@ -52,6 +53,7 @@ class Engine(NotCopied):
         managed: which parameters and buffers of the model are sharded.
         units: in registration order.
         pool: full-size places, buckets and scratch.
+        ledger: which loss was multiplied by what.
         claims: which optimizer has which parameters.
         background: a checkpoint that is still being written.
         untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by their names.
@@ -71,8 +73,9 @@ class Engine(NotCopied):
         self.collectives = collectives
         self.units = tuple(units)
         self.pool = Pool(collectives, max_transient_bytes)
+        self.ledger = LossLedger()
         self.gatherer = Gatherer(self.units, collectives, self.pool)
-        self.reducer = Reducer(self.units, collectives, self.pool)
+        self.reducer = Reducer(self.units, collectives, self.pool, self.ledger)
         self.schedule = Schedule(self.gatherer, self.reducer)
         self.claims = Claims(self.name_of)
         self.pool.besides = self.claims.scratch_bytes
@@ -212,7 +215,7 @@ class Engine(NotCopied):
         local = self.reducer.local
         self.pool.clear()
         self.gatherer = Gatherer(self.units, self.collectives, self.pool)
-        self.reducer = Reducer(self.units, self.collectives, self.pool)
+        self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
         self.reducer.local = local
         self.schedule.take(self.gatherer, self.reducer, frozen)
         self.collectives.meet()
@@ -336,6 +339,6 @@ class Engine(NotCopied):
         self.units = ()
         self.pool = Pool(self.collectives)
         self.gatherer = Gatherer((), self.collectives, self.pool)
-        self.reducer = Reducer((), self.collectives, self.pool)
+        self.reducer = Reducer((), self.collectives, self.pool, self.ledger)
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._freezing = Freezing((), self.collectives)

@@ -188,7 +188,7 @@ class Handle(NotTheModel, NotCopied):
         unit.read_gradient(own, full[own.slice])
         portions = unit.layout.portions({unit.slot_index(name)})
         self.engine.collectives.all_gather(full, unit=unit.name, phase="unshard", portions=portions).wait()
-        return full[slot.world.slice].view(slot.shape).div(self.engine.reducer.scale or 1.0)
+        return full[slot.world.slice].view(slot.shape).div(self.engine.ledger.scale)
 
     @torch.no_grad()
     def set_gradient(self, name: str, values: Tensor) -> None:

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zeroshard.backends import timeout_of
 from zeroshard.engine import Engine
+from zeroshard.loss_ledger import Loss, LossAccount
 from zeroshard.orders import Orders, Voice
-from zeroshard.scaling import LossScaling
 from zeroshard.weights import Residency
 
 
@@ -38,7 +38,7 @@ class Stepping(Protocol):
     @property
     def agreement(self) -> Agreeing: ...
     @property
-    def scaling(self) -> LossScaling: ...
+    def scaling(self) -> LossAccount: ...
     def hyper_parameters(self) -> list[dict[str, Any]]: ...
     def take_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
     def what_steps(self) -> dict[str, Any]: ...
@@ -205,7 +205,7 @@ class Part:
         """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""
         reducer = self._engine.reducer
         reducer.keep_only(waiting)
-        with reducer.scaled(scale, None, weighted=weighted):
+        with self._engine.ledger.backward(Loss(scale, weighted)):
             reducer.begin_backward()
 
     def _open(self, unit: str) -> None:

@@ -149,11 +149,11 @@ LossScalePolicy: TypeAlias = ConstantScale | DynamicScale
 
 
 class LossScaler:
-    """A policy and where it stands: the part that changes, and is saved."""
+    """A policy and where it stands: the part that changes, and is saved. `state`: None for the policy's first one."""
 
-    def __init__(self, policy: LossScalePolicy) -> None:
+    def __init__(self, policy: LossScalePolicy, state: ScaleState | None = None) -> None:
         self.policy = policy
-        self.state = policy.initial_state()
+        self.state = policy.initial_state() if state is None else state
 
     @property
     def scale(self) -> float:

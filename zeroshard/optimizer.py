@@ -26,13 +26,13 @@ from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.inner import Options, arguments_for, expect_arguments
 from zeroshard.kinds import Kind, kind_of
+from zeroshard.loss_ledger import LossAccount
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
 from zeroshard.optimizer_state import FullState
 from zeroshard.owner_step import OwnerStep
 from zeroshard.placement import SHARDED
 from zeroshard.right_call import expect_class, expect_parameters
 from zeroshard.same import expect_same, problem_in
-from zeroshard.scaling import LossScaling
 from zeroshard.settings import Items, Members, Settings, plain
 from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
 from zeroshard.step_result import StepResult as StepResult
@@ -113,8 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.engine.pool.expect_room(0, "the scratch of this optimizer")
             units = self._find_units()
             policy = _policy(loss_scale, units)
-            self._scaling = LossScaling(LossScaler(policy) if policy is not None else None)
-            self.agreement = Agreement(self.engine, units, self._scaling, non_finite, skip_norm_above)
+            scaler = LossScaler(policy) if policy is not None else None
+            self.agreement = Agreement(self.engine, units, scaler, non_finite, skip_norm_above)
         self._uneven = UnevenSteps(self.engine)
         self._clip = 1.0
         self._clip_value: float | None = None
@@ -149,22 +149,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise ValueError(f"the weight of a loss must be a finite number from 0, found {weight}")
         if not loss.requires_grad:
             raise RuntimeError("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
-        together = [one._scaling for one in self.engine.claims.owners() if isinstance(one, ShardedOptimizer)]
-        with self._scaling.backward(self.engine.reducer, scaler, weight, together) as factor:
+        with self.scaling.backward(scaler, weight, anew=self.engine.reducer.begins_anew()) as factor:
             if self.engine.plan.external_gradients:
-                self._expect_one_scale(scaler)
+                self.engine.ledger.expect_one_scale()
                 self.engine.reducer.begin_backward()
             scaled = loss if factor == 1.0 else loss.float() * factor
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    def _expect_one_scale(self, scaler: LossScaler | None) -> None:
-        scaler = scaler or self._scaling.default
-        scale, before = 1.0 if scaler is None else scaler.scale, self.engine.reducer.scale
-        if before not in (None, scale):
-            raise ValueError(
-                f"losses scaled by {before} and by {scale} would be mixed in p.grad, which plan OPTIMIZER_ONLY leaves "
-                "to others: use one scaler, or shard(model, plan)"
-            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Let the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
@@ -225,10 +215,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if control.is_idle:
             self._discard_gradients()
             return StepResult(False, 0.0, control.group_norms, loss=loss)
-        self._scaling.check_used()
+        self.scaling.expect_scaled()
         mean = self.agreement.mean_factor(control)
         norms = tuple(norm * mean for norm in control.group_norms)
-        scale = self.engine.reducer.scale or 1.0
+        scale = self.engine.ledger.scale
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
@@ -236,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.agreement.half_done = True
             self._update(control, Update(mean * self._clip, self._clip_value), arguments)
             self.agreement.half_done = False
-        self._scaling.settle(self.engine.reducer, not control.finite, self.agreement.overflows(control))
+        self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
         self.agreement.used_up = True
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
@@ -246,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         with as_tensors():
             super().zero_grad(set_to_none)
         if self._is_built:
-            self._scaling.reset()
+            self.scaling.clear()
             self.agreement.used_up = False
             self.engine.schedule.abandon_backward()
             self._discard_gradients()
@@ -438,7 +428,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             "state": {i: state[p] for i, p in enumerate(self._parameters()) if p in state},
             "param_groups": groups,
         }
-        scaling = self._scaling.state_dict()
+        scaling = self.scaling.state_dict()
         return {**result, "loss_scale": scaling} if scaling else result
 
     def _gather_state(self, taking: Taking = EVERYWHERE) -> FullState:
@@ -489,7 +479,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
-        self._scaling.load_state_dict(state_dict.get("loss_scale", {}))
+        self.scaling.load_state_dict(state_dict.get("loss_scale", {}))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -583,8 +573,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return tuple(self._steppers)
 
     @property
-    def scaling(self) -> LossScaling:
-        return self._scaling
+    def scaling(self) -> LossAccount:
+        """The losses since the last step, and the scaler of those that name none."""
+        return self.agreement.losses
 
     @property
     def classes(self) -> Sequence[type[torch.optim.Optimizer]]:
@@ -786,7 +777,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._asked.clear()
         for unit in self.engine.units:
             self._consume(unit)
-        self.engine.reducer.forget_scale()
+        self.engine.reducer.forget_losses()
         self.engine.pool.rest("buckets", "scratch")  # a backward may still need the weights
 
     def _consume(self, unit: Unit) -> None:

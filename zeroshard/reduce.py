@@ -10,8 +10,7 @@ backward takes part with zeros: no collective ever depends on what one rank's gr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
-from zeroshard.loss_scale import LossScaler, ScaleState
+from zeroshard.loss_ledger import LossLedger
 from zeroshard.origins import Origins
 from zeroshard.pool import Allotment, Place, Pool, beyond_turns
 from zeroshard.sums import reduce_scratch_bytes
@@ -31,34 +30,25 @@ IN_FLIGHT = 2
 there is one, while the gradients of the next unit come."""
 
 
-Watch = Callable[[Tensor], None]
-
-
 class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
         order: units of which something is summed, in the order in which they are reduced.
         local: units whose gradients are accumulated, in full-size buckets, and not reduced.
-        scale: what the buckets' values are multiplied by: the scale of the first loss since they were empty.
+        ledger: what the buckets' values are multiplied by.
         visible: what the user finds in `p.grad`.
         origins: which gradients of this rank were not finite.
-        settled: scalers that have been adjusted since the last backward: the state before, and whether any optimizer of
-            the model has found an overflow.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
         self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
         self.find_order()
         self.collectives = collectives
         self.local: frozenset[Unit] = frozenset()
-        self.scale: float | None = None
-        self.visible = VisibleGradients(self._trainable, collectives)
+        self.ledger = ledger
+        self.visible = VisibleGradients(self._trainable, collectives, ledger)
         self.origins = Origins()
-        self.settled: dict[LossScaler, tuple[ScaleState, bool]] = {}
-        self._backward_scale = 1.0
-        self._watch: Watch | None = None
-        self._weighted = False
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit whose last gradient hooks of the user still look at
@@ -108,30 +98,18 @@ class Reducer:
         )
         self.local = units
 
-    @contextmanager
-    def scaled(self, scale: float, watch: Watch | None, *, weighted: bool = False) -> Iterator[None]:
-        """The backward inside is that of a loss times `scale`; `watch` sees each gradient first.
-        `weighted`: it is also multiplied by a weight, and the step divides by the sum of them."""
-        self.settled.clear()
-        self._backward_scale, self._watch, self._weighted = scale, watch, weighted
-        try:
-            yield
-        finally:
-            self._backward_scale, self._watch, self._weighted = 1.0, None, False
-
     def begin_backward(self) -> None:
         """Gradients are going to be accumulated."""
         self.visible.withdraw()
-        self.forget_scale()
-        self.collectives.give_order("backward", self.waiting(), self._backward_scale, self._weighted)
-        if self.scale is None:
-            self.scale = self._backward_scale
-        self.visible.final &= self.scale == 1.0 and not self._weighted
+        self.forget_losses()
+        loss = self.ledger.loss
+        self.collectives.give_order("backward", self.waiting(), loss.scale, loss.is_weighted)
+        self.ledger.begin()
 
-    def forget_scale(self) -> None:
+    def forget_losses(self) -> None:
         """Once all gradients have been used or discarded."""
         if not self.has_gradients():
-            self.scale, self.visible.final = None, True
+            self.ledger.forget_gradients()
             self.origins.clear()
 
     def waiting(self) -> list[str]:
@@ -149,10 +127,14 @@ class Reducer:
         states = {unit.grads.state for unit in self._trainable if unit.grads is not None} - {GradState.EMPTY}
         return GradState.REDUCED in states if reduced else bool(states)
 
+    def begins_anew(self) -> bool:
+        """Whether what there was has been discarded, perhaps by `model.zero_grad()`."""
+        return bool(self.order) and not (self.notice() or self.has_gradients())
+
     def notice(self) -> dict[tuple[int, int], Tensor]:
         """See `VisibleGradients.notice`."""
         by_hand = self.visible.notice()
-        self.forget_scale()
+        self.forget_losses()
         return by_hand
 
     @torch.no_grad()
@@ -182,10 +164,10 @@ class Reducer:
         grads, world = unit.grads, unit.layout.slots[index].world
         assert grads is not None
         self.notice()
-        if not self.visible.final and self.scale in (None, 1.0):
+        if not self.ledger.has_final and self.ledger.scale == 1.0:
             raise RuntimeError("set_gradient: this step's losses were weighted, and the step divides by their weights")
         held = (world & grads.held_interval).relative_to(world.start)
-        self._assign(unit, index, values.reshape(-1)[held.slice] * (self.scale or 1.0))
+        self._assign(unit, index, values.reshape(-1)[held.slice] * self.ledger.scale)
         self.collectives.log.record("set gradient", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
         self.visible.show()
 
@@ -266,11 +248,7 @@ class Reducer:
             grad = grad.to_dense()
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
-        if self._watch is not None:
-            self._watch(grad)
-        if self.scale is not None and self.scale != self._backward_scale:  # losses with scales of their own
-            grad = grad.to(grads.buffer.dtype, copy=True).mul_(self.scale / self._backward_scale)
-        grads.accumulate(index, grad)
+        grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype))
 
     def complete(self, unit: Unit) -> bool:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank. False where the
@@ -332,7 +310,7 @@ class Reducer:
             for parameter in unit.parameters:
                 parameter.grad = None
         self.visible.changed()
-        self.forget_scale()
+        self.forget_losses()
 
     def _finish(self) -> None:
         """Backward has ended."""

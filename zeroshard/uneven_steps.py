@@ -17,7 +17,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from zeroshard.engine import Engine
-from zeroshard.scaling import LossScaling
+from zeroshard.loss_ledger import Loss, LossAccount
 
 
 class Stepping(Protocol):
@@ -26,7 +26,7 @@ class Stepping(Protocol):
     _join_config: _JoinConfig
 
     @property
-    def scaling(self) -> LossScaling: ...
+    def scaling(self) -> LossAccount: ...
     def look_for_newcomers(self) -> None: ...
     def what_steps(self) -> dict[str, Any]: ...
     def step_as(self, values: Mapping[str, Any]) -> None: ...
@@ -56,13 +56,13 @@ class UnevenSteps:
         Raises:
             RuntimeError: some have run out, and there is something that they cannot do.
         """
-        scaling, reducer = optimizer.scaling, self._engine.reducer
+        scaling = optimizer.scaling
         own = [scaling.default] if scaling.default is not None else []
         told = {
             "norm_type": norm_type,
             "step": optimizer.what_steps(),
             "scaled": bool(scaling.used),
-            "scale": reducer.scale or 1.0,
+            "scale": self._engine.ledger.scale,
             "weighted": scaling.weight is not None,
             "present": [p.grad is not None for unit in self._engine.units for p in unit.parameters],
         }
@@ -100,7 +100,7 @@ class UnevenSteps:
         rows = self._engine.collectives.exchange_objects(None)
         told = next(row for row in rows if row is not None)
         self._give(rows)
-        with self._engine.reducer.scaled(told["scale"], None, weighted=told["weighted"]):
+        with self._engine.ledger.backward(Loss(told["scale"], told["weighted"])):
             self._engine.reducer.begin_backward()
         default = optimizer.scaling.default
         used = [default] if told["scaled"] and default is not None else []

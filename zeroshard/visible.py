@@ -32,6 +32,7 @@ from torch.linalg import vector_norm
 from zeroshard.absent import as_tensors
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
+from zeroshard.loss_ledger import LossLedger
 from zeroshard.settings import Items, plain
 from zeroshard.sharded_gradient import ShardedGradient
 from zeroshard.unit import Unit
@@ -44,19 +45,22 @@ class VisibleGradients:
         version: changes whenever a reduced gradient may have changed.
         edits: what has been done to gradients that no rank holds in full, since ranks have compared it: (parameter,
             what).
-        final: whether reduced gradients are means of the losses as they are: neither scaled nor weighted.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, ledger: LossLedger) -> None:
         self._units = [(unit, unit.grads) for unit in units if unit.grads is not None]
-        self._collectives = collectives
+        self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit, _ in self._units}
         self._sharded: dict[nn.Parameter, ShardedGradient] = {}
         self._edits = 0
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
-        self.final = True
+
+    @property
+    def final(self) -> bool:
+        """Whether reduced gradients are what the step uses."""
+        return self._ledger.has_final
 
     @property
     def version(self) -> tuple[int, ...]:

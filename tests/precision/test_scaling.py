@@ -86,7 +86,7 @@ def test_overflows_change_nothing_on_any_rank() -> None:
             for step in range(2):
                 optimizer.backward(loss_of(model, rank, step))
                 assert optimizer.step().applied
-            scale = optimizer._scaling.default.scale
+            scale = optimizer.scaling.default.scale
             for number in range(PER_PLAN):
                 overflows += 1
                 hook = None
@@ -100,7 +100,7 @@ def test_overflows_change_nothing_on_any_rank() -> None:
                 after = snapshot(handle, optimizer)
                 assert same_bits(before, after), (plan, number)
                 scale = max(1.0, scale / 2)
-                assert optimizer._scaling.default.scale == scale
+                assert optimizer.scaling.default.scale == scale
                 if hook is not None:
                     hook.remove()
                 if number % 5 == 4:

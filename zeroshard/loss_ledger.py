@@ -1,0 +1,240 @@
+"""Which loss was multiplied by what, what the gradients of several make together, and what has overflowed.
+
+    LossLedger   of one model: the loss whose backward is under way; the gradients that wait for a step
+    LossAccount  of one optimizer: the losses since its last step. A loss belongs to all optimizers of the model
+
+A gradient that is not finite is found in the reduced shard, in the control exchange, at no extra cost. *Which loss* it
+came from is known where gradients are looked at before they are accumulated. That is done for losses with a scaler of
+their own. (Which parameter, rank and micro-batch it was: `origins.py`.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.loss_scale import LossScaler, ScaleState
+
+
+@dataclass(eq=False, slots=True)
+class Loss:
+    """One backward pass, and what its loss was multiplied by.
+
+    Attributes:
+        scale: of the loss; 1 for none.
+        is_weighted: whether it was also multiplied by a weight, and the step divides by the sum of the weights.
+        scaler: where `scale` is from.
+        looked_at: whether the scaler is this loss's own, and its gradients are looked at, one by one.
+        finite: whether the gradients that were looked at are, each 0-d bool.
+    """
+
+    scale: float = 1.0
+    is_weighted: bool = False
+    scaler: LossScaler | None = None
+    looked_at: bool = False
+    finite: list[Tensor] = field(default_factory=list)
+
+
+class LossLedger:
+    """Of one model. See the module's note.
+
+    Attributes:
+        has_final: whether the gradients that wait for a step are means of the losses as they are: neither scaled nor
+            weighted.
+    """
+
+    def __init__(self) -> None:
+        self.has_final = True
+        self._loss = Loss()
+        self._scale: float | None = None
+        self._accounts: weakref.WeakSet[LossAccount] = weakref.WeakSet()
+        self._before: dict[LossScaler, tuple[ScaleState, bool]] = {}
+
+    def open_account(self, default: LossScaler | None) -> LossAccount:
+        """For one more optimizer; `default`: the scaler of losses that name none."""
+        account = LossAccount(self, default)
+        self._accounts.add(account)
+        return account
+
+    @property
+    def accounts(self) -> list[LossAccount]:
+        """Of the living optimizers of the model."""
+        return list(self._accounts)
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """What the gradients that wait for a step are multiplied by: the scale of the first loss since there were
+        none."""
+        return 1.0 if self._scale is None else self._scale
+
+    @property
+    def loss(self) -> Loss:
+        """The one whose backward is under way; outside of `backward` one that was not multiplied by anything."""
+        return self._loss
+
+    @contextmanager
+    def backward(self, loss: Loss) -> Iterator[None]:
+        """The backward inside is that of this loss."""
+        self._before.clear()
+        self._loss = loss
+        try:
+            yield
+        finally:
+            self._loss = Loss()
+
+    def begin(self) -> None:
+        """The loss at hand begins to add to the gradients."""
+        if self._scale is None:
+            self._scale = self._loss.scale
+        self.has_final &= self._scale == 1.0 and not self._loss.is_weighted
+
+    def add(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gradient of the loss at hand, multiplied as those are that it is added to, in `dtype`."""
+        if self._loss.looked_at:
+            self._loss.finite.append(torch.isfinite(grad).all())
+        if self._scale is None or self._scale == self._loss.scale:
+            return grad
+        return grad.to(dtype, copy=True).mul_(self._scale / self._loss.scale)
+
+    def forget_gradients(self) -> None:
+        """All of them have been used, or discarded."""
+        self._scale, self.has_final = None, True
+
+    def expect_one_scale(self) -> None:
+        """Raises:
+        ValueError: the loss at hand has another scale than those before, where nobody can multiply it as theirs."""
+        if self._scale not in (None, self._loss.scale):
+            raise ValueError(
+                f"losses scaled by {self._scale} and by {self._loss.scale} would be mixed in p.grad, which plan "
+                "OPTIMIZER_ONLY leaves to others: use one scaler, or shard(model, plan)"
+            )
+
+    # Scalers ---------------------------------------------------------------------------------------------------------
+
+    def adjusted(self, scaler: LossScaler, overflow: bool) -> LossScaler:
+        """As a step makes it. Several optimizers of the model step after one backward: each adjusts the scaler from the
+        state before the first of them, on an overflow of any."""
+        before, found = self._before.get(scaler, (scaler.state, False))
+        result = LossScaler(scaler.policy, before)
+        result.update(found or overflow)
+        return result
+
+    def adjust(self, scaler: LossScaler, overflow: bool) -> None:
+        """A step of one optimizer is over."""
+        before, found = self._before.get(scaler, (scaler.state, False))
+        scaler.state = self.adjusted(scaler, overflow).state
+        self._before[scaler] = before, found or overflow
+
+
+class LossAccount:
+    """Of one optimizer: the losses since its last step. See the module's note.
+
+    Attributes:
+        default: the scaler of losses that name none; None for no scaling.
+        weight: sum of the weights of this rank's losses; None where none was given.
+    """
+
+    def __init__(self, ledger: LossLedger, default: LossScaler | None) -> None:
+        self.default = default
+        self.weight: float | None = None
+        self._ledger = ledger
+        self._losses: list[Loss] = []
+        self._used: list[LossScaler] = []  # the same on every rank
+
+    @contextmanager
+    def backward(self, scaler: LossScaler | None, weight: float | None, *, anew: bool) -> Iterator[float]:
+        """Around one backward pass; gives the factor on its loss.
+
+        Args:
+            anew: no gradients wait: those of the losses before have been discarded.
+
+        Raises:
+            RuntimeError: losses with a weight, and losses without one.
+        """
+        together = self._ledger.accounts
+        if anew:
+            for account in together:
+                account.clear()
+        if any(account._losses and (weight is None) != (account.weight is None) for account in together):
+            raise RuntimeError("either all losses of a step have a weight, or none has")
+        used = scaler or self.default
+        loss = Loss(used.scale if used is not None else 1.0, weight is not None, used, looked_at=scaler is not None)
+        for account in together:
+            account._note(loss, weight)
+        with self._ledger.backward(loss):
+            yield loss.scale * (1.0 if weight is None else weight)
+
+    def _note(self, loss: Loss, weight: float | None) -> None:
+        self._losses.append(loss)
+        if loss.scaler is not None and loss.scaler not in self._used:
+            self._used.append(loss.scaler)
+        if weight is not None:
+            self.weight = (self.weight or 0.0) + weight
+
+    def clear(self) -> None:
+        """Gradients have been used or discarded."""
+        self.weight = None
+        self._losses, self._used = [], []
+
+    def use_as(self, used: Sequence[LossScaler], weight: float) -> None:
+        """As other ranks have done with losses that this one has not."""
+        self._used, self.weight = list(used), weight
+
+    @property
+    def used(self) -> Sequence[LossScaler]:
+        """The scalers of these losses."""
+        return tuple(self._used)
+
+    def expect_scaled(self) -> None:
+        """Raises:
+        RuntimeError: there is a loss scale, and no loss of this step went through `backward`."""
+        if self.default is not None and not self._used:
+            raise RuntimeError(
+                "this optimizer scales losses, and this step's was not: call optimizer.backward(loss) instead of "
+                "loss.backward(), or pass loss_scale=1.0"
+            )
+
+    def overflows(self) -> list[bool]:
+        """For each scaler in use: whether this rank saw its loss overflow (all False where nobody looked)."""
+        looks = [(loss.scaler, finite) for loss in self._losses for finite in loss.finite]
+        flags = torch.stack([finite for _, finite in looks]).tolist() if looks else []
+        guilty = {scaler for (scaler, _), finite in zip(looks, flags, strict=True) if not finite}
+        return [scaler in guilty for scaler in self._used]
+
+    def adjust(self, found_inf: bool, overflows: list[bool]) -> None:
+        """All ranks agree: every scaler in use adjusts, on its own overflow where that is known.
+
+        Args:
+            found_inf: whether the gradient was not finite.
+            overflows: for each scaler in use, whether any rank saw its loss overflow.
+        """
+        for scaler, overflow in zip(self._used, self._blamed(found_inf, overflows), strict=True):
+            self._ledger.adjust(scaler, overflow)
+        self.clear()
+
+    def exhausted(self, overflows: list[bool]) -> int | None:
+        """Overflows in a row, with the one at hand, of a scaler that gives up now. `overflows`: as for `adjust`."""
+        for scaler, overflow in zip(self._used, self._blamed(True, overflows), strict=True):
+            adjusted = self._ledger.adjusted(scaler, overflow)
+            if overflow and adjusted.exhausted:
+                return adjusted.skips_in_a_row
+        return None
+
+    def _blamed(self, found_inf: bool, overflows: list[bool]) -> list[bool]:
+        known = any(overflows) and any(loss.looked_at for loss in self._losses)
+        return overflows if known else [found_inf] * len(self._used)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.default is None else self.default.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.default is not None and state:
+            self.default.load_state_dict(state)
