@@ -322,7 +322,7 @@ class Schedule(NotCopied):
         """Backward leaves the unit for the next ones. If that was for the last time, it is reduced."""
         if unit in next_units or any(visit.unit is unit for visit in self._visits):
             return True
-        return not self._accumulates or self.reducer.complete(unit)
+        return not self._accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
     def before_gradient(self, parameter: Tensor) -> None:
         """Autograd is about to add to `p.grad`, or to give a gradient to `torch.autograd.grad`."""
@@ -366,11 +366,13 @@ class Schedule(NotCopied):
         self._at.clear()
 
     def _end_backward(self) -> None:
-        accumulates, self._accumulates = self._accumulates, False
         self._backward = None
-        with torch.no_grad():
-            self._visit_from(0)  # before the reductions: peers that wait for these have not reduced theirs
-        self._forget()
+        try:
+            with torch.no_grad():
+                self._visit_from(0)  # before the reductions: peers that wait for these have not reduced theirs
+        finally:
+            accumulates, self._accumulates = self._accumulates, False
+            self._forget()
         if accumulates:
             self.reducer.end_backward()
         self.gatherer.end_backward()

@@ -250,14 +250,14 @@ class Reducer:
             self._open(unit, grads)
         grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype))
 
-    def complete(self, unit: Unit) -> bool:
+    def complete(self, unit: Unit, *, at_end: bool = False) -> bool:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank. False where the
-        graph says that one is still to come."""
+        graph says that one is still to come (`at_end`: it has been run, and none is)."""
         grads = unit.grads
         if unit in self.local or grads is None or self._place_in_order.get(unit, -1) < self._cursor:
             return True
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
-        if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
+        if not at_end and any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
             return False
         grads.ready.update(range(len(unit.parameters)))
         self._advance()

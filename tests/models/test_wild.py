@@ -288,13 +288,22 @@ def plain(rank: int, seeds: list[int], num_ranks: int) -> list[Any]:
 def sharded(rank: int, seeds: list[int], num_ranks: int) -> list[Any]:
     results: list[Any] = []
     for seed in seeds:
+        run = None
         try:
             run = Run(seed, rank, num_ranks)
             run.loop()
             results.append((run.name, run.weights(), run.handle.comm_log))  # type: ignore[union-attr]
         except (RuntimeError, ValueError) as error:
-            results.append((f"seed {seed}", f"{type(error).__name__}: {error}", None))
+            name, log = (f"seed {seed}", None) if run is None else (run.name, run.handle.comm_log)  # type: ignore[union-attr]
+            results.append((name, f"{type(error).__name__}: {error}", log))
     return results
+
+
+def ran_other_units(of_ranks: list[Any]) -> bool:
+    """In forward under ZERO3, on some rank. (All wait for one another then, and these run without the watch that would
+    say so.)"""
+    gathered = {tuple(e.unit for e in log.entries if e.phase == "forward") for *_, log in of_ranks if log is not None}
+    return "zero3" in of_ranks[0][0] and len(gathered) > 1
 
 
 def compare(seeds: list[int], num_ranks: int) -> Counter[str]:
@@ -312,7 +321,8 @@ def compare(seeds: list[int], num_ranks: int) -> Counter[str]:
         if any(isinstance(result, str) for _, result, _ in of_ranks):
             texts = {str(result) if isinstance(result, str) else "nothing" for _, result, _ in of_ranks}
             refused = {text for text in texts if DOCUMENTED.search(text)}
-            if not refused or not all(LEFT_ALONE.search(text) for text in texts - refused):
+            documented = refused or ran_other_units(of_ranks)
+            if not documented or not all(LEFT_ALONE.search(text) for text in texts - refused):
                 problems.append(f"{of_ranks[0][0]}: {texts}")
             outcomes["refused"] += 1
             continue
@@ -351,6 +361,7 @@ def test_what_once_failed() -> None:
     of the layers before, and the others, who had to give theirs, waited for it to reduce that layer."""
     assert compare([565], 3)["equal"] == 1
     assert compare([1711], 2)["equal"] == 1  # there it waited for the others to read what it had reduced before
+    assert compare([742], 2)["equal"] == 1  # there both layers gave none, and only the end of backward came to them
     assert compare([576], 3)["equal"] == 1  # there the layer came after a checkpoint that another one was inside of
 
 
