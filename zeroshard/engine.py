@@ -52,7 +52,7 @@ class Engine(NotCopied):
         plan: where weights, gradients and main rest.
         managed: which parameters and buffers of the model are sharded.
         units: in registration order.
-        pool: full-size places, buckets and scratch.
+        pool: full-size buffers for weights, gradients and scratch.
         ledger: which loss was multiplied by what.
         claims: which optimizer has which parameters.
         background: a checkpoint that is still being written.

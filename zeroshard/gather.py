@@ -1,12 +1,12 @@
-"""When weights are gathered: before the module that needs them, one step ahead, into a few places.
+"""When weights are gathered: before the module that needs them, one step ahead, into a few buffers.
 
-    forward    place 0 | gather u0 | compute u0 | gather u2  | compute u2 ...
-               place 1             | gather u1  | compute u1 | gather u3 ...
+    forward    buffer 0 | gather u0 | compute u0 | gather u2  | compute u2 ...
+               buffer 1             | gather u1  | compute u1 | gather u3 ...
 
-Each unit keeps one place (autograd holds views of it), and two neighbours in execution order hold different ones.
-Nothing is freed on the way: a unit whose forward is over is hidden, and its place is taken over by the next unit that
-needs it. If nobody has, backward finds the weights still there; so the last units of a forward are not gathered again.
-A step gives all places back (`pool.py`).
+Each unit keeps one pool buffer (autograd holds views of it), and two neighbours in execution order have different ones.
+Nothing is freed on the way: a unit whose forward is over is hidden, and the next unit that needs its buffer becomes the
+occupant. If none has, backward finds the weights still there; so the last units of a forward are not gathered again.
+A step gives all buffers back (`pool.py`).
 
 Backward runs the nodes of the graph in the reverse of the order in which forward made them. So when it reaches the
 output of a unit, every unit that ran later in forward is done, and only what was reached last is protected.
@@ -17,14 +17,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from zeroshard.collectives import Collectives, Pending
-from zeroshard.pool import Allotment, Place, Pool
+from zeroshard.pool import Pool, PoolBuffer, Turns
+from zeroshard.pool_plan import PoolPlan
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
 
@@ -35,19 +36,11 @@ def in_backward() -> bool:
 
 
 class Gatherer:
-    """Unshards and hides the weights of all units of a model.
-
-    Attributes:
-        places: kind of unit (dtype, trainable) -> the places that its units take turns in.
-    """
+    """Unshards and hides the weights of all units of a model."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
         self.collectives = collectives
-        self._pool = pool
-        self.places: dict[Hashable, list[Place]] = {}
-        self._place_of: dict[Unit, Place] = {}
-        self._taken: dict[Hashable, int] = {}
         self._follower: dict[tuple[str, Unit | None], Unit] = {}
         self._last: tuple[str, Unit | None] = ("forward", None)
         self._protected: tuple[Unit, ...] = ()
@@ -56,16 +49,13 @@ class Gatherer:
         self._begun: list[Unit] = []  # updated, and perhaps not read from the peers yet
         self._read_by_peers = Pending()  # what this rank gave them then
         self._own_thread = os.getpid(), threading.get_ident()
-        borrowers = [unit for unit in units if not unit.weights.buffer.owns_full]
-        allotment = Allotment.of_places(unit.spec.weight_borrower(unit.layout.numel) for unit in borrowers)
-        for unit in borrowers:
-            if unit.name in allotment.own:
-                self._place_of[unit] = pool.place("ring", allotment.own[unit.name], self)
+        requests = {
+            unit: unit.spec.weight_request(unit.layout.numel) for unit in units if not unit.weights.buffer.owns_full
+        }
+        self._turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
         for unit in units:
             if unit.weights.buffer.owns_full:
                 unit.weights.absent.bring = partial(_bring, weakref.ref(self), unit)
-        for kind, (count, num_bytes) in allotment.shared.items():
-            self.places[kind] = [pool.place("ring", num_bytes, self) for _ in range(count)]
 
     def begin_forward(self) -> None:
         """The model is called. Weights that rest in full, of units that no module has been called for, may be read by
@@ -100,7 +90,7 @@ class Gatherer:
     def start_backward(self, units: Sequence[Unit]) -> None:
         """Backward has reached the output of a module whose forward needed these units. They begin to arrive."""
         inner = tuple(unit for unit in units if not unit.spec.outer)
-        if inner:  # before the gather, which looks ahead: the place of the unit before is free now
+        if inner:  # before the gather, which looks ahead: the buffer of the unit before is free now
             self._protected = inner
         for unit in units:
             if unit.weights.state is Residency.SHARDED:
@@ -114,14 +104,13 @@ class Gatherer:
                 self._unshard(unit, "backward")
 
     def expect_to_stay(self, units: Sequence[Unit]) -> None:
-        """A second backward will read these weights through views of their places.
+        """A second backward will read these weights through views of their buffers.
 
         Raises:
-            RuntimeError: other units take turns in the place.
+            RuntimeError: other units take turns in one.
         """
         for unit in units:
-            of_kind = [other for other in self._place_of if self._place_of[other] is self._place_of.get(unit)]
-            if not unit.weights.buffer.owns_full and len(of_kind) > 1:
+            if not self._turns.is_alone(unit):
                 raise RuntimeError(
                     f"create_graph: a gradient of a gradient needs the weights of unit {unit.name} again, and under "
                     "this plan other units take turns in their place. Use a plan with replicated weights (zero2), or "
@@ -188,7 +177,7 @@ class Gatherer:
                 unit.weights.show()
 
     def unshard(self, unit: Unit, full: Tensor | None = None) -> None:
-        """Gather one unit outside of any forward; `full` [numel] instead of the unit's own place."""
+        """Gather one unit outside of any forward; `full` [numel] instead of the unit's pool buffer."""
         self._wait_for_readers()
         unit.weights.expect_in_place()
         if full is not None and not unit.weights.buffer.owns_full:
@@ -198,9 +187,9 @@ class Gatherer:
             self.start(unit, "unshard")
         unit.weights.arrive()
 
-    def vacate(self, place: Place) -> bool:
+    def vacate(self, buffer: PoolBuffer) -> bool:
         """Nobody needs the weights in it any more, unless a forward or a scope that shows them is under way."""
-        unit: Unit | None = place.holder
+        unit: Unit | None = buffer.occupant
         if unit is None or unit.weights.state is Residency.SHARDED:
             return True
         if unit.weights.in_use:
@@ -223,44 +212,30 @@ class Gatherer:
             self._prefetch(follower, phase, unit)
 
     def _prefetch(self, unit: Unit, phase: str, current: Unit) -> None:
-        """Start gathering unless the place is needed now."""
-        holder = None if unit.weights.buffer.owns_full else self._place(unit).holder
-        if holder is None or holder is unit or not self._needed(holder, current):
+        """Start gathering unless the buffer is needed now."""
+        occupant = None if unit.weights.buffer.owns_full else self._turns.assigned(unit).occupant
+        if occupant is None or occupant is unit or not self._needed(occupant, current):
             self.start(unit, phase)
 
     def start(self, unit: Unit, phase: str) -> None:
-        """Let the weights of a unit that is SHARDED arrive, in its place."""
+        """Let the weights of a unit that is SHARDED arrive, in its buffer."""
         if phase in ("forward", "backward"):
             self.collectives.give_order("gather", unit.name, phase)
         if unit.weights.buffer.owns_full:
             unit.weights.gather(self.collectives, phase)
             return
-        place = self._place(unit)
-        if place.holder is not None and place.holder is not unit:
-            if place.holder.weights.in_use:  # units that run inside one another cannot take turns
-                place = self._give_own_place(unit)
-            elif place.holder.weights.state is not Residency.SHARDED:
-                place.holder.weights.drop()
-        place.holder = unit
-        unit.weights.gather(self.collectives, phase, place.tensor(unit.layout.numel, unit.weights.buffer.dtype))
+        buffer = self._turns.assigned(unit)  # the same each time: autograd may hold views of it
+        if buffer.occupant is not None and buffer.occupant is not unit:
+            if buffer.occupant.weights.in_use:  # units that run inside one another cannot take turns
+                why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
+                buffer = self._turns.give(unit, why)
+            elif buffer.occupant.weights.state is not Residency.SHARDED:
+                buffer.occupant.weights.drop()
+        buffer.occupy(unit)
+        unit.weights.gather(self.collectives, phase, buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype))
 
-    def _needed(self, holder: Unit, current: Unit) -> bool:
-        return holder is current or holder in self._protected or holder.weights.in_use > 0
-
-    def _place(self, unit: Unit) -> Place:
-        """The unit's place for good; turns are given in the order in which units first run."""
-        if unit not in self._place_of:
-            kind = unit.spec.weight_borrower(0).kind
-            turn = self._taken.get(kind, 0)
-            self._taken[kind] = turn + 1
-            self._place_of[unit] = self.places[kind][turn % len(self.places[kind])]
-        return self._place_of[unit]
-
-    def _give_own_place(self, unit: Unit) -> Place:
-        num_bytes = unit.spec.weight_borrower(unit.layout.numel).num_bytes
-        why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
-        place = self._place_of[unit] = self._pool.place("ring", num_bytes, self, why)
-        return place
+    def _needed(self, occupant: Unit, current: Unit) -> bool:
+        return occupant is current or occupant in self._protected or occupant.weights.in_use > 0
 
 
 def _bring(gatherer: weakref.ref[Gatherer], unit: Unit) -> None:

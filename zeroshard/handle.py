@@ -326,7 +326,7 @@ class Handle(NotTheModel, NotCopied):
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
-        places of weights; buckets: of gradients; scratch). What is mapped of another rank's memory is counted there.
+        buffers of weights; buckets: of gradients; scratch). What is mapped of another rank's memory is counted there.
 
         Args:
             peak: of what comes and goes in a step, the most of each kind that has been held at once since `shard`.

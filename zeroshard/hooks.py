@@ -239,7 +239,7 @@ class Schedule(NotCopied):
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
-        skipped returns its input) was made by another, and to gather for it would take that other's place."""
+        skipped returns its input) was made by another, and to gather for it would take that other's pool buffer."""
         index = next((i for i in reversed(range(len(self._running))) if self._running[i] is units), None)
         if index is None:  # something raised before they had been entered
             return

@@ -4,7 +4,7 @@
 |-----------------------------|--------------------------------------------------------------------------|
 | weights                     | the own shard, elsewhere (replicated ones are gathered when they return) |
 | main, state of the optimizer| elsewhere                                                                |
-| gradients, places, scratch  | nothing: between steps their values do not matter                        |
+| gradients, pool buffers     | nothing: between steps their values do not matter                        |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes per rank and kind, before anything is allocated: from the same layouts and allotments that the engine uses.
+"""Bytes per rank and kind, before anything is allocated: from the same layouts and pool plans that the engine uses.
 
 The model may live on the meta device. The numbers equal `handle.memory()`, at rest and at the peak (a test demands it).
 """
@@ -19,8 +19,8 @@ from zeroshard.managed import EVERYTHING, Ignored, Managed
 from zeroshard.owners import balance, cost
 from zeroshard.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
-from zeroshard.pool import Allotment, beyond_turns, kept
-from zeroshard.reduce import IN_FLIGHT
+from zeroshard.pool_plan import PoolPlan, beyond_turns, kept
+from zeroshard.reductions import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.unit import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
 
@@ -81,25 +81,25 @@ def plan_memory(
     pieces = [numel for numel, *_ in _pieces(specs, layouts, plan, rank, group_in_pieces)]
     kinds["state"] = sum(pieces) * state_bytes_per_element
     kinds["scalars"] = len(pieces) * state_scalars * 4
-    pool = _places(specs, plan, world_size, num_replicas, transport, no_sync=no_sync)
+    pool = _buffers(specs, plan, world_size, num_replicas, transport, no_sync=no_sync)
     if not peak:
         pool = _resting(pool, device_type)
     for kind in ("ring", "buckets", "scratch"):
-        kinds[kind] = sum(place.num_bytes for place in pool if place.kind == kind)
+        kinds[kind] = sum(buffer.num_bytes for buffer in pool if buffer.kind == kind)
     kinds["scratch"] += _step_scratch(specs, layouts, plan, rank, device_type, group_in_pieces)
     _add_owners(kinds, specs, layouts, plan, rank, whole_state_bytes)
     return kinds
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Buffer:
     kind: str
     num_bytes: int
     lasting: bool = False
     passing: bool = False  # given back before the end of backward
 
 
-def _places(
+def _buffers(
     specs: Sequence[UnitSpec],
     plan: Plan,
     num_shards: int,
@@ -107,15 +107,15 @@ def _places(
     transport: Transport,
     *,
     no_sync: bool = False,
-) -> list[_Place]:
-    """The places of the pool, in the order in which the engine makes them. One shard that is the whole needs none."""
+) -> list[_Buffer]:
+    """The buffers of the pool, in the order in which the engine makes them. One shard that is the whole needs none."""
     pairs = [(spec, spec.layout(num_shards, num_replicas)) for spec in specs]
     trainable = [(spec, layout) for spec, layout in pairs if spec.trainable and not plan.external_gradients][::-1]
     weights = pairs if plan.weights is SHARDED and num_shards > 1 else []
     gradients = trainable if plan.grads is SHARDED and num_shards > 1 else []
-    ring = Allotment.of_places(spec.weight_borrower(layout.numel) for spec, layout in weights)
-    borrowers = [spec.bucket_borrower(layout.numel) for spec, layout in gradients]
-    buckets = Allotment.of_buckets(borrowers, transport)
+    ring = PoolPlan.for_weights(spec.weight_request(layout.numel) for spec, layout in weights)
+    requests = [spec.bucket_request(layout.numel) for spec, layout in gradients]
+    buckets = PoolPlan.for_gradients(requests, transport)
     reducing = [
         reduce_scratch_bytes(
             layout.numel,
@@ -129,24 +129,24 @@ def _places(
         for spec, layout in trainable
     ]
     shared = transport == "shared"
-    places = [_Place("ring", size) for size in ring.sizes]
-    places += [_Place("buckets", size) for size in buckets.own.values()]
+    buffers = [_Buffer("ring", size) for size in ring.sizes]
+    buffers += [_Buffer("buckets", size) for size in buckets.own.values()]
     for count, num_bytes in buckets.shared.values():
-        places += [_Place("buckets", num_bytes, passing=i > 0 and not shared) for i in range(count)]
-    places += [_Place("scratch", max(reducing, default=0))] * (1 if gradients else IN_FLIGHT)
+        buffers += [_Buffer("buckets", num_bytes, passing=i > 0 and not shared) for i in range(count)]
+    buffers += [_Buffer("scratch", max(reducing, default=0))] * (1 if gradients else IN_FLIGHT)
     if no_sync:
-        more = beyond_turns(borrowers, {kind: count for kind, (count, _) in buckets.shared.items()})
-        places += [_Place("buckets", borrower.num_bytes, lasting=shared) for borrower in more]
-    return places
+        more = beyond_turns(requests, {kind: count for kind, (count, _) in buckets.shared.items()})
+        buffers += [_Buffer("buckets", request.num_bytes, lasting=shared) for request in more]
+    return buffers
 
 
-def _resting(places: list[_Place], device_type: str) -> list[_Place]:
+def _resting(buffers: list[_Buffer], device_type: str) -> list[_Buffer]:
     """Those that stay held between steps (see `Pool.rest`)."""
-    spare = sorted((p for p in places if not p.lasting and not p.passing), key=lambda place: place.kind != "buckets")
-    keep = kept(place.num_bytes for place in spare) if device_type == "cpu" else [False] * len(spare)
+    spare = sorted((p for p in buffers if not p.lasting and not p.passing), key=lambda buffer: buffer.kind != "buckets")
+    keep = kept(buffer.num_bytes for buffer in spare) if device_type == "cpu" else [False] * len(spare)
     return [
-        *(place for place, stays in zip(spare, keep, strict=True) if stays),
-        *(place for place in places if place.lasting),
+        *(buffer for buffer, stays in zip(spare, keep, strict=True) if stays),
+        *(buffer for buffer in buffers if buffer.lasting),
     ]
 
 
@@ -175,8 +175,8 @@ def _needed(
 ) -> int:
     """The most transients at once. (Every rank is planned as rank 0, so that all find the same answer.)"""
     layouts = [spec.layout(*mesh_shape) for spec in specs]
-    places = _places(specs, plan, *mesh_shape, transport)
-    return sum(place.num_bytes for place in places) + _step_scratch(specs, layouts, plan, 0, device_type)
+    buffers = _buffers(specs, plan, *mesh_shape, transport)
+    return sum(buffer.num_bytes for buffer in buffers) + _step_scratch(specs, layouts, plan, 0, device_type)
 
 
 def fit_units(

@@ -1,4 +1,4 @@
-"""Full-size storages: they come when a phase needs them, and go when none does.
+"""Full-size buffers: they come when a phase needs them, and go when none does.
 
 | kind    | holds                                    | how many at once                      |
 |---------|------------------------------------------|---------------------------------------|
@@ -6,147 +6,66 @@
 | buckets | gradients of a unit before the reduction | one or two, and one for each outer unit |
 | scratch | what is received or cast in a reduction  | one for each reduction under way      |
 
-A *place* is one storage. It exists from the beginning and costs nothing until it is used (`Place.tensor`). It stays
+A *pool buffer* is one storage. It exists from the beginning and costs nothing until it is used (`PoolBuffer.tensor`).
+Its *occupant* is the unit whose values it has; units of one kind take turns (`Turns`), as `pool_plan.py` says. It stays
 held through forward and backward; `Pool.rest`, at the beginning of a step, gives back what no phase needs until the
 next forward. On a CPU the system clears every page that is given back and comes again, which takes time: so up to
 `KEPT_BYTES` stay there, buckets first: peers map them, which makes them the slowest to get, and in a step reduced
-gradients may lie there (`Reducer.use_idle_buckets`).
+gradients may lie there (`Pool.lodge`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives import Collectives, Transport
+from zeroshard.buffer import FlatBuffer
+from zeroshard.collectives import Collectives
+from zeroshard.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.shared_memory import Segment, prefer_huge_pages
 
 Kind = Literal["ring", "buckets", "scratch"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-KEPT_BYTES = 32 << 20
-"""What stays held between two steps on a CPU: about one unit of the default size."""
-
 KEPT_IN_STEP = 12 << 20
-"""How much of it may be idle while a step has gradients and the optimizer's state: of more, gradients take some."""
-
-
-@dataclass(frozen=True)
-class Borrower:
-    """Someone who needs a full-size storage for a while. Those of one kind take turns; `alone`: needs one for good."""
-
-    key: Hashable
-    kind: Hashable
-    num_bytes: int
-    alone: bool
-
-
-@dataclass(frozen=True)
-class Allotment:
-    """Which storages a set of borrowers needs.
-
-    Attributes:
-        own: key -> bytes, for those who need one for good.
-        shared: kind -> (how many, bytes of each), for those who take turns.
-    """
-
-    own: dict[Hashable, int]
-    shared: dict[Hashable, tuple[int, int]]
-
-    @classmethod
-    def of(cls, borrowers: Iterable[Borrower], turns: Callable[[int, int], int]) -> Allotment:
-        """`turns`: number of borrowers of a kind, and the most bytes of one -> how many storages they take turns in."""
-        borrowers = list(borrowers)
-        sizes: dict[Hashable, list[int]] = {}
-        for borrower in borrowers:
-            if not borrower.alone:
-                sizes.setdefault(borrower.kind, []).append(borrower.num_bytes)
-        return cls(
-            {borrower.key: borrower.num_bytes for borrower in borrowers if borrower.alone},
-            {kind: (turns(len(of_kind), max(of_kind)), max(of_kind)) for kind, of_kind in sizes.items()},
-        )
-
-    @classmethod
-    def of_places(cls, borrowers: Iterable[Borrower]) -> Allotment:
-        """For weights: one place in use, one for the unit to come."""
-        return cls.of(borrowers, lambda num_units, num_bytes: min(2, num_units))
-
-    @classmethod
-    def of_buckets(cls, borrowers: Iterable[Borrower], transport: Transport) -> Allotment:
-        """For gradients: two buckets, so that one is reduced while the next fills. But the last unit waits for the
-        bucket of the one before, as no other fills meanwhile. In shared memory nothing moves meanwhile: two let a rank
-        be late now and then, as long as that is cheap."""
-
-        def turns(num_units: int, num_bytes: int) -> int:
-            if transport == "shared":
-                return min(2, num_units) if 2 * num_bytes <= KEPT_BYTES else 1
-            return min(2, max(1, num_units - 1))
-
-        return cls.of(borrowers, turns)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each storage, in the order in which they are made."""
-        return [*self.own.values(), *(size for count, size in self.shared.values() for _ in range(count))]
-
-
-def beyond_turns(borrowers: Iterable[Borrower], turns: Mapping[Hashable, int]) -> list[Borrower]:
-    """Those that need a storage more where all of them need one at once. `turns`: how many there are of each kind."""
-    left = dict(turns)
-    more = []
-    for borrower in borrowers:
-        if borrower.alone:
-            continue
-        if left.get(borrower.kind, 0):
-            left[borrower.kind] -= 1
-        else:
-            more.append(borrower)
-    return more
-
-
-def kept(sizes: Iterable[int]) -> list[bool]:
-    """Which of these storages stay held between two steps, in the order of preference."""
-    total, result = 0, []
-    for size in sizes:
-        result.append(total + size <= KEPT_BYTES)
-        total += size * result[-1]
-    return result
+"""How much of what stays held may be idle while a step has gradients and the optimizer's state: of more, gradients take
+some."""
 
 
 class User(Protocol):
-    """Whoever uses places. `vacate`: nobody refers to it any more, or False where its values are still needed."""
+    """Whoever uses buffers. `vacate`: nobody refers to it any more, or False where its values are still needed."""
 
-    def vacate(self, place: Place) -> bool: ...
+    def vacate(self, buffer: PoolBuffer) -> bool: ...
 
 
 class Memory(Protocol):
-    """Where the storage of a place comes from."""
+    """Where the storage of a buffer comes from."""
 
     def take(self) -> Tensor: ...
 
     def give_back(self) -> None: ...
 
 
-class Place:
+class PoolBuffer:
     """One full-size storage of a pool.
 
     Attributes:
-        holder: whoever's values it has.
+        occupant: whoever's values it has.
         lasting: it stays held between steps, whatever its size.
     """
 
     def __init__(self, pool: Pool, kind: Kind, num_bytes: int, user: User, memory: Memory) -> None:
         self.kind, self.num_bytes = kind, num_bytes
-        self.holder: Any = None
+        self.occupant: Any = None
         self.lasting = False
+        self._guests: list[FlatBuffer] = []
         self._memory = memory
-        self._pool_ref, self._user_ref = weakref.ref(pool), weakref.ref(user)  # both refer to their places
+        self._pool_ref, self._user_ref = weakref.ref(pool), weakref.ref(user)  # both refer to their buffers
         self._bytes: Tensor | None = None
         self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -177,8 +96,32 @@ class Place:
                 self._tensors[key] = storage[: numel * dtype.itemsize].view(dtype)
         return self._tensors[key]
 
+    def occupy(self, occupant: Any) -> None:
+        """From now on it has somebody's values."""
+        self.send_away()
+        self.occupant = occupant
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nobody's values."""
+        self._guests = [shard for shard in self._guests if shard.is_guest]
+        return self.occupant is None and not self._guests
+
+    def lodge(self, shard: FlatBuffer, start: int) -> None:
+        """Values that belong elsewhere lie here, from that byte on, while it is idle."""
+        shard.move(self.storage[start : start + shard.shard.nbytes])
+        self._guests.append(shard)
+
+    def send_away(self) -> None:
+        """What lodges here has a storage of its own again."""
+        for shard in self._guests:
+            if shard.is_guest:
+                shard.move()
+        self._guests.clear()
+
     def try_to_give_back(self) -> None:
         """Unless its values are still needed."""
+        self.send_away()
         user = self._user_ref()
         if user is None or user.vacate(self):
             self.give_back()
@@ -186,7 +129,7 @@ class Place:
     def give_back(self) -> None:
         """Its values are lost."""
         if self._bytes is not None:
-            self._bytes = self.holder = None
+            self._bytes = self.occupant = None
             if not isinstance(self._memory, Emptied):
                 self._tensors.clear()
             self._memory.give_back()
@@ -231,10 +174,10 @@ class Emptied:
 
 
 class Pool:
-    """All places of one model.
+    """All full-size buffers of one model.
 
     Attributes:
-        limit: the most bytes that its places, and the scratch of optimizers, may take (None: no limit).
+        limit: the most bytes that they, and the scratch of optimizers, may take (None: no limit).
         besides: bytes of scratch that optimizers hold.
         most: kind -> the most bytes that were held at once.
     """
@@ -244,28 +187,28 @@ class Pool:
         self.limit = limit
         self.besides: Callable[[], int] = lambda: 0
         self.most: dict[Kind, int] = {}
-        self._places: list[Place] = []
+        self._buffers: list[PoolBuffer] = []
 
-    def place(self, kind: Kind, num_bytes: int, user: User, why: str = "") -> Place:
+    def buffer(self, kind: Kind, num_bytes: int, user: User, why: str = "") -> PoolBuffer:
         """One more. Buckets lie where peers can read them, if the ranks share memory.
 
         Args:
             why: what needs it, for the message.
 
         Raises:
-            RuntimeError: the limit is less than all places together.
+            RuntimeError: the limit is less than all buffers together.
         """
         self.expect_room(num_bytes, why)
         memory: Memory = (Emptied if kind == "ring" else Plain)(num_bytes, self._device)
         if kind == "buckets" and self._collectives.shared is not None and num_bytes:
             memory = Segment(self._collectives.shared, num_bytes)
-        self._places.append(Place(self, kind, num_bytes, user, memory))
-        return self._places[-1]
+        self._buffers.append(PoolBuffer(self, kind, num_bytes, user, memory))
+        return self._buffers[-1]
 
     def expect_room(self, num_bytes: int, why: str, remedy: str = "choose smaller units") -> None:
         """Raises:
         RuntimeError: that many more bytes would exceed the limit."""
-        needed = sum(place.num_bytes for place in self._places) + self.besides() + num_bytes
+        needed = sum(buffer.num_bytes for buffer in self._buffers) + self.besides() + num_bytes
         if self.limit is not None and needed > self.limit:
             raise RuntimeError(
                 f"max_transient_bytes={self.limit}: {why} needs {num_bytes} bytes more, {needed} in all. Allow that "
@@ -274,34 +217,116 @@ class Pool:
 
     def rest(self, *kinds: Kind) -> None:
         """Give back what no phase needs until the next forward; `kinds`: only of these."""
-        held = sorted(self.held(), key=lambda place: place.kind != "buckets")
-        spare = [place for place in held if not place.lasting]
-        keep = kept(place.num_bytes for place in spare) if self._device.type == "cpu" else [False] * len(spare)
-        for place, stays in zip(spare, keep, strict=True):
-            if not stays and (place.kind in kinds or not kinds):
-                place.try_to_give_back()
+        held = sorted(self.held(), key=lambda buffer: buffer.kind != "buckets")
+        spare = [buffer for buffer in held if not buffer.lasting]
+        keep = kept(buffer.num_bytes for buffer in spare) if self._device.type == "cpu" else [False] * len(spare)
+        for buffer, stays in zip(spare, keep, strict=True):
+            if not stays and (buffer.kind in kinds or not kinds):
+                buffer.try_to_give_back()
 
-    def held_beside_a_step(self) -> int:
-        """Bytes that are held, beyond what may be idle in a step (perhaps less than none)."""
-        return sum(place.num_bytes for place in self.held()) - KEPT_IN_STEP
+    def lodge(self, shards: Iterable[FlatBuffer]) -> None:
+        """A step begins, and buckets that are held for the next backward (to take them anew would cost more than these
+        copies) would come on top of the optimizer's state: reduced gradients move there. They leave before a bucket is
+        used."""
+        too_much = sum(buffer.num_bytes for buffer in self.held()) - KEPT_IN_STEP
+        moving = list(shards)
+        for buffer in self.held():
+            free = buffer.num_bytes if buffer.kind == "buckets" and buffer.is_idle else 0
+            for shard in list(moving):
+                num_bytes = shard.shard.nbytes
+                if 0 < num_bytes <= free and too_much > 0:
+                    free, too_much = free - num_bytes, too_much - num_bytes
+                    buffer.lodge(shard, free)
+                    moving.remove(shard)
 
-    def held(self) -> list[Place]:
-        return [place for place in self._places if place.is_held]
+    def held(self) -> list[PoolBuffer]:
+        return [buffer for buffer in self._buffers if buffer.is_held]
 
     def empty(self) -> None:
         """Give back everything."""
-        for place in self.held():
-            place.try_to_give_back()
+        for buffer in self.held():
+            buffer.try_to_give_back()
 
     def clear(self) -> None:
-        """The same, and forget the places: others will be made."""
+        """The same, and forget the buffers: others will be made."""
         self.empty()
-        self._places.clear()
+        self._buffers.clear()
 
     def tensors(self, kind: Kind) -> list[Tensor]:
         """The storages that are held."""
-        return [place.storage for place in self._places if place.kind == kind and place.is_held]
+        return [buffer.storage for buffer in self._buffers if buffer.kind == kind and buffer.is_held]
 
-    def took(self, place: Place) -> None:
-        held = sum(other.num_bytes for other in self._places if other.kind == place.kind and other.is_held)
-        self.most[place.kind] = max(self.most.get(place.kind, 0), held)
+    def took(self, buffer: PoolBuffer) -> None:
+        held = sum(other.num_bytes for other in self._buffers if other.kind == buffer.kind and other.is_held)
+        self.most[buffer.kind] = max(self.most.get(buffer.kind, 0), held)
+
+
+class Turns:
+    """The buffers of one use (weights, gradients) and who may occupy them, as a plan says: a few have one for good, all
+    others take turns.
+
+    Attributes:
+        shared: kind of request -> the buffers that take turns are taken in.
+    """
+
+    def __init__(self, pool: Pool, kind: Kind, plan: PoolPlan, requests: Mapping[Any, Request], user: User) -> None:
+        """`requests`: of each that may become an occupant, in the order of the plan's."""
+        self._pool, self._kind, self._user, self._requests = pool, kind, user, requests
+        self._given: dict[Any, PoolBuffer] = {
+            occupant: pool.buffer(kind, plan.own[request.key], user)
+            for occupant, request in requests.items()
+            if request.key in plan.own
+        }
+        self.shared = {
+            key: [pool.buffer(kind, num_bytes, user) for _ in range(count)]
+            for key, (count, num_bytes) in plan.shared.items()
+        }
+        self._num_assigned: dict[Hashable, int] = {}
+
+    def given(self, occupant: Any) -> PoolBuffer | None:
+        """The one that it has for good; None where it takes turns."""
+        return self._given.get(occupant)
+
+    def give(self, occupant: Any, why: str) -> PoolBuffer:
+        """One more, for good. `why`: see `Pool.buffer`."""
+        num_bytes = self._requests[occupant].num_bytes
+        buffer = self._given[occupant] = self._pool.buffer(self._kind, num_bytes, self._user, why)
+        return buffer
+
+    def assigned(self, occupant: Any) -> PoolBuffer:
+        """Always the same: its own, or one that it shares with others. These are assigned in turns, in the order in
+        which they are first asked for."""
+        if occupant not in self._given:
+            kind = self._requests[occupant].kind
+            turn = self._num_assigned.get(kind, 0)
+            self._num_assigned[kind] = turn + 1
+            self._given[occupant] = self.shared[kind][turn % len(self.shared[kind])]
+        return self._given[occupant]
+
+    def is_alone(self, occupant: Any) -> bool:
+        """Whether nobody else is assigned the same."""
+        given = self._given.get(occupant)
+        return given is None or sum(buffer is given for buffer in self._given.values()) == 1
+
+    def free(self, occupant: Any) -> PoolBuffer | None:
+        """One of its kind that nobody occupies, rather one that is held."""
+        free = [buffer for buffer in self.shared[self._requests[occupant].kind] if buffer.occupant is None]
+        return max(free, key=lambda buffer: buffer.is_held, default=None)
+
+    def occupied_by(self, occupant: Any) -> PoolBuffer | None:
+        """The one that has its values now; None also for somebody who needs none."""
+        request, given = self._requests.get(occupant), self._given.get(occupant)
+        if request is None:
+            return None
+        mine = [given] if given is not None else self.shared[request.kind]
+        return next((buffer for buffer in mine if buffer.occupant is occupant), None)
+
+    def expect_room(self, occupants: Iterable[Any], why: str, remedy: str) -> None:
+        """For all of these at once.
+
+        Raises:
+            RuntimeError: the pool's limit does not allow that many.
+        """
+        without = [self._requests[occupant] for occupant in occupants if occupant not in self._given]
+        more = beyond_turns(without, {kind: len(buffers) for kind, buffers in self.shared.items()})
+        self._pool.expect_room(sum(request.num_bytes for request in more), why, remedy)

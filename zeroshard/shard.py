@@ -61,7 +61,7 @@ def shard(
             order in which they count: `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
         mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard" (or "dp_replicate" and
             "dp_shard"). None: all ranks. Of a group's backends that of the model's device is used.
-        max_transient_bytes: the most that full-size places, buckets and scratch may take. With `units=None` units are
+        max_transient_bytes: the most that full-size buffers, buckets and scratch may take. With `units=None` units are
             made small enough.
         materialize: where the values of a model on the meta device come from. A function of a module, called as
             `model.apply` would, that fills the module's own parameters and buffers; or a `model.safetensors` file, or a
@@ -71,7 +71,7 @@ def shard(
             rank keeps its own values, gradients stay in `p.grad` and are this rank's, and no optimizer of the handle
             has them.
         keep_gathered: under ZERO3, units that keep their weights from forward to backward: classes, or names with `*`
-            and `?`; True: all. They are gathered once, and each has a full-size place of its own.
+            and `?`; True: all. They are gathered once, and each has a full-size buffer of its own.
 
     Raises:
         ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a limit

@@ -27,7 +27,8 @@ from zeroshard.main_weights import MainWeights
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.messages import labels
 from zeroshard.placement import REPLICATED, SHARDED, Plan
-from zeroshard.pool import Borrower, plain_bytes
+from zeroshard.pool import plain_bytes
+from zeroshard.pool_plan import Request
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 from zeroshard.readers import has_forward, is_whole, readers
 from zeroshard.weights import Weights
@@ -46,9 +47,9 @@ class UnitSpec:
         names: parameter names in registration order, as the model has them now (slots have plain ones).
         modules: dotted paths of the modules whose forward needs the weights.
         calls: of those, the ones that are the unit: their inputs are cast.
-        stays: whether the weights are kept from forward to backward: it keeps a place of its own, too.
-        outer: whether other units run while this one is in use (the root unit, or a unit around units): it keeps a
-            full-size place of its own, the others take turns.
+        stays: whether the weights are kept from forward to backward: it has a pool buffer for good, too.
+        outer: whether other units run while this one is in use (the root unit, or a unit around units): it has a pool
+            buffer for good, the others take turns.
     """
 
     name: str
@@ -67,14 +68,14 @@ class UnitSpec:
         """Frozen weights are cast like the others (a forward computes in one dtype), but for quantised ones."""
         return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
 
-    def weight_borrower(self, numel: int) -> Borrower:
-        """Of a full-size place to gather into. Units of one kind may be needed together: kinds do not share."""
+    def weight_request(self, numel: int) -> Request:
+        """Of a full-size buffer to gather into. Units of one kind may be needed together: kinds do not share."""
         kind = (self.weight_dtype, self.trainable, self.precision)
-        return Borrower(self.name, kind, numel * self.weight_dtype.itemsize, self.outer or self.stays)
+        return Request(self.name, kind, numel * self.weight_dtype.itemsize, self.outer or self.stays)
 
-    def bucket_borrower(self, numel: int) -> Borrower:
+    def bucket_request(self, numel: int) -> Request:
         """Of a full-size bucket to accumulate into."""
-        return Borrower(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
+        return Request(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
 
     def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
         """Parameters in reverse registration order: backward fills the buffer from the front."""

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import zeroshard
-from zeroshard import collectives, pieces, pool
+from zeroshard import collectives, pieces, pool, pool_plan
 from zeroshard.absent import as_tensors
 from zeroshard.collectives import Collectives
 from zeroshard.mesh import Mesh
@@ -175,7 +175,7 @@ def adam(before: Callable[[], None]) -> type[torch.optim.Adam]:
 def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3) -> tuple[list[Any], list[Any]]:
     """(phase, bytes, the bound) of each phase of each step; (phase, counted by the engine, planned)."""
     choose(transport)
-    pool.KEPT_BYTES = pool.KEPT_BYTES * width**2 // WIDTH**2
+    pool_plan.KEPT_BYTES = pool_plan.KEPT_BYTES * width**2 // WIDTH**2
     pool.KEPT_IN_STEP = pool.KEPT_IN_STEP * width**2 // WIDTH**2
     pieces.cut.__defaults__ = (pieces.PIECE_NUMEL * width**2 // WIDTH**2,)  # Adam makes some temporaries of each
     pieces.BATCH_NUMEL["cpu"] = pieces.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
