@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zeroshard
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import ModelConfig
 from zeroshard.train.model import GPT
@@ -78,15 +79,14 @@ def measure(rank: int, name: str, options: argparse.Namespace) -> tuple[float, f
     config = ModelConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
     shape = options.batch, options.context + 1
     peers: list[Any] = []
-    live = LiveStorages(lambda: [tensor for shared in peers for tensor in shared.mapped()])
+    live = LiveStorages(lambda: [tensor for shared in peers if shared for tensor in shared.mapped()])
     with live:
         torch.manual_seed(0)
         model = GPT(config, options.vocabulary)
         numel = sum(parameter.numel() for parameter in model.parameters())
         contender = BUILDERS[name](model, {"lr": 1e-3, "fused": True}, torch.float32, "cpu")
-        shared = getattr(getattr(contender.optimizer, "handle", None), "collectives", None)
-        if shared is not None and shared.shared is not None:
-            peers.append(shared.shared)
+        if isinstance(contender.optimizer, zeroshard.ShardedOptimizer):
+            peers.append(contender.optimizer.handle.engine.collectives.shared)
         for step in range(STEPS):
             tokens = torch.randint(options.vocabulary, shape, generator=torch.Generator().manual_seed(step + 7 * rank))
             live.restart()
