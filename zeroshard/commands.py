@@ -14,8 +14,8 @@ from rich.table import Table
 
 from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders
-from zeroshard.checkpoint.fit import groups_of
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
+from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.exchange.dcp_folder import METADATA
 
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,7 +130,10 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
             for (kind, dtype), count in sorted(kinds.items())
         ],
         "optimizers": [
-            [{"class": g["class"], "parameters": len(g["params"]), "options": g["options"]} for g in groups_of(saved)]
+            [
+                {"class": g["class"], "parameters": len(g["params"]), "options": g["options"]}
+                for g in saved_groups(saved)
+            ]
             for saved in (optimizers if isinstance(optimizers, list) else [])
         ],
         "extra": sorted(extra) if isinstance(extra := values.get("extra"), dict) else [],

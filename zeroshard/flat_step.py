@@ -9,7 +9,7 @@ for each batch of pieces (a few MB: gradient, main and moments stay in cache bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,18 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.inner import (
-    Arguments,
-    OptimizerClass,
-    Options,
-    give_options,
-    is_elementwise_state,
-    run_step,
-    take_options,
-)
-from zeroshard.interval import Interval
-from zeroshard.low_bit import dense, quantise
-from zeroshard.pieces import BATCH_NUMEL, Piece, Scratch, batches, cut, scratch_bytes, slots_in
+from zeroshard.collectives import Collectives
+from zeroshard.flat_state import FlatState, main_tensor
+from zeroshard.inner import Arguments, OptimizerClass, Options, run_step
+from zeroshard.pieces import BATCH_NUMEL, Piece, Scratch, batches, scratch_bytes, slots_in
+from zeroshard.stepper import Groups, Update
 from zeroshard.unit import Unit
 
 
@@ -40,32 +33,11 @@ class Batch:
     finished: tuple[Unit, ...]
 
 
-@dataclass(frozen=True)
-class Update:
-    """What is done to the summed gradient on its way into a step: one multiply, and perhaps a clamp.
-
-    Attributes:
-        factor: mean over ranks (or tokens), loss scale and norm clip in one number.
-        clip_value: bound on the absolute value after that.
-    """
-
-    factor: float
-    clip_value: float | None = None
-
-    def apply(self, gradient: Tensor) -> Tensor:
-        """In place."""
-        if self.factor != 1.0:
-            gradient.mul_(self.factor)
-        return gradient if self.clip_value is None else gradient.clamp_(-self.clip_value, self.clip_value)
-
-
 class FlatStep:
-    """Owns the inner optimizer, whose parameters are the pieces that this rank updates.
+    """Steps the pieces of main that this rank updates, in batches (see `stepper.Stepper`).
 
     Attributes:
-        optimizer: an instance of the user's class.
-        pieces: all of them, in unit order.
-        groups: unit -> index of the param group of each slot (None: not this optimizer's).
+        state: the pieces, and what the inner optimizer holds of them.
     """
 
     def __init__(
@@ -73,33 +45,35 @@ class FlatStep:
         optimizer_class: OptimizerClass,
         options: dict[int, Options],
         defaults: Options,
-        groups: dict[Unit, list[int | None]],
+        groups: Groups,
+        collectives: Collectives,
     ) -> None:
         """`options`: the hyper-parameters of each param group that is this stepper's, by its index."""
-        self.groups = groups
-        self.pieces = [piece for unit, keys in groups.items() for piece in _pieces(unit, keys, keys)]
-        inner_groups = [{**option, "params": self._tensors_of(index)} for index, option in options.items()]
-        self.optimizer = optimizer_class(inner_groups, **defaults)
-        self._inner = dict(zip(options, self.optimizer.param_groups, strict=True))
-        self._class, self._defaults = optimizer_class, defaults
-        self._elementwise: dict[int, dict[str, bool]] = {}
+        self.state = FlatState(optimizer_class, options, defaults, groups, collectives)
         self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
-        self._batches: tuple[Batch, ...] = ()
         self._active: dict[Unit, list[bool]] = {}
+        self._batches: tuple[Batch, ...] = ()
+        self._planned_at = 0  # the number of cuts then
         self._plan_batches()
 
-    # Cutting -----------------------------------------------------------------------------------------------------
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.state.inner.optimizer
+
+    @property
+    def groups(self) -> Groups:
+        return self.state.groups
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
-        """Which slots take part from now on. Where one piece holds both kinds it is cut, and its state with it."""
+        """Where one piece holds slots that take part and others it is cut, and its state with it."""
         if active == self._active:
             return
-        self._active, changed = active, False
+        self._active = active
         for unit, flags in active.items():
-            if any(len({flags[i] for i in slots_in(unit, piece.world)}) > 1 for piece in self.of_unit(unit)):
-                self.refine(unit, flags)
-                changed = True
-        for piece in self.pieces:
+            if any(len({flags[i] for i in slots_in(unit, piece.world)}) > 1 for piece in self.state.of_unit(unit)):
+                self.state.refine(unit, flags)
+        changed = False
+        for piece in self.state.pieces:
             flags = active[piece.unit]
             is_active = any(flags[i] for i in slots_in(piece.unit, piece.world))
             changed |= is_active != piece.active
@@ -107,72 +81,11 @@ class FlatStep:
         if changed:
             self._plan_batches()
 
-    def refine(self, unit: Unit, marks: Sequence[Hashable]) -> None:
-        """Cut the pieces of a unit also where the marks (one per slot) of neighbours differ. Values do not change."""
-        old = self.of_unit(unit)
-        if not old:
-            return
-        new: list[Piece] = []
-        keys = [None if group is None else (group, mark) for group, mark in zip(self.groups[unit], marks, strict=True)]
-        fresh = list(_pieces(unit, self.groups[unit], keys))
-        for piece in old:
-            new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
-        for piece in set(old) - set(new):
-            state = self.optimizer.state.pop(piece.tensor, None)
-            for part in new if state else ():
-                if part.world in piece.world:
-                    local = part.world.relative_to(piece.world.start).slice
-                    self.optimizer.state[part.tensor] = {
-                        key: self.as_held(part, key, _part_of_state(key, value, local, piece.tensor.numel()))
-                        for key, value in state.items()
-                    }
-        position = self.pieces.index(old[0])
-        self.pieces[position : position + len(old)] = new
-        for index, group in self._inner.items():
-            group["params"] = self._tensors_of(index)
-        self._plan_batches()
-
-    def is_elementwise(self, piece: Piece, key: str, value: Tensor) -> bool:
-        """Whether an item of a piece's state has a value for every element of it."""
-        if value.shape != piece.tensor.shape:
-            return False
-        return value.numel() != 1 or self.elementwise_state(piece.group).get(key, True)
-
-    def elementwise_state(self, group: int) -> dict[str, bool]:
-        """What the class's state is made of, whatever the shapes say (see `inner.is_elementwise_state`)."""
-        if group not in self._elementwise:
-            options = {key: value for key, value in self._inner[group].items() if key != "params"}
-            self._elementwise[group] = is_elementwise_state(self._class, options, self._defaults)
-        return self._elementwise[group]
-
-    def as_held(self, piece: Piece, key: str, value: Any) -> Any:
-        """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method; fused
-        and capturable kernels want step counts on the device."""
-        if not isinstance(value, Tensor):
-            return value
-        options = self._inner[piece.group]
-        if value.shape != piece.tensor.shape:
-            return value.to(piece.tensor.device) if options.get("fused") or options.get("capturable") else value
-        if not self.quantises:
-            return value
-        return quantise(self.optimizer._new_buffer(piece.tensor, key == "exp_avg"), value)  # type: ignore[attr-defined]
-
-    @property
-    def quantises(self) -> bool:
-        """Whether the class holds moments in fewer bits, and says how (torchao's do)."""
-        return hasattr(self.optimizer, "_new_buffer")
-
-    def _tensors_of(self, group: int) -> list[Tensor]:
-        return [piece.tensor for piece in self.pieces if piece.group == group]
-
-    def of_unit(self, unit: Unit) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.unit is unit]
-
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """(param group, tensor) over the own shard, whatever this rank updates; nothing is copied."""
-        for piece in self.pieces:
+        """Of all pieces in the own shard, whatever this rank updates."""
+        for piece in self.state.pieces:
             own = piece.unit.own_shard()
             if piece.world in own:
                 for tensor in piece.unit.gradient_views(piece.world):
@@ -189,13 +102,10 @@ class FlatStep:
         updated: Callable[[Unit], None],
         arguments: Options,
     ) -> None:
-        """One step of all active pieces.
-
-        Args:
-            options: the user's param groups; their hyper-parameters take effect (and changes by the class go back).
-            start: called before the first piece of a unit is read; updated: after its last one is written.
-            arguments: of the class's own `step`.
-        """
+        """One step of all active pieces, a batch at a time."""
+        if self._planned_at != self.state.num_cuts:
+            self._plan_batches()
+        inner = self.state.inner
         started: set[Unit] = set()
         try:
             for number, batch in enumerate(self._batches):
@@ -206,36 +116,36 @@ class FlatStep:
                 self._load(batch.pieces, update)
                 # Every group is stepped, and every batch starts from the same options: a class that counts steps in
                 # its groups counts one, on all ranks, however many pieces there are.
-                for index, group in self._inner.items():
+                for index, group in inner.groups.items():
                     group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
-                stepped = {index: group for index, group in self._inner.items() if group["params"] or not number}
-                take_options(stepped, options)
-                self.optimizer.param_groups = list(stepped.values())
-                run_step(self.optimizer, arguments)
+                stepped = {index: group for index, group in inner.groups.items() if group["params"] or not number}
+                inner.read_options(options, stepped)
+                inner.optimizer.param_groups = list(stepped.values())
+                run_step(inner.optimizer, arguments)
                 self._store(batch.pieces)
                 for unit in batch.finished:
                     updated(unit)
         finally:
-            self.optimizer.param_groups = list(self._inner.values())
-            for index, group in self._inner.items():
-                group["params"] = self._tensors_of(index)
-            for piece in self.pieces:
+            inner.optimizer.param_groups = list(inner.groups.values())
+            for index, group in inner.groups.items():
+                group["params"] = self.state.tensors_of(index)
+            for piece in self.state.pieces:
                 piece.tensor.grad = None
-        give_options(self._inner, options)
+        inner.write_options(options)
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Another method of the class, on all pieces; what it does to main reaches the weights."""
-        take_options(self._inner, options)
-        for piece in self.pieces:
+        self.state.inner.read_options(options)
+        for piece in self.state.pieces:
             self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
         result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
-        for piece in self.pieces:
+        for piece in self.state.pieces:
             assert piece.unit.main is not None
             piece.unit.main.write(piece.world, piece.tensor)
             if piece.unit.main.needs_scratch:
-                piece.tensor.data = _main_tensor(piece.unit, piece.world)
-        give_options(self._inner, options)
+                piece.tensor.data = main_tensor(piece.unit, piece.world)
+        self.state.inner.write_options(options)
         return result
 
     def _load(self, pieces: Sequence[Piece], update: Update) -> None:
@@ -244,9 +154,9 @@ class FlatStep:
         for piece in pieces:
             numel, main = piece.world.numel, piece.unit.main
             assert main is not None
-            self._bring_main(piece, partial(self._main_scratch.take, dtype=main.dtype))
+            self._bring_main(piece, partial(self._main_scratch.allocate, dtype=main.dtype))
             if _needs_gradient_scratch(piece):
-                gradient = self._gradient_scratch.take(numel, main.dtype)
+                gradient = self._gradient_scratch.allocate(numel, main.dtype)
                 piece.unit.read_gradient(piece.world, gradient)
             else:
                 assert piece.unit.grads is not None
@@ -261,7 +171,7 @@ class FlatStep:
             piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
         elif main.follows:  # the tensor is a view of main
             self._held_scratch.rewind()
-            main.follow(piece.world, self._held_scratch.take(piece.world.numel, main.weights.dtype))
+            main.follow(piece.world, self._held_scratch.allocate(piece.world.numel, main.weights.dtype))
 
     def _store(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -272,7 +182,9 @@ class FlatStep:
     # Memory ------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Optimizer state as large as main, the scalars beside it (step counts), and scratch."""
+        """State as large as main, the scalars beside it (step counts), and scratch."""
+        if self._planned_at != self.state.num_cuts:
+            self._plan_batches()
         kinds: dict[str, list[Tensor]] = {"state": [], "scalars": [], "scratch": []}
         for tensor, state in self.optimizer.state.items():
             for value in state.values():
@@ -284,7 +196,7 @@ class FlatStep:
 
     def _plan_batches(self) -> None:
         """Fill batches in unit order, and hold as much scratch as the largest one needs."""
-        active = [piece for piece in self.pieces if piece.active]
+        active = [piece for piece in self.state.pieces if piece.active]
         limit = BATCH_NUMEL["cuda" if active and active[0].tensor.is_cuda else "cpu"]
         ranges = batches([piece.world.numel for piece in active], limit)
         # Every unit is finished once, in one order, on all ranks: also where this one has no piece of it.
@@ -294,17 +206,17 @@ class FlatStep:
             end = units.index(active[of_batch.stop].unit) if of_batch.stop < len(active) else len(units)
             planned.append(Batch(tuple(active[i] for i in of_batch), tuple(units[done:end])))
             done = end
-        self._batches = tuple(planned)
+        self._batches, self._planned_at = tuple(planned), self.state.num_cuts
         self._reserve(self._gradient_scratch, _needs_gradient_scratch)
         self._reserve(self._main_scratch, lambda piece: piece.unit.main is not None and piece.unit.main.needs_scratch)
 
         held = [
             scratch_bytes(piece.world.numel, piece.unit.main.weights.dtype)
-            for piece in self.pieces
+            for piece in self.state.pieces
             if piece.unit.main is not None and piece.unit.main.follows
         ]
         if held:
-            self._held_scratch.reserve(max(held), self.pieces[0].tensor.device)
+            self._held_scratch.reserve(max(held), self.state.pieces[0].tensor.device)
 
     def _reserve(self, scratch: Scratch, needed: Callable[[Piece], bool]) -> None:
         sizes = [
@@ -312,45 +224,9 @@ class FlatStep:
             for batch in self._batches
         ]
         if any(sizes):
-            scratch.reserve(max(sizes), self.pieces[0].tensor.device)
-
-
-def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
-    """The pieces of what this rank updates; `keys` (finer than `groups`) say where neighbours are cut."""
-    assert unit.main is not None, f"unit {unit.name} is frozen"
-    for _, world in cut(unit.layout, keys):
-        if world in unit.main.interval:
-            slots = slots_in(unit, world)
-            group = groups[slots[0]] if slots else None
-            if group is not None:  # what is only padding stays zero by itself
-                yield Piece(unit, world, group, _main_tensor(unit, world))
-
-
-def _split(piece: Piece, parts: Sequence[Interval]) -> list[Piece]:
-    if len(parts) == 1:
-        return [piece]
-    return [Piece(piece.unit, part, piece.group, _main_tensor(piece.unit, part), piece.active) for part in parts]
-
-
-def _main_tensor(unit: Unit, world: Interval) -> Tensor:
-    """What stands for a piece in the inner optimizer: a view of main, or a placeholder until it is joined."""
-    main = unit.main
-    assert main is not None
-    if main.needs_scratch:
-        return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
-    return main.read(world).detach()
+            scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
 
 
 def _needs_gradient_scratch(piece: Piece) -> bool:
     grads, main = piece.unit.grads, piece.unit.main
     return grads is None or main is None or grads.buffer.dtype != main.dtype
-
-
-def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == (numel,):
-        return dense(value)[local].clone()
-    if value.numel() == 1:
-        return value.clone()
-    raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,59 @@ READING = "optimizer.state, optimizer.state_dict(), or what reads them"
 """What ranks exchange then is named so."""
 
 
-def take_options(inner: dict[int, Options], options: Sequence[Options]) -> None:
-    """Hyper-parameters of the user's param groups -> those of the inner optimizer, by index."""
-    for index, group in inner.items():
-        for key, value in options[index].items():
-            if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
-                group[key].fill_(value)  # a class that made a tensor of its learning rate wants to keep it
-            elif key != "params":
-                group[key] = value
+class Inner:
+    """An instance of the user's class over the tensors that a stepper gives it.
 
+    Attributes:
+        optimizer: the instance.
+        groups: index of each of the user's param groups that it has -> its own, with the hyper-parameters.
+    """
 
-def give_options(inner: dict[int, Options], options: Sequence[Options]) -> None:
-    """Back again: some classes keep counts in their groups."""
-    for index, group in inner.items():
-        options[index].update({key: value for key, value in group.items() if key != "params"})
+    def __init__(
+        self,
+        optimizer_class: OptimizerClass,
+        options: Mapping[int, Options],
+        defaults: Options,
+        tensors_of: Callable[[int], list[Tensor]],
+    ) -> None:
+        """`options`: the hyper-parameters of each group; `defaults`: what the class is built with."""
+        own_groups = [{**of_group, "params": tensors_of(index)} for index, of_group in options.items()]
+        self.optimizer = optimizer_class(own_groups, **defaults)
+        self.groups: dict[int, Options] = dict(zip(options, self.optimizer.param_groups, strict=True))
+        self._class, self._defaults = optimizer_class, defaults
+        self._elementwise: dict[int, dict[str, bool]] = {}
+
+    def read_options(self, options: Sequence[Options], indices: Collection[int] | None = None) -> None:
+        """The hyper-parameters of the user's param groups take effect, of these groups (None: of all)."""
+        for index in self.groups if indices is None else indices:
+            group = self.groups[index]
+            for key, value in options[index].items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
+                    group[key].fill_(value)  # a class that made a tensor of its learning rate wants to keep it
+                elif key != "params":
+                    group[key] = value
+
+    def write_options(self, options: Sequence[Options]) -> None:
+        """Back to the user's: some classes keep counts in their groups."""
+        for index, group in self.groups.items():
+            options[index].update({key: value for key, value in group.items() if key != "params"})
+
+    def elementwise(self, group: int) -> dict[str, bool]:
+        """See `is_elementwise_state`."""
+        if group not in self._elementwise:
+            options = {key: value for key, value in self.groups[group].items() if key != "params"}
+            self._elementwise[group] = is_elementwise_state(self._class, options, self._defaults)
+        return self._elementwise[group]
+
+    def state_of(self, tensor: Tensor) -> dict[str, Any]:
+        """Empty before the first step."""
+        return self.optimizer.state.get(tensor) or {}
+
+    def set_state(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        """It is kept, not copied. Empty: there is none."""
+        self.optimizer.state.pop(tensor, None)
+        if state:
+            self.optimizer.state[tensor] = state
 
 
 # Stepping -------------------------------------------------------------------------------------------------------------

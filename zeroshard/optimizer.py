@@ -19,7 +19,6 @@ from zeroshard.absent import as_tensors
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
 from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
-from zeroshard.flat_step import FlatStep, Update
 from zeroshard.from_rank0 import FromRank0
 from zeroshard.full_state import EVERYWHERE, PASS_THE_SAME, Taking
 from zeroshard.gradients import GradState
@@ -28,20 +27,18 @@ from zeroshard.inner import Options, arguments_for, expect_arguments
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.loss_ledger import LossAccount
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
-from zeroshard.optimizer_state import FullState
-from zeroshard.owner_step import OwnerStep
+from zeroshard.optimizer_state import OptimizerState
 from zeroshard.placement import SHARDED
 from zeroshard.right_call import expect_class, expect_parameters
 from zeroshard.same import expect_same, problem_in
 from zeroshard.settings import Items, Members, Settings, plain
-from zeroshard.state_view import StateView, expect_shapes, gather_state, stepped, take_state
+from zeroshard.state_view import StateView
 from zeroshard.step_result import StepResult as StepResult
+from zeroshard.stepper import FullState, Groups, Stepper, Update, stepped
+from zeroshard.steppers import STEPPERS
 from zeroshard.uneven_steps import Following, UnevenSteps
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
-
-Stepper = FlatStep | OwnerStep
-"""Steps some param groups: on flat pieces, or whole parameters at their owners."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
@@ -99,9 +96,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise ValueError("ShardedOptimizer got an empty parameter list")
         self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
         self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
-        self._steppers: list[Stepper] = []
         self._named: tuple[list[Stepper], Members] | None = None  # of each group, for these steppers
-        self._waiting: FullState = {}  # of parameters that are frozen, until they begin to train
+        self._state = OptimizerState()
         self._is_built = False
         Joinable.__init__(self)
         super().__init__(params, _defaults_of(optimizer_class, defaults))
@@ -109,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.engine = self.handle.engine
         with self.engine.claims.claimed(self._parameters(), self):
             self.engine.unfreeze()
-            self._steppers = self._build_steppers()
+            self._state.steppers = self._build_steppers()
             self.engine.pool.expect_room(0, "the scratch of this optimizer")
             units = self._find_units()
             policy = _policy(loss_scale, units)
@@ -270,7 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(group)
         self._classes.append(group_class)
         if self._is_built:
-            before = self._steppers, self.agreement.units
+            before = self._state.steppers, self.agreement.units
             try:
                 self._refuse_foreign(group["params"])
                 with self.engine.claims.claimed(group["params"], self):
@@ -281,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                     self.rebuild()
             except ValueError:
                 self.param_groups.pop(), self._classes.pop()
-                self._steppers, self.agreement.units = before
+                self._state.steppers, self.agreement.units = before
                 raise
 
     @torch.no_grad()
@@ -292,9 +288,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         state = self._gather_state()
         if self._takes_all:
             self._take_unclaimed()
-        self._steppers = self._build_steppers()
+        self._state.steppers = self._build_steppers()
         self.agreement.units = self._find_units()
-        self._take_state(state)
+        self._state.load(state)
 
     def _take_unclaimed(self) -> None:
         trainable = {id(parameter) for parameter in self.engine.trainable_parameters()}
@@ -434,21 +430,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _gather_state(self, taking: Taking = EVERYWHERE) -> FullState:
         """Of all parameters; unit by unit, where it does not stay here."""
         if taking == EVERYWHERE:
-            return self._waiting | gather_state(self._steppers, self.engine.collectives)
+            return self._state.gather()
         state: FullState = {}
         units = (dict.fromkeys(unit.parameters) for unit in self.agreement.units)
-        gathered = (gather_state(self._steppers, self.engine.collectives, of_unit) for of_unit in units)
-        for part in chain([self._waiting], gathered):
+        gathered = (self._state.gather(of_unit) for of_unit in units)
+        for part in chain([self._state.waiting], gathered):
             if taking.is_taken_by(self.engine.collectives.mesh.world.rank):
                 for parameter, items in part.items():
                     state[parameter] = {
                         key: taking.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
                     }
         return state
-
-    def _take_state(self, state: FullState) -> None:
-        self._waiting.clear()
-        self._waiting |= take_state(self._steppers, state)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any] | None, *, broadcast_from_rank0: bool = False) -> None:
@@ -475,7 +467,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             state_dict = dict(state_dict or {})
             self._expect_same(state_dict)
             self.adopt(self._adopted_with(state_dict))
-            self._take_state(self._state_by_parameter(state_dict))
+            self._state.load(self._state_by_parameter(state_dict))
         self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
@@ -511,7 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
                 f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
             )
-        expect_shapes(self._steppers, self._state_by_parameter(state_dict))
+        self._state.expect_fitting(self._state_by_parameter(state_dict))
 
     def _adopted_with(self, state_dict: dict[str, Any]) -> list[nn.Parameter]:
         """What is frozen now may have been trained, and so be in the first group there: all of it, or nothing."""
@@ -531,18 +523,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _receive_state(self, told: FromRank0) -> None:
         """Unit by unit; then what is frozen."""
-        state, done = self._state_by_parameter(told.state_dict), stepped(self._steppers)
-        self._waiting.clear()
+        state, done = self._state_by_parameter(told.state_dict), stepped(self._state.steppers)
+        self._state.waiting.clear()
         for params in [*(unit.parameters for unit in self.agreement.units), [p for p in state if p not in done]]:
             received = {p: told.receive(state[p]) for p in params if p in state}
-            self._waiting |= take_state(self._steppers, state | received, dict.fromkeys(params))
+            self._state.load(state | received, dict.fromkeys(params))
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
         """The state of each parameter, gathered when it is read: collective (see `state_view`)."""
         if self._is_built:
             self.engine.check_open("state")
-        return StateView(self._parameters(), self._steppers, self._waiting, self.engine.collectives)
+        return StateView(self._parameters(), self._state)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -556,21 +548,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What this optimizer holds, by kind."""
-        kinds: dict[str, list[Tensor]] = {}
-        for stepper in self._steppers:
-            for kind, tensors in stepper.tensors().items():
-                kinds.setdefault(kind, []).extend(tensors)
-        return kinds
+        return self._state.tensors()
 
     @property
     def waiting(self) -> FullState:
         """The state of parameters that nobody steps, as they are frozen, in full on every rank."""
-        return self._waiting
+        return self._state.waiting
 
     @property
     def steppers(self) -> Sequence[Stepper]:
         """Who steps what: the parts of main that this rank updates, and their state."""
-        return tuple(self._steppers)
+        return tuple(self._state.steppers)
 
     @property
     def scaling(self) -> LossAccount:
@@ -589,7 +577,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """A method that the class has and this one has not (`train` and `eval` of schedule-free ones): on all of main
         that there is; the weights follow. Collective."""
-        steppers: list[Stepper] = self.__dict__.get("_steppers", [])
+        steppers: list[Stepper] = self.__dict__["_state"].steppers if "_state" in self.__dict__ else []
         if not name.startswith("_"):
             if any(callable(getattr(type(stepper.optimizer), name, None)) for stepper in steppers):
                 return partial(self._call, name)
@@ -613,7 +601,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             else "",
             name,
         )  # and nobody writes before everybody has read
-        having = [stepper for stepper in self._steppers if hasattr(stepper.optimizer, name)]
+        having = [stepper for stepper in self._state.steppers if hasattr(stepper.optimizer, name)]
         self.agreement.half_done = True
         results = [stepper.call(name, (args, kwargs), self.param_groups) for stepper in having]
         self.agreement.half_done = False
@@ -674,13 +662,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             defaults = self.class_defaults(mine[0]) if mine else {}
             elementwise = self._elementwise if optimizer_class is self._class else None
             options = {i: {k: v for k, v in self.param_groups[i].items() if k != "params"} for i in mine}
-            if kind_of(optimizer_class, defaults, elementwise) is Kind.ELEMENTWISE:
-                steppers.append(FlatStep(optimizer_class, options, defaults, groups))
-            else:
-                steppers.insert(0, OwnerStep(optimizer_class, options, defaults, groups, self.engine.collectives))
+            kind = kind_of(optimizer_class, defaults, elementwise)
+            stepper = STEPPERS[kind](optimizer_class, options, defaults, groups, self.engine.collectives)
+            steppers.insert(len(steppers) if kind is Kind.ELEMENTWISE else 0, stepper)
         return steppers
 
-    def _groups_by_unit(self, indices: Sequence[int]) -> dict[Unit, list[int | None]]:
+    def _groups_by_unit(self, indices: Sequence[int]) -> Groups:
         group_of = {id(p): i for i in indices for p in self.param_groups[i]["params"]}
         units = {}
         for unit in self.engine.units:
@@ -693,7 +680,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Unit -> the slots in it that are this optimizer's, in the handle's order."""
         mine: dict[Unit, set[int]] = {}
         for unit in self.engine.units:
-            keys = [stepper.groups.get(unit, ()) for stepper in self._steppers]
+            keys = [stepper.groups.get(unit, ()) for stepper in self._state.steppers]
             slots = {i for of_unit in keys for i, group in enumerate(of_unit) if group is not None}
             if slots:
                 mine[unit] = slots
@@ -724,7 +711,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _members(self) -> Members:
         """The names of each group's parameters."""
-        if self._named is None or self._named[0] is not self._steppers:
+        if self._named is None or self._named[0] is not self._state.steppers:
             names = {
                 id(p): slot.name
                 for unit in self.engine.units
@@ -733,7 +720,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             groups = tuple(
                 tuple(names.get(id(p), "one that is frozen") for p in group["params"]) for group in self.param_groups
             )
-            self._named = self._steppers, Members(groups)
+            self._named = self._state.steppers, Members(groups)
         return self._named[1]
 
     def look_for_newcomers(self) -> None:
@@ -745,12 +732,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """The param group of each, and it."""
-        for stepper in self._steppers:
+        for stepper in self._state.steppers:
             yield from stepper.own_gradients()
 
     def _update(self, control: Control, update: Update, arguments: Options) -> None:
         units, active = self.agreement.units, self.agreement.active(control)
-        steppers_left = {unit: sum(unit in stepper.groups for stepper in self._steppers) for unit in units}
+        steppers_left = {unit: sum(unit in stepper.groups for stepper in self._state.steppers) for unit in units}
 
         def start(unit: Unit) -> None:
             if unit.weights.state is Residency.GATHERING:
@@ -763,7 +750,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 self.engine.gatherer.updated(unit, slots)
                 self._consume(unit)  # before the next unit's state is made
 
-        for stepper in self._steppers:
+        for stepper in self._state.steppers:
             stepper.set_active(active)
             own_arguments = arguments_for(type(stepper.optimizer), arguments)
             stepper.step(self.param_groups, update, start, updated, own_arguments)

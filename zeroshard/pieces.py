@@ -90,12 +90,12 @@ def batches(numels: Sequence[int], limit: int) -> list[range]:
 
 
 def scratch_bytes(numel: int, dtype: torch.dtype) -> int:
-    """What a piece takes of a `Scratch`: the next one begins where a vector may."""
+    """What a piece needs of a `Scratch`: the next one begins where a vector may."""
     return round_up(numel * dtype.itemsize, 64)
 
 
 class Scratch:
-    """One storage, of which the pieces of a batch take parts, each in its dtype; the next batch begins anew."""
+    """One storage, divided among the pieces of a batch, each in its dtype; the next batch begins anew."""
 
     def __init__(self) -> None:
         self.storage = torch.empty(0, dtype=torch.uint8)
@@ -109,7 +109,7 @@ class Scratch:
     def rewind(self) -> None:
         self._at = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel], with whatever values."""
         start, self._at = self._at, self._at + scratch_bytes(numel, dtype)
         return self.storage[start : start + numel * dtype.itemsize].view(dtype)

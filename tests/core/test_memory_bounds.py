@@ -204,7 +204,7 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
             loss.backward()
             del loss
             note("backward")
-            for stepper in optimizer._steppers:
+            for stepper in optimizer.steppers:
                 stepper.optimizer.begun = False
             optimizer.step()
             note("step")

@@ -180,8 +180,8 @@ def test_all_plans_step_the_same_vectors() -> None:
         plain = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain}]
         optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW)
-        flat = [stepper for stepper in optimizer._steppers if isinstance(stepper, FlatStep)]
-        return [(piece.unit.name, piece.world, piece.group) for stepper in flat for piece in stepper.pieces]
+        flat = [stepper for stepper in optimizer.steppers if isinstance(stepper, FlatStep)]
+        return [(piece.unit.name, piece.world, piece.group) for stepper in flat for piece in stepper.state.pieces]
 
     everything = run_ranks(pieces, 3, zeroshard.DDP)
     assert everything[0] == everything[1] == everything[2]

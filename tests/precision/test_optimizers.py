@@ -683,10 +683,10 @@ def test_low_bit_state_is_the_same_in_every_plan_and_as_small_as_it_says(low_bit
             optimizer = zeroshard.ShardedOptimizer(handle, getattr(low_bit, name), lr=1e-2)
             low_bit_steps(rank, model, optimizer, range(4))
             results.append(handle.full_state_dict())
-            pieces = [piece for piece in optimizer._steppers[0].pieces if piece.world.numel >= 4096]
+            pieces = [piece for piece in optimizer.steppers[0].state.pieces if piece.world.numel >= 4096]
             codes = sum(2 * piece.world.numel + 2 * 4 * piece.world.numel // 256 for piece in pieces)
             tables = 2 * 256 * 4 * len(pieces)  # the codebook of each quantised tensor; short ones stay in fp32
-            short = sum(piece.world.numel for piece in optimizer._steppers[0].pieces if piece.world.numel < 4096)
+            short = sum(piece.world.numel for piece in optimizer.steppers[0].state.pieces if piece.world.numel < 4096)
             if "8bit" in name:
                 assert pieces and handle.memory()["state"] == codes + tables + 8 * short
             assert pieces and handle.memory()["state"] <= codes + tables + 8 * short

@@ -29,7 +29,7 @@ def snapshot(handle: Any, optimizer: Any) -> dict[str, Tensor]:
         kinds[f"{unit.name} weights"] = unit.weights.buffer.shard
         if unit.main is not None and unit.main.extra is not None:
             kinds[f"{unit.name} main"] = unit.main.extra
-    for at, stepper in enumerate(optimizer._steppers):
+    for at, stepper in enumerate(optimizer.steppers):
         for number, state in enumerate(stepper.optimizer.state.values()):
             kinds |= {f"{at} {number} {key}": value for key, value in state.items() if isinstance(value, Tensor)}
     return {key: value.detach().clone() for key, value in kinds.items()}

@@ -257,8 +257,8 @@ def measure(rank: int, plan: Any, optimizer: Any, precision: Any, **defaults: An
     assert extra[2] == extra[1]
     handle.engine.gatherer.settle()
     memory = handle.memory()
-    owned = [s for s in stepped._steppers if isinstance(s, OwnerStep)]
-    load = sum(cost(w.slot.shape) for s in owned for w in s.wholes if w.owner == rank)
+    owned = [s for s in stepped.steppers if isinstance(s, OwnerStep)]
+    load = sum(cost(w.slot.shape) for s in owned for w in s.state.wholes if w.owner == rank)
     return {
         "first": extra[0],
         "extra": extra[1],

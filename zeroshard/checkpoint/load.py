@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.fit import Fit, fit, pairs_of, under_names_here
-from zeroshard.checkpoint.items import Extra, Optimizers, as_list, expect_stateful
+from zeroshard.checkpoint.compatibility import Compatibility, compare, pairs_of, under_names_here
+from zeroshard.checkpoint.contents import Extra, Optimizers, as_list, expect_stateful
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import together
-from zeroshard.checkpoint.take import rehearse, take_optimizer, take_rest, take_weights
 from zeroshard.handle import Handle
 from zeroshard.right_call import expect_handle
 
@@ -46,7 +46,7 @@ def load(
     strict: bool = True,
     allow_rounding: bool = False,
 ) -> Loaded:
-    """Take the state of `directory/step-N`. Collective, between a step and the next backward.
+    """Load the state of `directory/step-N`. Collective, between a step and the next backward.
 
     Each rank reads the blocks that hold its own intervals, a block (1 MiB) at a time, and checks the digest of each
     before anything is changed. Random numbers are those of the same rank at the time of the save, where there was
@@ -57,7 +57,7 @@ def load(
         directory: that of `save`, or the folder of a step in it.
         step: None for the latest.
         extra: the objects that were given to `save`; None leaves them as they are.
-        strict: raise where names or optimizer classes differ (nothing has been changed then); else take what fits.
+        strict: raise where names or optimizer classes differ (nothing has been changed then); else load what fits.
         allow_rounding: values may be rounded to a narrower dtype (fp32 main to bf16 weights that are their own main).
 
     Raises:
@@ -75,52 +75,39 @@ def load(
     engine.unfreeze()
     directory = Path(directory).absolute()
     with ExitStack() as stack:
-        # 1. One step, one manifest; whatever does not fit is found before anything is touched.
+        # 1. One step, one manifest; whatever does not fit is found before anything is changed.
         def find() -> tuple[None, list[str]]:
             engine.expect_no_gradients("load")
             expect_stateful(extra)
             first = engine.collectives.mesh.world.rank == 0
             return None, [os.path.relpath(folders.find(directory, step), directory) if first else "", folders.new_id()]
 
-        _, ((name, unique), *_) = together(engine, "load", find, (RuntimeError, ValueError))
-
-        def check() -> tuple[tuple[Reader, Fit], str]:
+        def check() -> tuple[tuple[Reader, Compatibility], str]:
             reader = stack.enter_context(Reader(directory / name))
             reader.manifest = under_names_here(reader.manifest, engine)
-            fits = fit(reader.manifest, engine, optimizers, extra, allow_rounding)
-            fits.expect(str(directory / name), strict=strict)
-            return (reader, fits), reader.manifest.id
+            found = compare(reader.manifest, engine, optimizers, extra, allow_rounding)
+            found.expect(str(directory / name), strict=strict)
+            return (reader, found), reader.manifest.id
 
-        (reader, fits), ids = together(engine, "load", check)
+        _, ((name, unique), *_) = together(engine, "load", find, (RuntimeError, ValueError))
+        (reader, found), ids = together(engine, "load", check)
         if len(set(ids)) > 1:
             raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
         pairs = pairs_of(reader.manifest, optimizers)
 
-        # 2. Every rank reads what it needs: once to find any damage before anything is changed, and once to take it.
+        # 2. Every rank reads what it needs: once to find any damage before anything is changed, and once to keep it.
         # A failure lets the others stop.
         meeting = Meeting(engine.collectives, unique)
 
-        def take() -> None:
+        def restore() -> None:
             reader.num_bytes = 0
-            for unit in engine.units:
-                unit.edits += 1
-            take_weights(reader, engine, meeting)
+            restore_weights(reader, engine, meeting)
             for one, saved in pairs:
-                take_optimizer(reader, one, saved, meeting)
-
-        def unless_stopped(work: Callable[[], None]) -> tuple[None, None]:
-            try:
-                work()
-            except Stopped:
-                pass
-            except BaseException:
-                meeting.stop()
-                raise
-            return None, None
+                restore_optimizer(reader, one, saved, meeting)
 
         try:
-            together(engine, "load", lambda: unless_stopped(partial(rehearse, reader, engine, pairs, meeting)))
-            together(engine, "load", lambda: unless_stopped(take))
+            for work in (partial(preflight, reader, engine, pairs, meeting), restore):
+                together(engine, "load", partial(_unless_stopped, meeting, work))
         finally:
             if meeting.rank == 0:
                 meeting.forget()
@@ -130,13 +117,25 @@ def load(
             engine.gatherer.updated(unit)
         engine.gatherer.settle()
 
-        def rest() -> tuple[None, None]:
-            take_rest(reader, engine, pairs, extra)
+        def restore_what_is_whole() -> tuple[None, None]:
+            restore_rest(reader, engine, pairs, extra)
             return None, None
 
-        together(engine, "load", rest)
-        unused = tuple(fits.missing), tuple(fits.unexpected)
+        together(engine, "load", restore_what_is_whole)
+        unused = tuple(found.missing), tuple(found.unexpected)
         return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
+
+
+def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> tuple[None, None]:
+    """If it fails, the other ranks stop; if another rank has failed, this one stops."""
+    try:
+        work()
+    except Stopped:
+        pass
+    except BaseException:
+        meeting.stop()
+        raise
+    return None, None
 
 
 def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:

@@ -73,15 +73,15 @@ class Reader:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         return self.manifest.tensors[name]
 
-    def read(self, name: str, interval: Interval, take: Callable[[Interval, Tensor], None]) -> None:
-        """Give `take` the elements of `interval` of a flattened tensor: parts of it, each with its values [numel],
+    def read(self, name: str, interval: Interval, receive: Callable[[Interval, Tensor], None]) -> None:
+        """Give `receive` the elements of `interval` of a flattened tensor: parts of it, each with its values [numel],
         valid during the call. Only the blocks that hold them are read."""
         entry = self.entry(name)
         first = bisect_right(entry.chunks, interval.start, key=lambda chunk: chunk.interval.stop)
         for chunk in entry.chunks[first:]:
             if chunk.interval.start >= interval.stop:
                 return
-            self._read_chunk(chunk, entry.dtype, chunk.interval & interval, take)
+            self._read_chunk(chunk, entry.dtype, chunk.interval & interval, receive)
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in its shape."""
@@ -93,10 +93,10 @@ class Reader:
     def read_into(self, name: str, interval: Interval, out: Tensor) -> None:
         """The elements `interval` of a flattened tensor; `out`: [interval.numel], on any device."""
 
-        def take(part: Interval, values: Tensor) -> None:
+        def copy(part: Interval, values: Tensor) -> None:
             out[part.relative_to(interval.start).slice] = values.to(out.device)
 
-        self.read(name, interval, take)
+        self.read(name, interval, copy)
 
     def check_everything(self) -> None:
         """Every byte of every file against its digest. All damaged files are named."""
@@ -117,7 +117,7 @@ class Reader:
             raise CheckpointError("; ".join(problems.values()))
 
     def _read_chunk(
-        self, chunk: Chunk, dtype: torch.dtype, wanted: Interval, take: Callable[[Interval, Tensor], None]
+        self, chunk: Chunk, dtype: torch.dtype, wanted: Interval, receive: Callable[[Interval, Tensor], None]
     ) -> None:
         step = BLOCK_BYTES // dtype.itemsize
         first = (wanted.start - chunk.interval.start) // step
@@ -129,7 +129,7 @@ class Reader:
                 return
             num_bytes = block.numel * dtype.itemsize
             self._hold(chunk.file, chunk.offset + index * BLOCK_BYTES, num_bytes, chunk.digests[index])
-            take(part, self._block[:num_bytes].view(dtype)[part.relative_to(block.start).slice])
+            receive(part, self._block[:num_bytes].view(dtype)[part.relative_to(block.start).slice])
 
     def _hold(self, number: int, offset: int, num_bytes: int, digest: str) -> None:
         """The block in memory, checked; the last one is kept: neighbours often lie in the same."""

@@ -17,22 +17,19 @@ import torch
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.commit import Job, describe, file_name, least_size, open_folder, size_of_part, versions
-from zeroshard.checkpoint.items import (
-    Bag,
+from zeroshard.checkpoint.contents import (
     Extra,
     Optimizers,
     as_list,
-    blob,
     expect_stateful,
     model_items,
-    names_of,
     optimizer_items,
     optimizer_values,
-    random_state,
-    whole,
 )
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, expect_readable
 from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, whole
+from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.engine import Engine
 from zeroshard.handle import Handle
@@ -200,8 +197,8 @@ class _Own:
 
     values: dict[str, Any]
     items: list[Item]
-    extra: Bag
-    buffers: Bag
+    extra: EncodedState
+    buffers: EncodedState
 
 
 def _collect(engine: Engine, optimizers: list[ShardedOptimizer], extra: Extra, step: int) -> tuple[_Own, list[Any]]:
@@ -219,8 +216,8 @@ def _collect(engine: Engine, optimizers: list[ShardedOptimizer], extra: Extra, s
     own = _Own(
         values={"optimizers": [optimizer_values(one, names) for one in optimizers], "tied": engine.tied()},
         items=[*model_items(engine), *(item for one in optimizers for item in optimizer_items(one))],
-        extra=Bag(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
-        buffers=Bag(f"rank/{rank}/buffers", engine.unsharded_state(), "the model's buffers"),
+        extra=EncodedState(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
+        buffers=EncodedState(f"rank/{rank}/buffers", engine.unsharded_state(), "the model's buffers"),
     )
     return own, [step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
 
@@ -242,13 +239,13 @@ def _unsharded(engine: Engine, rank: int, own: _Own, same: list[bool]) -> Iterat
         for name, value in engine.unsharded_state().items():
             yield whole(f"model/{name}", value)
     else:
-        for key, bag, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
+        for key, encoded, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
             if not is_same:
-                yield from bag.items()
-                alone[key] = bag.values
-    bag = Bag(f"rank/{rank}/random", random_state(), "random numbers")
-    yield from bag.items()
-    yield blob(f"rank/{rank}/state", {"random": bag.values, **alone})
+                yield from encoded.items()
+                alone[key] = encoded.values
+    random = EncodedState(f"rank/{rank}/random", random_state(), "random numbers")
+    yield from random.items()
+    yield blob(f"rank/{rank}/state", {"random": random.values, **alone})
 
 
 def _nothing() -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.fit import groups_of, state_names
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.take import plain_value
+from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups
 from zeroshard.checkpoint.writer import SYNC_BYTES
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.exchange.exported import place, stored_item
@@ -82,7 +81,7 @@ def export_dcp(
 
 def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> None:
     manifest = reader.manifest
-    for parameter, states in state_names(manifest).items():
+    for parameter, states in saved_entries(manifest).items():
         for one in states:
             path = (key, "state", parameter, one.key)
             if one.kind in ("number", "value"):
@@ -90,7 +89,7 @@ def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> Non
             else:
                 folder.add_tensor(file, path, reader, one.tensor, None)
     saved = manifest.values.get("optimizers")
-    groups = [group for one in (saved if isinstance(saved, list) else []) for group in groups_of(one)]
+    groups = [group for one in (saved if isinstance(saved, list) else []) for group in saved_groups(one)]
     for number, group in enumerate(groups):
         for option, value in {**group["options"], "params": group["params"]}.items():
             value = decode(value, reader.tensor)

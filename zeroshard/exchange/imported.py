@@ -12,10 +12,10 @@ from typing import Any
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
-from zeroshard.checkpoint.fit import groups_of
-from zeroshard.checkpoint.items import blob, number
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.rank_state import blob, number
+from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.exchange.dcp_folder import Box, Foreign
 from zeroshard.interval import Interval
@@ -156,7 +156,7 @@ def _item(foreign: Foreign, name: str, there: str) -> Item:
 
 
 def _groups(foreign: Foreign, prefix: str, of_class: str, used: set[str]) -> list[dict[str, Any]]:
-    """Param groups as `items.optimizer_values` gives them: there by number, or option by option for each parameter.
+    """Param groups as `contents.optimizer_values` gives them: there by number, or option by option for each parameter.
     Adds the names of what it takes to `used`."""
     found: dict[str, dict[str, Any]] = {}
     for there in [*foreign.values, *foreign.tensors]:
@@ -176,7 +176,7 @@ def _groups(foreign: Foreign, prefix: str, of_class: str, used: set[str]) -> lis
             mark = json.dumps(options, sort_keys=True)
             together.setdefault(mark, {"class": of_class, "params": [], "options": options})["params"].append(name)
         groups = list(together.values())
-    return groups_of({"groups": groups})
+    return saved_groups({"groups": groups})
 
 
 def _option(foreign: Foreign, there: str) -> Any:

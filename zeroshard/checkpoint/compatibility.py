@@ -9,30 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.items import Extra, names_of
+from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
+from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups
 from zeroshard.engine import Engine
-from zeroshard.flat_step import FlatStep
 from zeroshard.optimizer import ShardedOptimizer
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
 """Optimizers, each with its values in the manifest."""
 
 
-STATE_KINDS = ("optimizer", "scalar", "number", "value")
-
-
 @dataclass(frozen=True)
-class StateName:
-    """One entry of an optimizer's state: `kind` is "optimizer", "scalar", "number" or "value" (see `items.py`)."""
-
-    kind: str
-    key: str
-    tensor: str
-
-
-@dataclass(frozen=True)
-class Fit:
+class Compatibility:
     """`missing`: not in the checkpoint; `unexpected`: in it, and nobody's; `problems`: shapes and dtypes."""
 
     missing: list[str] = field(default_factory=list)
@@ -49,20 +37,20 @@ class Fit:
         if problems:
             raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:10])}")
 
-    def compare(self, expected: Iterable[str], found: Iterable[str], label: str = "{}") -> None:
+    def note_names(self, expected: Iterable[str], found: Iterable[str], label: str = "{}") -> None:
         """Note names that only one side has."""
         expected, found = dict.fromkeys(expected), dict.fromkeys(found)
         self.missing.extend(label.format(name) for name in expected if name not in found)
         self.unexpected.extend(label.format(name) for name in found if name not in expected)
 
 
-def fit(
+def compare(
     manifest: Manifest, engine: Engine, optimizers: Sequence[ShardedOptimizer], extra: Extra, allow_rounding: bool
-) -> Fit:
+) -> Compatibility:
     """Compare names, shapes, dtypes and classes. `optimizers` and `extra`: what is to be loaded; more may be there."""
-    result = Fit()
+    result = Compatibility()
     expected = model_entries(engine)
-    result.compare(expected, (name[6:] for name in manifest.tensors if name.startswith("model/")))
+    result.note_names(expected, (name[6:] for name in manifest.tensors if name.startswith("model/")))
     for name, (shape, dtype) in expected.items():
         entry = manifest.tensors.get(f"model/{name}")
         if entry is not None and entry.shape != shape:
@@ -73,12 +61,12 @@ def fit(
     if optimizers:
         saved_optimizers = manifest.values.get("optimizers")
         num_saved = len(saved_optimizers) if isinstance(saved_optimizers, list) else 0
-        result.compare(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}")
+        result.note_names(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}")
     for optimizer, saved in pairs_of(manifest, optimizers):
-        _fit_optimizer(result, manifest, optimizer, saved)
+        _compare_optimizer(result, manifest, optimizer, saved)
     if extra:
         saved_extra = manifest.values.get("extra")
-        result.compare(extra, saved_extra if isinstance(saved_extra, dict) else {}, "extra '{}'")
+        result.note_names(extra, saved_extra if isinstance(saved_extra, dict) else {}, "extra '{}'")
     return result
 
 
@@ -92,7 +80,7 @@ def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
     here, tensors, values = engine.tied(), dict(manifest.tensors), manifest.values
     if not here:
         return manifest
-    state = state_names(manifest)
+    state = saved_entries(manifest)
     for alias, name in here.items():
         prefixes = ["model", *(f"{one.kind}/{one.key}" for one in state.get(alias, []))]
         for prefix in prefixes:
@@ -101,7 +89,7 @@ def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
                 raise CheckpointError(f"{alias} and {name} are one parameter here, and two different ones in it")
     if isinstance(optimizers := values.get("optimizers"), list):
         renamed = [
-            {**saved, "groups": [{**g, "params": [here.get(n, n) for n in g["params"]]} for g in groups_of(saved)]}
+            {**saved, "groups": [{**g, "params": [here.get(n, n) for n in g["params"]]} for g in saved_groups(saved)]}
             for saved in optimizers
         ]
         values = {**values, "optimizers": renamed}
@@ -131,43 +119,16 @@ def pairs_of(manifest: Manifest, optimizers: Sequence[ShardedOptimizer]) -> Pair
 
 def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:
     """Parameters that nobody has, as they are frozen, and that this optimizer had in its first group."""
-    names, groups = names_of(optimizer.engine), groups_of(saved)
+    names, groups = names_of(optimizer.engine), saved_groups(saved)
     first = set(groups[0]["params"]) if groups else set()
     return [parameter for parameter in optimizer.adoptable() if names[id(parameter)] in first]
 
 
-def groups_of(saved: Any) -> list[dict[str, Any]]:
-    """The param groups of one optimizer in a manifest.
-
-    Raises:
-        CheckpointError: they are not what `items.optimizer_values` gives.
-    """
-    groups = saved.get("groups") if isinstance(saved, dict) else None
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError("the manifest's param groups are damaged")
-    for group in groups:
-        params = group.get("params")
-        named = isinstance(params, list) and all(isinstance(name, str) for name in params)
-        if not (named and isinstance(group.get("class"), str) and isinstance(group.get("options"), dict)):
-            raise CheckpointError("the manifest's param groups are damaged")
-    return groups
-
-
-def state_names(manifest: Manifest) -> dict[str, list[StateName]]:
-    """Parameter -> the state that the checkpoint has of it."""
-    found: dict[str, list[StateName]] = {}
-    for name in manifest.tensors:
-        kind, *rest = name.split("/", 2)
-        if kind in STATE_KINDS and len(rest) == 2:
-            found.setdefault(rest[1], []).append(StateName(kind, rest[0], name))
-    return found
-
-
-def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
-    names, groups, state = names_of(optimizer.engine), groups_of(saved), state_names(manifest)
+def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
+    names, groups, state = names_of(optimizer.engine), saved_groups(saved), saved_entries(manifest)
     class_of = {name: group["class"] for group in groups for name in group["params"]}
     mine = [[names[id(p)] for p in params] for params in optimizer.groups_with(adopted(optimizer, saved))]
-    result.compare([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
+    result.note_names([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
     if mine != [group["params"] for group in groups] and {*class_of} == {
         name for of_group in mine for name in of_group
     }:
@@ -176,11 +137,12 @@ def _fit_optimizer(result: Fit, manifest: Manifest, optimizer: ShardedOptimizer,
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
         result.unexpected.extend(f"state of {other} for {of_class.__name__}" for other in sorted(others))
     for stepper in optimizer.steppers:
-        for slot in (slot for unit in stepper.groups for slot in unit.layout.slots):
-            for one in state.get(slot.name, []) if isinstance(stepper, FlatStep) else ():
-                entry = manifest.tensors[one.tensor]
-                if one.kind == "optimizer" and entry.shape != slot.shape and not entry.numel == slot.world.numel == 1:
-                    result.problems.append(f"{one.key} of {slot.name}: expected the shape {slot.shape}")
+        for unit, group_of in stepper.groups.items():
+            for slot, group in zip(unit.layout.slots, group_of, strict=True):
+                for entry in state.get(slot.name, []) if group is not None else ():
+                    shape = manifest.tensors[entry.tensor].shape
+                    if entry.kind == "optimizer" and not stepper.state.fits(slot, shape):
+                        result.problems.append(f"{entry.key} of {slot.name}: expected the shape {slot.shape}")
 
 
 def _holds(stored: torch.dtype, now: torch.dtype, allow_rounding: bool) -> bool:

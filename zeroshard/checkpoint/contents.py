@@ -1,0 +1,160 @@
+"""What one rank has to write: its intervals of main and of the optimizer's state, and what is not sharded.
+
+model/<parameter>               main where there is one (fp32, whether held as weights, as a master or as bf16 and
+                                remainder), else the frozen weights; by the ranks of one replica, each its shard
+model/<buffer>                  rank 0's; so are parameters that OPTIMIZER_ONLY has not taken yet
+optimizer/..., scalar/..., number/..., value/...   the optimizer's state (`saved_state.py`): by whoever holds the
+                                elements, or steps the whole parameter; where nobody does (it is frozen), the ranks
+                                take turns
+rank/<r>/state                  JSON as bytes: random numbers of that rank, and buffers and `extra` where that rank
+                                has others than rank 0
+extra/..., rank/<r>/...         tensors inside these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.rank_state import blob, number, whole
+from zeroshard.checkpoint.saved_state import StateKinds, names_of
+from zeroshard.checkpoint.writer import Item
+from zeroshard.engine import Engine
+from zeroshard.interval import Interval
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.stepper import StateChunk, StateEntry, whole_entry
+from zeroshard.unit import Unit
+from zeroshard.values import encode, no_tensors
+
+Optimizers = ShardedOptimizer | Sequence[ShardedOptimizer] | None
+
+
+class Stateful(Protocol):
+    """Schedulers, loss scalers, data loaders, averages of weights, ..."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+Extra = Mapping[str, Stateful] | None
+
+
+def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
+    """Raises:
+    TypeError: something else."""
+    if optimizer is not None and not isinstance(optimizer, (torch.optim.Optimizer, Sequence)):
+        raise TypeError(
+            f"expected a ShardedOptimizer, or a list of them, found an object of type {type(optimizer).__name__}"
+        )
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    for one in found:
+        if not isinstance(one, ShardedOptimizer):
+            raise TypeError(
+                f"expected a ShardedOptimizer, found an object of type {type(one).__name__}: the optimizer of a "
+                "sharded model is built as ShardedOptimizer(handle, torch.optim.AdamW, ...)"
+            )
+    return found
+
+
+def expect_stateful(extra: Extra) -> None:
+    """Raises:
+    ValueError: something without `state_dict` and `load_state_dict`."""
+    for name, one in (extra or {}).items():
+        if isinstance(one, type) or not all(callable(getattr(one, f, None)) for f in ("state_dict", "load_state_dict")):
+            raise ValueError(
+                f"extra {name!r} is of type {type(one).__name__}: extra takes objects with state_dict() and "
+                "load_state_dict(), as schedulers have them. Give a number or a dict a small class with these two "
+                "methods; a count of steps is step= already, and load returns it as .step"
+            )
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def model_items(engine: Engine) -> Iterator[Item]:
+    """Main, or frozen weights, of the own shard."""
+    mesh = engine.collectives.mesh
+    for unit in engine.units:
+        dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+        if mesh.world.rank == 0:  # names and shapes of what has no elements
+            for slot in unit.layout.slots:
+                if not slot.world:
+                    yield Item(f"model/{slot.name}", slot.shape, dtype, Interval(0, 0), _nothing)
+        if mesh.replicate.rank == 0:
+            for fragment in unit.layout.fragments_in(unit.own_shard()):
+                slot = fragment.slot
+                read = partial(_read_weights, unit, slot.world.start)
+                yield Item(f"model/{slot.name}", slot.shape, dtype, fragment.param, read)
+    for name, parameter in engine.untaken.items() if mesh.world.rank == 0 else ():
+        yield whole(f"model/{name}", parameter)
+
+
+def _read_weights(unit: Unit, origin: int, param: Interval) -> Tensor:
+    world = Interval(origin + param.start, origin + param.stop)
+    if unit.main is None:
+        return unit.weights.own()[world.relative_to(unit.own_shard().start).slice]
+    scratch = None
+    if unit.main.needs_scratch:
+        scratch = torch.empty(world.numel, dtype=unit.main.dtype, device=unit.main.weights.device)
+    return unit.main.read(world, scratch)
+
+
+def _nothing(interval: Interval) -> Tensor:
+    raise AssertionError("there are no elements")
+
+
+# Optimizer ------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
+    """The state that this rank holds, without what its replicas write.
+
+    Raises:
+        ValueError: state that is neither a dense tensor nor a plain value.
+    """
+    mesh = optimizer.engine.collectives.mesh
+    for stepper in optimizer.steppers if mesh.replicate.rank == 0 else ():
+        yield from map(_state_item, stepper.state.entries())
+    names, kinds = names_of(optimizer.engine), StateKinds(optimizer)
+    for index, parameter in enumerate(optimizer.waiting):
+        if index % mesh.world.size == mesh.world.rank:
+            for key, value in optimizer.waiting[parameter].items():
+                yield _state_item(whole_entry(names[id(parameter)], key, value, kinds[parameter].get(key)))
+
+
+def _state_item(entry: StateEntry) -> Item:
+    if isinstance(entry, StateChunk):
+        name = _state_name("scalar" if entry.is_scalar else "optimizer", entry)
+        return Item(name, entry.shape, entry.dtype, entry.interval, entry.read)
+    if isinstance(entry.value, (bool, int, float)):
+        return number(_state_name("number", entry), entry.value)
+    where = f"state {entry.key} of {entry.parameter}"
+    return blob(_state_name("value", entry), encode(entry.value, no_tensors, where))
+
+
+def _state_name(kind: str, entry: StateEntry) -> str:
+    """See `saved_state.py`."""
+    if not isinstance(entry.key, str) or "/" in entry.key:
+        raise ValueError(f"optimizer state {entry.key!r} of {entry.parameter}: its name must be a text without '/'")
+    return f"{kind}/{entry.key}/{entry.parameter}"
+
+
+def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Hyper-parameters of each group (those that are plain values), by the names of the parameters; loss scale."""
+    groups = []
+    for group, of_class in zip(optimizer.param_groups, optimizer.classes, strict=True):
+        options = {}
+        for key, value in group.items():
+            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            try:
+                options[key] = encode(plain, no_tensors, key) if key != "params" else None
+            except ValueError:
+                continue  # a function, say: it is configuration
+        options.pop("params")
+        params = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({"class": of_class.__name__, "params": params, "options": options})
+    return {"groups": groups, "loss_scale": encode(optimizer.scaling.state_dict(), no_tensors, "loss scale")}

@@ -1,0 +1,99 @@
+"""What is not sharded: values with tensors in them, encoded, and what each rank has of its own, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.writer import Item
+from zeroshard.interval import Interval
+from zeroshard.tensor_file import bytes_of
+from zeroshard.values import decode, encode
+
+
+def whole(name: str, value: Tensor) -> Item:
+    """A tensor that this rank writes all of."""
+    flat = value.detach().reshape(-1)
+    return Item(name, tuple(value.shape), value.dtype, Interval(0, value.numel()), lambda part: flat[part.slice])
+
+
+def number(name: str, value: bool | int | float) -> Item:
+    """A Python number as a tensor."""
+    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name} is {value}, which needs more than 64 bits")
+    return whole(name, torch.tensor(value, dtype=dtype))
+
+
+def blob(name: str, value: Any) -> Item:
+    """JSON as a tensor of bytes."""
+    return whole(name, torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
+
+
+class EncodedState:
+    """Values as JSON, and the tensors inside them under names that begin with `prefix`."""
+
+    def __init__(self, prefix: str, value: Any, where: str) -> None:
+        self._prefix = prefix
+        self.tensors: dict[str, Tensor] = {}
+        self.values = encode(value, self._store, where)
+
+    def _store(self, tensor: Tensor) -> str:
+        name = f"{self._prefix}/{len(self.tensors)}"
+        self.tensors[name] = tensor
+        return name
+
+    def items(self) -> Iterator[Item]:
+        for name, tensor in self.tensors.items():
+            yield whole(name, tensor)
+
+    def digest(self) -> str:
+        """Of the values, wherever they are stored."""
+        total = hashlib.sha256(json.dumps(self.values).replace(self._prefix, "").encode())
+        for tensor in self.tensors.values():
+            total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(bytes_of(tensor.cpu().contiguous()))
+        return total.hexdigest()
+
+
+def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
+    """What is stored for one rank alone; empty where there was no such rank."""
+    name = f"rank/{rank}/state"
+    if name not in reader.manifest.tensors:
+        return {}
+    try:
+        state = decode(json.loads(bytes(reader.tensor(name).tolist())), reader.tensor)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the state of rank {rank} is damaged: {str(error)[:200]}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the state of rank {rank} is damaged")
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python, numpy (if it has been imported) and torch, on the CPU and on this rank's GPU."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

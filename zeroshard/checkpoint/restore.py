@@ -1,0 +1,141 @@
+"""From an open checkpoint into a model and its optimizers: what is sharded, interval by interval, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.compatibility import Pairs, adopted
+from zeroshard.checkpoint.contents import Extra
+from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.rank_state import rank_state, set_random_state
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.saved_state import SavedOptimizer, names_of, saved_entries, saved_groups
+from zeroshard.engine import Engine
+from zeroshard.interval import Interval
+from zeroshard.layout import Fragment
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.stepper import SavedTensor, stepped
+from zeroshard.unit import Unit
+from zeroshard.values import decode
+
+# Before anything is changed -------------------------------------------------------------------------------------------
+
+
+def preflight(reader: Reader, engine: Engine, pairs: Pairs, meeting: Meeting) -> None:
+    """Read, and so check, all that this rank is going to restore.
+
+    Raises:
+        CheckpointError: damage.
+        Stopped: another rank has found some.
+    """
+    rank, tensors = engine.collectives.mesh.world.rank, reader.manifest.tensors
+
+    def check(name: str, interval: Interval | None = None) -> None:
+        reader.read(name, interval or Interval(0, tensors[name].numel), lambda part, values: meeting.beat())
+
+    for name, _, fragment in _weights_of_this_rank(reader, engine):
+        check(name, fragment.param)
+    entries, names = saved_entries(reader.manifest) if pairs else {}, names_of(engine)
+    for optimizer, saved in pairs:
+        for need in chain.from_iterable(stepper.state.needs() for stepper in optimizer.steppers):
+            for entry in entries.get(need.slot.name, []):
+                check(entry.tensor, need.interval if tensors[entry.tensor].shape == need.slot.shape else None)
+        for parameter in [*adopted(optimizer, saved), *_unstepped(optimizer)]:
+            for entry in entries.get(names[id(parameter)], []):
+                check(entry.tensor)
+    unsharded = {f"model/{name}" for name in [*engine.unsharded_state(), *engine.untaken]}
+    for name in tensors:
+        if name in unsharded or name.startswith((f"rank/{rank}/", "extra/")):
+            check(name)
+
+
+# What is sharded ------------------------------------------------------------------------------------------------------
+
+
+def restore_weights(reader: Reader, engine: Engine, meeting: Meeting) -> None:
+    """Main, and frozen weights, of this rank. The weights of the others follow main later."""
+    for unit in engine.units:
+        unit.edits += 1
+    for name, unit, fragment in _weights_of_this_rank(reader, engine):
+        reader.read(name, fragment.param, partial(_set_part, unit, fragment.slot.world.start, meeting))
+
+
+def _weights_of_this_rank(reader: Reader, engine: Engine) -> Iterator[tuple[str, Unit, Fragment]]:
+    for unit in engine.units:
+        for fragment in unit.layout.fragments_in(unit.own_shard() if unit.main is None else unit.main.interval):
+            if (name := f"model/{fragment.slot.name}") in reader.manifest.tensors:
+                yield name, unit, fragment
+
+
+def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values: Tensor) -> None:
+    unit.set_part(Interval(origin + param.start, origin + param.stop), values)
+    meeting.beat()
+
+
+def restore_optimizer(reader: Reader, optimizer: ShardedOptimizer, saved: Any, meeting: Meeting) -> None:
+    """State of what this rank steps, and of all that is frozen."""
+    optimizer.adopt(adopted(optimizer, saved))
+    found = SavedOptimizer(reader, optimizer, meeting.beat)
+    optimizer.waiting.clear()
+    for parameter in _unstepped(optimizer):
+        if state := found.state_of(parameter):
+            optimizer.waiting[parameter] = {
+                key: item.whole(parameter.device) if isinstance(item, SavedTensor) else item
+                for key, item in state.items()
+            }
+    for stepper in optimizer.steppers:
+        stepper.state.load({need.parameter: found.state_of(need.parameter) for need in stepper.state.needs()})
+
+
+def _unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
+    """Parameters of an optimizer that are frozen: their state waits, in full."""
+    done = stepped(optimizer.steppers)
+    return [p for group in optimizer.param_groups for p in group["params"] if p not in done]
+
+
+# The rest -------------------------------------------------------------------------------------------------------------
+
+
+def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> None:
+    """Buffers, hyper-parameters, loss scales, `extra`, random numbers. Where ranks had their own, and there are as many
+    as then, each takes its own, else rank 0's; random numbers go to every rank that there was."""
+    world, values = engine.collectives.mesh.world, reader.manifest.values
+    own = rank_state(reader, world.rank)
+    same = own if values.get("world_size") == world.size else {}
+    for name, value in engine.unsharded_state().items():
+        if f"model/{name}" in reader.manifest.tensors:
+            mine = same.get("buffers", {}).get(name)
+            value.copy_(reader.tensor(f"model/{name}") if mine is None else mine)
+    for name, parameter in engine.untaken.items():
+        if f"model/{name}" in reader.manifest.tensors:
+            parameter.copy_(reader.tensor(f"model/{name}"))
+    names = names_of(engine)
+    for optimizer, saved in pairs:
+        for group, saved_group in zip(optimizer.param_groups, saved_groups(saved), strict=False):
+            if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
+                _set_options(group, decode(saved_group["options"], reader.tensor))
+        optimizer.agreement.half_done = False
+        optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
+    if extra:
+        states = same["extra"] if "extra" in same else decode(values.get("extra", {}), reader.tensor)
+        for key, stateful in extra.items():
+            if key in states:
+                stateful.load_state_dict(states[key])
+    if "random" in own:
+        set_random_state(own["random"])
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        now = group.get(key)
+        if isinstance(now, (Tensor, int, float)) and not isinstance(value, (int, float, type(None))):
+            raise CheckpointError(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
+        # A learning rate that is a tensor stays one; a new one: groups may share theirs.
+        group[key] = torch.full_like(now, value) if isinstance(now, Tensor) and value is not None else value
