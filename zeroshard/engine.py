@@ -5,38 +5,33 @@ The optimizers, checkpoints and joins of a model work on its engine. `handle.py`
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from zeroshard.buffer import live_bytes
 from zeroshard.casting import Cast
 from zeroshard.claims import Claims
 from zeroshard.collectives import Collectives
 from zeroshard.freezing import Freezing
 from zeroshard.gather import Gatherer, in_backward
-from zeroshard.hooks import NotCopied, OutsideGraphs, Schedule
+from zeroshard.hooks import NotCopied, Schedule
+from zeroshard.life import Life
 from zeroshard.loss_ledger import LossLedger
 from zeroshard.managed import EVERYTHING, Managed
-from zeroshard.parking import Parked
+from zeroshard.parking import Parking
 from zeroshard.placement import Plan
+from zeroshard.plain_model import PlainModel
 from zeroshard.planner import check_limit
 from zeroshard.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.pool import Pool
 from zeroshard.reduce import Reducer
 from zeroshard.transforms import outside_transforms
-from zeroshard.unit import Unit, plain_name
+from zeroshard.unit import Unit
 
 KINDS = ("weights", "grads", "main", "state", "scalars", *TRANSIENT_KINDS)
-
-
-class HoldsTensors(Protocol):
-    def tensors(self) -> dict[str, list[Tensor]]: ...
 
 
 class Unfinished(Protocol):
@@ -50,13 +45,17 @@ class Engine(NotCopied):
 
     Attributes:
         plan: where weights, gradients and main rest.
-        managed: which parameters and buffers of the model are sharded.
-        units: in registration order.
-        pool: full-size buffers for weights, gradients and scratch.
+        plain: the model, as its user knows it.
         ledger: which loss was multiplied by what.
         claims: which optimizer has which parameters.
         background: a checkpoint that is still being written.
         untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by their names.
+        life: open, parked or closed.
+        units: in registration order; none once it is closed.
+        pool: full-size buffers for weights, gradients and scratch.
+        gatherer: who brings the weights, and hides them.
+        reducer: who accumulates gradients, and reduces them.
+        schedule: which hook leads to which of both.
     """
 
     def __init__(
@@ -68,37 +67,39 @@ class Engine(NotCopied):
         managed: Managed = EVERYTHING,
         max_transient_bytes: int | None = None,
     ) -> None:
-        self.plan = plan
-        self.managed = managed
-        self.collectives = collectives
-        self.units = tuple(units)
-        self.pool = Pool(collectives, max_transient_bytes)
+        self.plan, self.collectives = plan, collectives
+        self.plain = PlainModel(model, managed)
         self.ledger = LossLedger()
-        self.gatherer = Gatherer(self.units, collectives, self.pool)
-        self.reducer = Reducer(self.units, collectives, self.pool, self.ledger)
-        self.schedule = Schedule(self.gatherer, self.reducer)
         self.claims = Claims(self.name_of)
-        self.pool.besides = self.claims.scratch_bytes
-        self._freezing = Freezing(self.units, collectives)
-        self._model = weakref.ref(model) if model is not None else lambda: None
-        self._guards: list[RemovableHandle] = []
         self.background: Unfinished | None = None
         self.untaken: dict[str, nn.Parameter] = {}
-        self._reading = False
-        self._closed = False
-        self._parked: Parked | None = None
-        self._shards: dict[Unit, Tensor] = {}
+        self.life = Life.OPEN
+        self._parking = Parking(collectives)
+        self._hold(units, max_transient_bytes)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
+    def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
+        """Begin with these units, of which nothing is under way."""
+        self.units = tuple(units)
+        self.pool = Pool(self.collectives, max_transient_bytes)
+        self.pool.besides = self.claims.scratch_bytes
+        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
+        self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
+        self.schedule = Schedule(self.gatherer, self.reducer)
+        self._freezing = Freezing(self.units, self.collectives)
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Further ones, without gradients of their own (OPTIMIZER_ONLY)."""
+        self.units = (*self.units, *units)
+        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
+        self.schedule.take(self.gatherer, self.reducer, ())
 
     @property
     def model(self) -> nn.Module:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("the model of this handle is gone (or it was built from parameters only)")
-        return model
+        """
+        Raises:
+            RuntimeError: it is gone, or there never was one.
+        """
+        return self.plain.module
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
@@ -112,35 +113,19 @@ class Engine(NotCopied):
                     return slot.name
         return "(unknown)"
 
-    # The plain model's names ---------------------------------------------------------------------------------------
-
     def unsharded_state(self) -> dict[str, Tensor]:
-        """What the plain model's `state_dict()` lists besides the sharded parameters: its buffers themselves."""
-        if self.plan.external_gradients:
-            return {}  # built from parameters alone
-        sharded = {id(parameter) for unit in self.units for parameter in unit.parameters}
-        return {name: value for name, value in self.names().items() if id(value) not in sharded}
+        """See `PlainModel`."""
+        return self.plain.unsharded_state(self.units)
 
     def tied(self) -> dict[str, str]:
-        """Of parameters with several names in the plain model's `state_dict()`: further name -> the one in `units`."""
-        if self.plan.external_gradients:
-            return {}
-        first = {id(p): s.name for u in self.units for p, s in zip(u.parameters, u.layout.slots, strict=True)}
-        return {name: first[id(v)] for name, v in self.names().items() if first.get(id(v), name) != name}
-
-    def names(self) -> dict[str, Tensor]:
-        """What the plain model's `state_dict()` lists: parameters and buffers themselves, under its names."""
-        self._reading = True
-        try:
-            return {plain_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
-        finally:
-            self._reading = False
+        """See `PlainModel`."""
+        return self.plain.tied(self.units)
 
     # Memory --------------------------------------------------------------------------------------------------------
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """See `Handle.memory`."""
-        if self._parked is None:
+        if self.life is not Life.PARKED:
             self.check_open("memory")
         kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
         for kind in TRANSIENT_KINDS:
@@ -148,10 +133,8 @@ class Engine(NotCopied):
         for holder in (*self.units, *self.claims.owners()):
             for held, tensors in holder.tensors().items():
                 kinds[held] += tensors
-        if self._parked is not None:
-            return self._parked.memory(kinds, list(self._shards.values()))
-        found = {kind: live_bytes(tensors) for kind, tensors in kinds.items()}
-        if peak:
+        found = self._parking.live_bytes(kinds)
+        if peak and self.life is Life.OPEN:
             found["grads"] = sum(unit.grads.buffer.most for unit in self.units if unit.grads is not None)
             found |= {kind: self.pool.most.get(kind, 0) for kind in TRANSIENT_KINDS}
             found["scratch"] += self.pool.besides()
@@ -159,10 +142,15 @@ class Engine(NotCopied):
 
     # Gradients and what is frozen ----------------------------------------------------------------------------------
 
-    def has_gradients(self, *, reduced: bool = False) -> bool:
-        """Whether any wait for a step; `reduced`: only those that have been reduced."""
-        self.reducer.notice()
-        return self.reducer.has_gradients(reduced=reduced)
+    def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
+        """Whether gradients are waiting for a step.
+
+        Args:
+            units: only those of these; None: of all.
+            reduced: only those that have been reduced.
+        """
+        self.reducer.notice()  # what the user has discarded since
+        return self.reducer.has_gradients(units, reduced=reduced)
 
     def expect_no_gradients(self, what: str) -> None:
         """Raises:
@@ -187,7 +175,7 @@ class Engine(NotCopied):
             return
         slots = self._freezing.agree()
         self._begin_to_train()
-        self._freezing.settle(slots)
+        self._freezing.apply(slots)
         self.reducer.find_order()
 
     def _begin_to_train(self) -> None:
@@ -225,10 +213,9 @@ class Engine(NotCopied):
     # Life cycle ----------------------------------------------------------------------------------------------------
 
     def check_open(self, what: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
-        if self._parked is not None:
-            raise RuntimeError(f"{what}: this handle is parked; call unpark() first")
+        """Raises:
+        RuntimeError: closed, or parked."""
+        self.life.expect_open(what)
 
     def finish_background(self) -> None:
         """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
@@ -239,52 +226,26 @@ class Engine(NotCopied):
     @torch.no_grad()
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
-        self.check_open("park")
+        parked = self.life.after("park")
         if self.has_gradients():
             raise RuntimeError("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()
         self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
         self.pool.empty()
-        kept: list[Tensor] = []
-        emptied: list[Tensor] = []
-        self._shards = {}
-        for unit in self.units:
-            if unit.weights.buffer.owns_full:
-                self._shards[unit] = unit.weights.own().to(device, copy=True)
-                emptied += unit.weights.buffer.storages()
-            else:
-                kept += unit.weights.buffer.storages()
-            unit.weights.drop(forget=True)
-            emptied += unit.grads.buffer.storages() if unit.grads is not None else []
-            kept += [unit.main.extra] if unit.main is not None and unit.main.extra is not None else []
-        for owner in self.claims.owners():
-            for kind, tensors in owner.tensors().items():
-                (emptied if kind == "scratch" else kept).extend(tensors)
-        self._parked = Parked(kept, emptied, device, self.collectives)
+        self._parking.park(self.units, self.claims.owners(), device)
+        self.life = parked
 
     @torch.no_grad()
     def unpark(self) -> None:
-        """Everything is back where it was. Collective."""
-        if self._parked is None:
-            raise RuntimeError("unpark: this handle is not parked")
-        self._parked.restore()
-        self._parked = None
-        for unit, values in self._shards.items():
-            unit.weights.own().copy_(values)
-        self.collectives.exchange_objects(None)  # nobody reads what is not there yet
-        for unit in self._shards:
-            unit.weights.gather(self.collectives, "unshard")
-        self._shards = {}
+        """See `Handle.unpark`."""
+        opened = self.life.after("unpark")
+        self._parking.unpark()
+        self.life = opened
         self.gatherer.settle()
 
     def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install the hooks."""
-        model = self.model
-        self.schedule.attach(model, casts)
-        self._guards = [
-            model.register_forward_pre_hook(OutsideGraphs(self.before_forward), prepend=True),
-            model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
-        ]
+        """Install the hooks that train the model."""
+        self.schedule.attach(self.model, casts, self.before_forward)
 
     def before_forward(self, module: nn.Module, args: object) -> None:
         self.check_open("forward")
@@ -307,7 +268,7 @@ class Engine(NotCopied):
 
     def _expect_known_parameters(self) -> None:
         known = {id(parameter) for unit in self.units for parameter in unit.parameters}
-        for name, parameter in self.managed.parameters(self.model).items():
+        for name, parameter in self.plain.parameters().items():
             if id(parameter) not in known and isinstance(
                 parameter, nn.Parameter
             ):  # else a functional_call is under way
@@ -322,23 +283,8 @@ class Engine(NotCopied):
         for unit in self.units:
             unit.weights.expect_in_place()
 
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.gatherer.settle()
-        if not self._reading and not all(unit.weights.shown for unit in self.units):
-            raise RuntimeError(
-                "the parameters of this model are sharded, and their values not here: call handle.full_state_dict(), "
-                "or model.state_dict() inside `with handle.unsharded():`"
-            )
-
     def release(self) -> None:
-        """Let go of the model."""
-        self._closed = True
+        """Let go of the model, and of all memory."""
+        self.life = self.life.after("close")
         self.schedule.detach()
-        for guard in self._guards:
-            guard.remove()
-        self.units = ()
-        self.pool = Pool(self.collectives)
-        self.gatherer = Gatherer((), self.collectives, self.pool)
-        self.reducer = Reducer((), self.collectives, self.pool, self.ledger)
-        self.schedule = Schedule(self.gatherer, self.reducer)
-        self._freezing = Freezing((), self.collectives)
+        self._hold(())

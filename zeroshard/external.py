@@ -15,7 +15,6 @@ from torch import nn
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.engine import Engine
-from zeroshard.gather import Gatherer
 from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY
@@ -69,9 +68,7 @@ def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     expect_same_model(engine.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
     engine.collectives.broadcast([parameter.data for parameter in parameters])
     units = build_units(new, specs, OPTIMIZER_ONLY, engine.collectives, first=len(engine.units))
-    engine.units = (*engine.units, *units)
-    engine.gatherer = Gatherer(engine.units, engine.collectives, engine.pool)
-    engine.schedule.take(engine.gatherer, engine.reducer, ())
+    engine.take(units)
     claim_parameters(handle, parameters)
     engine.collectives.meet()
 

@@ -55,8 +55,8 @@ class Freezing:
             trained[unit] = trained[unit].union(*(of_rank[number] for _, of_rank in found))
         return trained
 
-    def settle(self, slots: Slots) -> None:
-        """What has been agreed on is done."""
+    def apply(self, slots: Slots) -> None:
+        """From now on just these are summed, as agreed."""
         self._agreed = self._trained()
         for unit, of_unit in slots.items():
             if unit.grads is not None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zeroshard.absent import give
+from zeroshard.engine import Engine
 from zeroshard.gather import Gatherer
 from zeroshard.same import expect_same
 from zeroshard.unit import Unit, plain_name
@@ -43,54 +45,60 @@ class Taking(NamedTuple):
 EVERYWHERE = Taking()
 
 
-def full_state(
-    names: Mapping[str, Tensor], units: Sequence[Unit], gatherer: Gatherer, taking: Taking, *, main: bool
-) -> dict[str, Tensor]:
+def full_state(engine: Engine, taking: Taking, *, main: bool) -> dict[str, Tensor]:
     """Name -> full value, for those who take it; empty for the others. Collective.
 
     Args:
-        names: what the plain model's `state_dict()` lists, parameters and buffers themselves.
         main: main's values instead of the weights'.
     """
-    is_taken = taking.is_taken_by(gatherer.collectives.mesh.world.rank)
+    is_taken, names = taking.is_taken_by(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
-    for unit in units:
-        full = unit.gather_main(gatherer.collectives) if main and unit.main is not None else None
-        if full is None:
-            gatherer.unshard(unit)
-            full = unit.weights.buffer.full
-            assert full is not None
+    for unit in engine.units:
+        full = _full(unit, engine, main=main)
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             if is_taken:
                 values[id(parameter)] = taking.copy(full[slot.world.slice].view(slot.shape))
-    gatherer.settle()
+    engine.gatherer.settle()
     if not is_taken:
         return {}
     return {name: values[id(v)] if id(v) in values else taking.copy(v) for name, v in names.items()}
 
 
-def load_full_state(
-    names: Mapping[str, Tensor],
-    units: Sequence[Unit],
-    gatherer: Gatherer,
-    state: object,
-    *,
-    strict: bool,
-    from_rank0: bool,
-    left_alone: frozenset[str] = frozenset(),
-) -> IncompatibleKeys:
+def give_back(engine: Engine) -> None:
+    """Every parameter gets its own full storage, in the dtype it had before `shard` and with main's values.
+    Collective."""
+    values: list[tuple[nn.Parameter, Tensor]] = []
+    for unit in engine.units:
+        full = _full(unit, engine, main=True)
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            values.append((parameter, full[slot.world.slice].view(slot.shape).to(unit.spec.dtype, copy=True)))
+    for parameter, value in values:  # after the last gather: units that take turns in a place move each other's
+        give(parameter, value)
+
+
+def _full(unit: Unit, engine: Engine, *, main: bool) -> Tensor:
+    """[unit.layout.numel] until the next unit is gathered. `main`: its values, if it has any."""
+    full = unit.gather_main(engine.collectives) if main and unit.main is not None else None
+    if full is None:
+        engine.gatherer.unshard(unit)
+        full = unit.weights.buffer.full
+        assert full is not None
+    return full
+
+
+def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
     """Main, weights and buffers become these values. Collective.
 
     Args:
         state: name -> value, the same on every rank; or, `from_rank0`, what rank 0 has: the others get it unit by
-            unit. Buffers may differ: each rank takes its own.
-        left_alone: buffers and parameters in `names` that each rank keeps for itself.
+            unit. Buffers may differ, and what is ignored: each rank takes its own.
 
     Raises:
         ValueError: on every rank, and nothing has been changed: other shapes; names that only one side has, if strict;
             parameters of which the ranks have other values.
     """
-    collectives = gatherer.collectives
+    names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
+    collectives, left_alone = engine.collectives, engine.plain.ignored
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
     given, keys, problem = dict[str, Tensor](), IncompatibleKeys([], []), ""
     if has_state and not isinstance(state, (Mapping, type(None))):

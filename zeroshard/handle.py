@@ -1,7 +1,7 @@
-"""The handle of a sharded model: training scopes, weights to read and to write, memory, and the life of it all.
+"""The handle of a sharded model: what its user reads and touches. What trains the model is its engine.
 
-Ownership: the handle and the model's hooks own the units, units own the buffers; the handle refers to the model
-weakly.
+Ownership: the handle and the model's hooks own the engine, it owns the units, units own the buffers; the engine refers
+to the model weakly.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.absent import give
 from zeroshard.casting import Cast
 from zeroshard.comm_log import CommLog
 from zeroshard.engine import Engine
-from zeroshard.full_state import IncompatibleKeys, Taking, full_state, load_full_state
-from zeroshard.gradients import GradState
+from zeroshard.full_gradient import full_gradient, set_full_gradient
+from zeroshard.full_state import IncompatibleKeys, Taking, full_state, give_back, load_full_state
 from zeroshard.hooks import NotCopied
 from zeroshard.join import join
+from zeroshard.life import Life
 from zeroshard.placement import Plan
 from zeroshard.precision import in_words
 from zeroshard.reads import ReadsRaise
 from zeroshard.right_call import NotTheModel
-from zeroshard.same import expect_same
-from zeroshard.unit import Unit, plain_name
+from zeroshard.unit import Unit
 from zeroshard.unsharded import Part, units_of, unsharded, written
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
@@ -46,11 +45,11 @@ class Handle(NotTheModel, NotCopied):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._guard: RemovableHandle | None = None
+        self._guards: list[RemovableHandle] = []
 
     def __repr__(self) -> str:
         """In one line: plan, units, parameters, ranks, precision."""
-        if self.engine.is_closed:
+        if self.engine.life is Life.CLOSED:
             return "Handle(closed)"
         units, mesh = self.engine.units, self.engine.collectives.mesh
         numel = sum(slot.world.numel for unit in units for slot in unit.layout.slots)
@@ -73,6 +72,10 @@ class Handle(NotTheModel, NotCopied):
 
     @property
     def model(self) -> nn.Module:
+        """
+        Raises:
+            RuntimeError: it is gone, or the handle was built from parameters only.
+        """
         return self.engine.model
 
     # Training ----------------------------------------------------------------------------------------------------
@@ -98,10 +101,9 @@ class Handle(NotTheModel, NotCopied):
 
     def set_requires_gradient_sync(self, requires: bool, *parts: Part) -> None:
         """As `no_sync`, but until it is called again. (The name is FSDP2's.)"""
-        self.engine.check_open("set_requires_gradient_sync")
-        units = self._units_of(parts, "set_requires_gradient_sync")
-        local = self.engine.reducer.local
-        self.engine.reducer.accumulate_locally(local - frozenset(units) if requires else local | frozenset(units))
+        reducer = self._open("set_requires_gradient_sync").reducer
+        units = frozenset(self._units_of(parts, "set_requires_gradient_sync"))
+        reducer.accumulate_locally(reducer.local - units if requires else reducer.local | units)
 
     def _units_of(self, parts: Sequence[Part], what: str) -> Sequence[Unit]:
         return units_of(parts, self.model, self.engine.units, what) if parts else self.engine.units
@@ -127,14 +129,13 @@ class Handle(NotTheModel, NotCopied):
         Raises:
             ValueError: handles of different ranks; someone else reduces the gradients.
         """
-        for handle in (self, *others):
-            handle.engine.check_open("join")
-            if handle.plan.external_gradients:
+        engines = [handle._open("join") for handle in (self, *others)]
+        for engine in engines:
+            if engine.plan.external_gradients:
                 raise ValueError(
                     "join: under OPTIMIZER_ONLY someone else reduces the gradients: use "
                     "torch.distributed.algorithms.Join([ddp, optimizer])"
                 )
-        engines = [handle.engine for handle in (self, *others)]
         return join(engines, divide_by_initial_world_size, throw_on_early_termination)
 
     def unsharded(
@@ -156,11 +157,10 @@ class Handle(NotTheModel, NotCopied):
             ValueError: a part that this handle does not have; ranks that have written different values.
             RuntimeError: a parameter has been written to without `write`.
         """
-        self.engine.check_open("unsharded")
-        units = self._units_of(parts, "unsharded")
+        gatherer, units = self._open("unsharded").gatherer, self._units_of(parts, "unsharded")
         if write or modifier_rank is not None:
-            return written(units, self.engine.gatherer, modifier_rank)
-        return unsharded(units, self.engine.gatherer)
+            return written(units, gatherer, modifier_rank)
+        return unsharded(units, gatherer)
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:
@@ -172,23 +172,7 @@ class Handle(NotTheModel, NotCopied):
             ValueError: no trainable parameter of that name.
             RuntimeError: no gradient has been reduced.
         """
-        self.engine.check_open("gradient")
-        found = [(unit, slot) for unit in self.engine.units for slot in unit.layout.slots if slot.name == name]
-        if not found or found[0][0].grads is None:
-            raise ValueError(f"gradient: the model has no trainable parameter of the name {name!r}")
-        unit, slot = found[0]
-        assert unit.grads is not None
-        self.engine.reducer.notice()
-        if unit.grads.state is not GradState.REDUCED:
-            raise RuntimeError(
-                f"gradient: that of {name} is {unit.grads.state.value}; call backward (not under no_sync)"
-            )
-        full = torch.zeros(unit.layout.numel, dtype=unit.grads.buffer.dtype, device=unit.weights.own().device)
-        own = slot.world & unit.own_shard()
-        unit.read_gradient(own, full[own.slice])
-        portions = unit.layout.portions({unit.slot_index(name)})
-        self.engine.collectives.all_gather(full, unit=unit.name, phase="unshard", portions=portions).wait()
-        return full[slot.world.slice].view(slot.shape).div(self.engine.ledger.scale)
+        return full_gradient(self._open("gradient"), name)
 
     @torch.no_grad()
     def set_gradient(self, name: str, values: Tensor) -> None:
@@ -199,29 +183,14 @@ class Handle(NotTheModel, NotCopied):
             ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
             RuntimeError: gradients of its unit that are only accumulated (`no_sync`); weighted losses.
         """
-        self.engine.check_open("set_gradient")
-        found = [
-            (unit, index) for unit in self.engine.units for index, s in enumerate(unit.layout.slots) if s.name == name
-        ]
-        if not found or found[0][0].grads is None:
-            raise ValueError(f"set_gradient: the model has no trainable parameter of the name {name!r}")
-        unit, index = found[0]
-        slot, grads = unit.layout.slots[index], unit.grads
-        assert grads is not None
-        if tuple(values.shape) != slot.shape:
-            raise ValueError(f"set_gradient: {name} has the shape {slot.shape}, found {tuple(values.shape)}")
-        expect_same(
-            self.engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks"
-        )
-        self.engine.reducer.set_gradient(unit, index, values)
+        set_full_gradient(self._open("set_gradient"), name, values)
 
     @torch.no_grad()
     def main_parts(self) -> list[Tensor]:
         """This rank's part of main, one 1-D tensor per trainable unit, in main's dtype: views of it, or copies where
         only a remainder is kept. For averages of the weights and the like: elementwise, at 1/d of the memory."""
-        self.engine.check_open("main_parts")
         parts = []
-        for unit in self.engine.units:
+        for unit in self._open("main_parts").units:
             if unit.main is not None:
                 scratch = unit.main.weights.new_empty(unit.main.interval.numel, dtype=unit.main.dtype)
                 parts.append(unit.main.read(unit.main.interval, scratch))
@@ -230,30 +199,28 @@ class Handle(NotTheModel, NotCopied):
     @torch.no_grad()
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
         """Main becomes these values (as `main_parts` gives them), and the weights follow. Collective."""
-        self.engine.check_open("set_main_parts")
-        trainable = [unit for unit in self.engine.units if unit.main is not None]
-        self.engine.gatherer.settle()
-        self.engine.collectives.exchange_objects(None, "set_main_parts()")  # nobody writes before everybody has read
+        engine = self._open("set_main_parts")
+        trainable = [unit for unit in engine.units if unit.main is not None]
+        engine.gatherer.settle()
+        engine.collectives.exchange_objects(None, "set_main_parts()")  # nobody writes before everybody has read
         for unit, part in zip(trainable, parts, strict=True):
             assert unit.main is not None
             unit.main.set(unit.main.interval, part)
             unit.edits += 1
-            self.engine.gatherer.updated(unit)
-        self.engine.gatherer.settle()
+            engine.gatherer.updated(unit)
+        engine.gatherer.settle()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Buffers (the running statistics of BatchNorm, say) become equal on all ranks: the mean of those that are
         floating-point, rank 0's of the others. Without it every rank keeps its own. Collective."""
-        self.engine.check_open("average_buffers")
-        collectives = self.engine.collectives
-        for buffer in self.engine.managed.buffers(self.model).values():
+        engine = self._open("average_buffers")
+        collectives = engine.collectives
+        for buffer in engine.plain.buffers().values():
             if not buffer.is_floating_point():
                 collectives.broadcast([buffer])
             elif buffer.numel():
-                rows = self.engine.collectives.exchange(
-                    buffer.reshape(-1).to(self.engine.collectives.device), "average_buffers()"
-                )
+                rows = collectives.exchange(buffer.reshape(-1).to(collectives.device), "average_buffers()")
                 buffer.copy_(rows.mean(0).view(buffer.shape))
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
@@ -263,8 +230,8 @@ class Handle(NotTheModel, NotCopied):
         Needed for a method that uses parameters of that very module and is called in place of it (a `forward_features`
         that adds `self.position`, say). Methods that only call other modules work as they are. The name is FSDP2's.
         """
-        self.engine.check_open("register_forward_method")
-        self.engine.schedule.wrap(module, name, self.engine.before_forward if module is self.model else None)
+        engine = self._open("register_forward_method")
+        engine.schedule.wrap(module, name, engine.before_forward if module is engine.model else None)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -279,11 +246,9 @@ class Handle(NotTheModel, NotCopied):
             rank0_only: on rank 0 alone; the others take part, and get an empty dict.
             device: where to ("cpu"); None: where the model is. At most one unit is there in full meanwhile.
         """
-        self.engine.check_open("full_state_dict")
-        state = full_state(
-            self.engine.names(), self.engine.units, self.engine.gatherer, Taking(rank0_only, device), main=main
-        )
-        self.engine.pool.rest()
+        engine = self._open("full_state_dict")
+        state = full_state(engine, Taking(rank0_only, device), main=main)
+        engine.pool.rest()
         return state
 
     @torch.no_grad()
@@ -305,24 +270,15 @@ class Handle(NotTheModel, NotCopied):
             ValueError: on every rank, and nothing has been changed: names that are missing or unexpected; other shapes;
                 parameters of which the ranks have other values.
         """
-        self.engine.check_open("load_full_state_dict")
-        return load_full_state(
-            self.engine.names(),
-            self.engine.units,
-            self.engine.gatherer,
-            state_dict,
-            strict=strict,
-            from_rank0=broadcast_from_rank0,
-            left_alone=frozenset(map(plain_name, self.engine.managed.ignored)),
-        )
+        engine = self._open("load_full_state_dict")
+        return load_full_state(engine, state_dict, strict=strict, from_rank0=broadcast_from_rank0)
 
     # Looking -----------------------------------------------------------------------------------------------------
 
     def find_reads(self) -> AbstractContextManager[Any]:
         """A parameter whose values are not here raises when it is read. Inside, on this thread, also where C++ or a
         `torch.func` transform reads it, which finds NaN else. It takes some ten microseconds an operation."""
-        self.engine.check_open("find_reads")
-        return ReadsRaise(self.engine.units)
+        return ReadsRaise(self._open("find_reads").units)
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
@@ -343,20 +299,11 @@ class Handle(NotTheModel, NotCopied):
     def close(self) -> None:
         """Give back a plain model: every parameter with its own full storage, in the dtype it had before `shard` and
         with main's values. Collective. The handle and its optimizers raise from now on; a second close does nothing."""
-        if self.engine.is_closed:
+        if self.engine.life is Life.CLOSED:
             return
-        self.finish_background()
-        values: list[tuple[nn.Parameter, Tensor]] = []
-        for unit in self.engine.units:
-            full = unit.gather_main(self.engine.collectives) if unit.main is not None else None
-            if full is None:
-                self.engine.gatherer.unshard(unit)
-                full = unit.weights.buffer.full
-                assert full is not None
-            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                values.append((parameter, full[slot.world.slice].view(slot.shape).to(unit.spec.dtype, copy=True)))
-        for parameter, value in values:  # after the last gather: units that take turns in a place move each other's
-            give(parameter, value)
+        engine = self._open("close")
+        engine.finish_background()
+        give_back(engine)
         self._release()
 
     def finish_background(self) -> None:
@@ -379,10 +326,30 @@ class Handle(NotTheModel, NotCopied):
         """Everything is back where it was. Collective."""
         self.engine.unpark()
 
+    def _open(self, what: str) -> Engine:
+        """The engine.
+
+        Raises:
+            RuntimeError: closed, or parked.
+        """
+        self.engine.check_open(what)
+        return self.engine
+
     def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
         """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
         self.engine.attach(casts)
-        self._guard = self.model.register_load_state_dict_pre_hook(self._before_load_state_dict)  # type: ignore[no-untyped-call]
+        self._guards = [
+            self.model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
+            self.model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]
+        ]
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.engine.gatherer.settle()
+        if not self.engine.plain.is_read and not all(unit.weights.shown for unit in self.engine.units):
+            raise RuntimeError(
+                "the parameters of this model are sharded, and their values not here: call handle.full_state_dict(), "
+                "or model.state_dict() inside `with handle.unsharded():`"
+            )
 
     def _before_load_state_dict(self, module: nn.Module, *args: object) -> None:
         raise RuntimeError(
@@ -392,8 +359,8 @@ class Handle(NotTheModel, NotCopied):
     def _release(self) -> None:
         for unit in self.engine.units:
             give_up_parameters(unit.parameters)
-        if self._guard is not None:
-            self._guard.remove()
+        for guard in self._guards:
+            guard.remove()
         self.engine.release()
 
 

@@ -120,9 +120,15 @@ class Schedule(NotCopied):
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install all hooks, `casts` (see `casting.py`) inside those that gather and hide. The first are not copied: a
-        copy of the model is refused before it begins."""
+    def attach(
+        self, model: nn.Module, casts: Mapping[nn.Module, Cast], begin: Callable[[nn.Module, Any], None]
+    ) -> None:
+        """Install all hooks. The first are not copied: a copy of the model is refused before it begins.
+
+        Args:
+            casts: see `casting.py`; inside those hooks that gather and hide.
+            begin: what comes before a call of the whole model.
+        """
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
         units = self.gatherer.units
         for unit in units:
@@ -141,6 +147,8 @@ class Schedule(NotCopied):
                 self._first.append(gather)
             self._keep(after)
         self._watch(self.reducer.order)
+        # The last to come is the first to run. Not kept here: who owns this schedule may own what begins, too.
+        self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
 
     def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
         """Go on with others, and with more trainable units."""

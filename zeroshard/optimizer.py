@@ -21,7 +21,6 @@ from zeroshard.control import Control
 from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
 from zeroshard.from_rank0 import FromRank0
 from zeroshard.full_state import EVERYWHERE, PASS_THE_SAME, Taking
-from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.inner import Options, arguments_for, expect_arguments
 from zeroshard.kinds import Kind, kind_of
@@ -593,7 +592,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """What the instances return: None where all do, the result of the only one, else a tuple."""
         self.engine.check_open(name)
         units = self.agreement.units
-        waiting = any(unit.grads is not None and unit.grads.state is not GradState.EMPTY for unit in units)
+        waiting = self.engine.has_gradients(units)
         self.engine.gatherer.settle()
         self.engine.collectives.raise_together(
             "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"

@@ -16,49 +16,68 @@ import torch
 from torch import Tensor
 
 from zeroshard.buffer import live_bytes, plain_parts
+from zeroshard.claims import Owner
 from zeroshard.collectives import Collectives
+from zeroshard.unit import Unit
 
 _MADV_REMOVE = 9  # frees the pages of a shared mapping; the next access finds zeros
 
 
-class Parked:
-    """What was in these tensors' storages.
+class Parking:
+    """Of one model. While it is not parked, nothing is."""
 
-    Args:
-        kept: whose values matter: they go to `device`, unless they are there already.
-        emptied: whose values do not.
-    """
-
-    def __init__(
-        self, kept: Iterable[Tensor], emptied: Iterable[Tensor], device: torch.device, collectives: Collectives
-    ) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._device_of_model = collectives.device
-        kept, emptied = list(plain_parts(kept)), list(plain_parts(emptied))
-        self._moved = [(tensor, tensor.detach().to(device)) for tensor in kept if tensor.device.type != device.type]
-        self._emptied: list[tuple[Tensor, int]] = []
-        for tensor in [*(tensor for tensor, _ in self._moved), *emptied]:
+        self._moved: list[tuple[Tensor, Tensor]] = []  # tensor, and its values elsewhere
+        self._emptied: list[tuple[Tensor, int]] = []  # tensor, and the bytes of its storage
+        self._shards: dict[Unit, Tensor] = {}  # of replicated weights
+
+    def park(self, units: Iterable[Unit], owners: Iterable[Owner], device: torch.device) -> None:
+        """Empty all storages. Those whose values matter have them on `device` meanwhile, or lie there already."""
+        kept: list[Tensor] = []
+        emptied: list[Tensor] = []
+        for unit in units:
+            if unit.weights.buffer.owns_full:
+                self._shards[unit] = unit.weights.own().to(device, copy=True)
+                emptied += unit.weights.buffer.storages()
+            else:
+                kept += unit.weights.buffer.storages()
+            unit.weights.drop(forget=True)
+            emptied += unit.grads.buffer.storages() if unit.grads is not None else []
+            kept += [unit.main.extra] if unit.main is not None and unit.main.extra is not None else []
+        for owner in owners:
+            for kind, tensors in owner.tensors().items():
+                (emptied if kind == "scratch" else kept).extend(tensors)
+        elsewhere = [tensor for tensor in plain_parts(kept) if tensor.device.type != device.type]
+        self._moved = [(tensor, tensor.detach().to(device)) for tensor in elsewhere]
+        for tensor in [*elsewhere, *plain_parts(emptied)]:
             self._empty(tensor)
 
-    def memory(self, kinds: dict[str, list[Tensor]], shards: list[Tensor]) -> dict[str, int]:
-        """Live bytes by kind where the model lives; `shards`: what is left of replicated weights, wherever it is."""
-        empty = {tensor.untyped_storage().data_ptr() for tensor, _ in self._emptied}
-        found = {
-            kind: live_bytes([part for part in plain_parts(tensors) if part.untyped_storage().data_ptr() not in empty])
-            for kind, tensors in kinds.items()
-        }
-        device = self._device_of_model
-        found["weights"] += live_bytes([shard for shard in shards if shard.device.type == device.type])
-        return found
-
-    def restore(self) -> None:
-        """Every storage has its size again, and those that were kept their values."""
+    def unpark(self) -> None:
+        """Every storage has its size again, those that were kept their values, and replicated weights start arriving.
+        Collective."""
         for tensor, num_bytes in self._emptied:
             if not tensor.untyped_storage().nbytes():
                 tensor.untyped_storage().resize_(num_bytes)
         for tensor, value in self._moved:
             tensor.copy_(value)
-        self._moved, self._emptied = [], []
+        for unit, values in self._shards.items():
+            unit.weights.own().copy_(values)
+        self._collectives.exchange_objects(None)  # nobody reads what is not there yet
+        for unit in self._shards:
+            unit.weights.gather(self._collectives, "unshard")
+        self._moved, self._emptied, self._shards = [], [], {}
+
+    def live_bytes(self, kinds: dict[str, list[Tensor]]) -> dict[str, int]:
+        """By kind, where the model lives: without what has been emptied."""
+        empty = {tensor.untyped_storage().data_ptr() for tensor, _ in self._emptied}
+        found = {
+            kind: live_bytes([part for part in plain_parts(tensors) if part.untyped_storage().data_ptr() not in empty])
+            for kind, tensors in kinds.items()
+        }
+        device = self._collectives.device
+        found["weights"] += live_bytes([shard for shard in self._shards.values() if shard.device.type == device.type])
+        return found
 
     def _empty(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -9,7 +9,7 @@ backward takes part with zeros: no collective ever depends on what one rank's gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +87,15 @@ class Reducer:
             if unit.name not in waiting and unit.grads is not None:
                 unit.grads.consume(set(unit.grads.waiting))
 
-    def has_gradients(self, *, reduced: bool = False) -> bool:
-        """Whether any wait for a step; `reduced`: only those that have been reduced."""
-        states = {unit.grads.state for unit in self._trainable if unit.grads is not None} - {GradState.EMPTY}
+    def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
+        """Whether any wait for a step.
+
+        Args:
+            units: only of these; None: of all.
+            reduced: only those that have been reduced.
+        """
+        looked_at = self._trainable if units is None else units
+        states = {unit.grads.state for unit in looked_at if unit.grads is not None} - {GradState.EMPTY}
         return GradState.REDUCED in states if reduced else bool(states)
 
     def begins_anew(self) -> bool:

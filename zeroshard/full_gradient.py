@@ -1,0 +1,53 @@
+"""The reduced gradient of one parameter in full, out of the shards and back, between backward and step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.engine import Engine
+from zeroshard.gradients import Gradients, GradState
+from zeroshard.same import expect_same
+from zeroshard.unit import Unit
+
+
+def full_gradient(engine: Engine, name: str) -> Tensor:
+    """In the shape of the parameter: the mean over ranks, unscaled. Collective.
+
+    Raises:
+        ValueError: no trainable parameter of that name.
+        RuntimeError: no gradient has been reduced.
+    """
+    unit, index, grads = _find(engine, name, "gradient")
+    engine.reducer.notice()
+    if grads.state is not GradState.REDUCED:
+        raise RuntimeError(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
+    slot = unit.layout.slots[index]
+    full = torch.zeros(unit.layout.numel, dtype=grads.buffer.dtype, device=unit.weights.own().device)
+    own = slot.world & unit.own_shard()
+    unit.read_gradient(own, full[own.slice])
+    engine.collectives.all_gather(full, unit=unit.name, phase="unshard", portions=unit.layout.portions({index})).wait()
+    return full[slot.world.slice].view(slot.shape).div(engine.ledger.scale)
+
+
+def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
+    """The reduced gradient becomes `values` (in the shape of the parameter, as above). Collective.
+
+    Raises:
+        ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
+        RuntimeError: gradients of its unit that are only accumulated; weighted losses.
+    """
+    unit, index, _ = _find(engine, name, "set_gradient")
+    shape = unit.layout.slots[index].shape
+    if tuple(values.shape) != shape:
+        raise ValueError(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
+    expect_same(engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks")
+    engine.reducer.set_gradient(unit, index, values)
+
+
+def _find(engine: Engine, name: str, what: str) -> tuple[Unit, int, Gradients]:
+    for unit in engine.units:
+        for index, slot in enumerate(unit.layout.slots):
+            if slot.name == name and unit.grads is not None:
+                return unit, index, unit.grads
+    raise ValueError(f"{what}: the model has no trainable parameter of the name {name!r}")
