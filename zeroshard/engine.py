@@ -107,6 +107,7 @@ class Engine(NotCopied):
         return [p for p in self.model.parameters() if id(p) in trainable]
 
     def name_of(self, parameter: nn.Parameter) -> str:
+        """For messages."""
         for unit in self.units:
             for mine, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 if mine is parameter:
@@ -201,7 +202,7 @@ class Engine(NotCopied):
         for unit in frozen:
             unit.unfreeze(self.collectives)
         local = self.reducer.local
-        self.pool.clear()
+        self.pool.clear()  # the places are allotted anew, for more units
         self.gatherer = Gatherer(self.units, self.collectives, self.pool)
         self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
         self.reducer.local = local
@@ -248,8 +249,14 @@ class Engine(NotCopied):
         self.schedule.attach(self.model, casts, self.before_forward)
 
     def before_forward(self, module: nn.Module, args: object) -> None:
+        """The model is about to be called: agree on what trains, and look at what the user may have done since.
+
+        Raises:
+            RuntimeError: closed or parked; a parameter that is new, or whose data somebody has replaced; gradients that
+                no optimizer uses; as `unfreeze`.
+        """
         self.check_open("forward")
-        self.schedule.come_first()
+        self.schedule.come_first()  # the user may have registered hooks since, with `prepend=True`
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
         if orders is not None and not in_use:
             orders.before_forward()
@@ -269,14 +276,13 @@ class Engine(NotCopied):
     def _expect_known_parameters(self) -> None:
         known = {id(parameter) for unit in self.units for parameter in unit.parameters}
         for name, parameter in self.plain.parameters().items():
-            if id(parameter) not in known and isinstance(
-                parameter, nn.Parameter
-            ):  # else a functional_call is under way
-                raise RuntimeError(
-                    f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
-                    "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "
-                    "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
-                )
+            if id(parameter) in known or not isinstance(parameter, nn.Parameter):
+                continue  # what is no Parameter has been put there by a functional_call, for this call alone
+            raise RuntimeError(
+                f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
+                "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "
+                "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
+            )
 
     def expect_in_place(self) -> None:
         """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""

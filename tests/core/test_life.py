@@ -1,0 +1,97 @@
+"""The life of a handle: what leads from one state to the next, and what every call answers that comes too early or too
+late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.life import Life
+from zeroshard.testing import run_ranks
+
+CLOSED = r"{}: this handle is closed, and its model is a plain one again; call shard\(\) anew$"
+PARKED = r"{}: this handle is parked; call unpark\(\) first$"
+
+EDGES = {
+    (Life.OPEN, "park"): Life.PARKED,
+    (Life.OPEN, "unpark"): "unpark: this handle is not parked$",
+    (Life.OPEN, "close"): Life.CLOSED,
+    (Life.PARKED, "park"): PARKED.format("park"),
+    (Life.PARKED, "unpark"): Life.OPEN,
+    (Life.PARKED, "close"): PARKED.format("close"),
+    (Life.CLOSED, "park"): CLOSED.format("park"),
+    (Life.CLOSED, "unpark"): "unpark: this handle is not parked$",
+    (Life.CLOSED, "close"): CLOSED.format("close"),
+}
+
+
+@pytest.mark.parametrize(("begin", "what"), EDGES)
+def test_every_edge_leads_somewhere_or_says_why_not(begin: Life, what: Any) -> None:
+    expected = EDGES[begin, what]
+    if isinstance(expected, Life):
+        assert begin.after(what) is expected
+        return
+    with pytest.raises(RuntimeError, match=f"^{expected}"):
+        begin.after(what)
+
+
+def calls(folder: Path, model: nn.Module, handle: Any, optimizer: Any) -> dict[str, Callable[[], Any]]:
+    """What needs an open handle, by its name in the message."""
+    loss = torch.zeros((), requires_grad=True)
+    return {
+        "forward": lambda: model(torch.ones(2, 3)),
+        "backward": lambda: optimizer.backward(loss),
+        "use the optimizer": optimizer.step,
+        "build an optimizer": lambda: zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1),
+        "state": lambda: optimizer.state,
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict({}),
+        "save": lambda: zeroshard.save(folder, handle, optimizer, step=1),
+        "load": lambda: zeroshard.load(folder, handle, optimizer),
+        "set_requires_gradient_sync": lambda: handle.set_requires_gradient_sync(False),
+        "join": handle.join,
+        "unsharded": handle.unsharded,
+        "gradient": lambda: handle.gradient("weight"),
+        "set_gradient": lambda: handle.set_gradient("weight", torch.zeros(2, 3)),
+        "main_parts": handle.main_parts,
+        "set_main_parts": lambda: handle.set_main_parts([]),
+        "average_buffers": handle.average_buffers,
+        "register_forward_method": lambda: handle.register_forward_method(model, "forward"),
+        "full_state_dict": handle.full_state_dict,
+        "load_full_state_dict": lambda: handle.load_full_state_dict({}),
+        "find_reads": handle.find_reads,
+        "park": handle.park,
+    }
+
+
+def test_a_parked_and_a_closed_handle_refuse_every_call_with_its_name(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        handle = zeroshard.shard(model, "zero3")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        of_open = calls(tmp_path, model, handle, optimizer)
+        handle.park()
+        for name, call in {**of_open, "close": handle.close}.items():
+            with pytest.raises(RuntimeError, match=f"^{PARKED.format(name)}"):
+                call()
+        assert handle.memory()["ring"] == 0
+        handle.unpark()
+        with pytest.raises(RuntimeError, match="^unpark: this handle is not parked$"):
+            handle.unpark()
+        handle.close()
+        handle.close()  # nothing more
+        model(torch.ones(2, 3))  # a plain one
+        del of_open["forward"]
+        for name, call in {**of_open, "memory": handle.memory}.items():
+            with pytest.raises(RuntimeError, match=f"^{CLOSED.format(name)}"):
+                call()
+        with pytest.raises(RuntimeError, match="^unpark: this handle is not parked$"):
+            handle.unpark()
+
+    run_ranks(check, 1)
