@@ -82,7 +82,7 @@ def test_a_parked_and_a_closed_handle_refuse_every_call_with_its_name(tmp_path: 
                 call()
         assert handle.memory()["ring"] == 0
         handle.unpark()
-        with pytest.raises(RuntimeError, match="^unpark: this handle is not parked$"):
+        with pytest.raises(RuntimeError, match=r"^unpark: this handle is not parked$"):
             handle.unpark()
         handle.close()
         handle.close()  # nothing more
@@ -91,7 +91,7 @@ def test_a_parked_and_a_closed_handle_refuse_every_call_with_its_name(tmp_path: 
         for name, call in {**of_open, "memory": handle.memory}.items():
             with pytest.raises(RuntimeError, match=f"^{CLOSED.format(name)}"):
                 call()
-        with pytest.raises(RuntimeError, match="^unpark: this handle is not parked$"):
+        with pytest.raises(RuntimeError, match=r"^unpark: this handle is not parked$"):
             handle.unpark()
 
     run_ranks(check, 1)
