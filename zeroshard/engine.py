@@ -87,11 +87,11 @@ class Engine(NotCopied):
         self.schedule = Schedule(self.gatherer, self.reducer)
         self._freezing = Freezing(self.units, self.collectives)
 
-    def take(self, units: Sequence[Unit]) -> None:
+    def add(self, units: Sequence[Unit]) -> None:
         """Further ones, without gradients of their own (OPTIMIZER_ONLY)."""
         self.units = (*self.units, *units)
         self.gatherer = Gatherer(self.units, self.collectives, self.pool)
-        self.schedule.take(self.gatherer, self.reducer, ())
+        self.schedule.continue_with(self.gatherer, self.reducer, ())
 
     @property
     def model(self) -> nn.Module:
@@ -206,7 +206,7 @@ class Engine(NotCopied):
         self.gatherer = Gatherer(self.units, self.collectives, self.pool)
         self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
         self.reducer.local = local
-        self.schedule.take(self.gatherer, self.reducer, frozen)
+        self.schedule.continue_with(self.gatherer, self.reducer, frozen)
         self.collectives.meet()
         for owner in self.claims.owners():
             owner.rebuild()

@@ -68,7 +68,7 @@ def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     expect_same_model(engine.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
     engine.collectives.broadcast([parameter.data for parameter in parameters])
     units = build_units(new, specs, OPTIMIZER_ONLY, engine.collectives, first=len(engine.units))
-    engine.take(units)
+    engine.add(units)
     claim_parameters(handle, parameters)
     engine.collectives.meet()
 

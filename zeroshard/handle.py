@@ -336,8 +336,9 @@ class Handle(NotTheModel, NotCopied):
         return self.engine
 
     def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install the hooks. They keep the handle: a model whose handle is dropped trains on."""
+        """Install the hooks. A model whose handle is dropped trains on."""
         self.engine.attach(casts)
+        # Bound methods: they keep the handle, which `handle_of` must find for as long as the model lives.
         self._guards = [
             self.model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
             self.model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]

@@ -150,7 +150,7 @@ class Schedule(NotCopied):
         # The last to come is the first to run. Not kept here: who owns this schedule may own what begins, too.
         self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
 
-    def take(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
+    def continue_with(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
         """Go on with others, and with more trainable units."""
         self.gatherer, self.reducer = gatherer, reducer
         self._watch(trainable)

@@ -110,14 +110,15 @@ def shard(
         if not on_meta and values == "broadcast":
             collectives.broadcast([*(data for _, data in before), *buffers.values()])
         built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
-        handle = Handle(Engine(chosen, built, collectives, model, managed, max_transient_bytes))
+        engine = Engine(chosen, built, collectives, model, managed, max_transient_bytes)
+        handle = Handle(engine)
         if on_meta:
             assert materialize is not None
-            give_values(model, handle.engine.units, materialize, collectives, managed)
-            for unit in handle.engine.units:
+            give_values(model, built, materialize, collectives, managed)
+            for unit in built:
                 unit.weights.hide()
-                handle.engine.gatherer.updated(unit)
-            handle.engine.gatherer.settle()
+                engine.gatherer.updated(unit)
+            engine.gatherer.settle()
         claim_parameters(handle, parameters.values())
         called = [path for unit in built for path in unit.spec.calls]
         handle.attach(casts_of(model, Rules.of(precision), called))
