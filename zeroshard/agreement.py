@@ -49,9 +49,8 @@ class Agreement:
         self._engine, self.losses = engine, engine.ledger.open_account(scaler)
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._told_settings = Told()
-        in_full = engine.plan.main is REPLICATED or engine.plan.external_gradients
-        self.same = SameGradients(engine.collectives) if in_full else None
-        self._known: tuple[tuple[int, ...], Control] | None = None  # and the version of the gradients it is about
+        self.same = SameGradients(engine.collectives) if engine.plan.mean is REPLICATED else None
+        self._known: tuple[object, Control] | None = None  # and the version of the gradients it is about
 
     def control(
         self,
@@ -76,19 +75,18 @@ class Agreement:
         self._engine.check_open("use the optimizer")
         if norm_type is None:
             norm_type = self._known[1].norm_type if self._known else 2.0
-        by_hand = {} if self._engine.plan.external_gradients else self._engine.reducer.notice()
-        now = self._engine.reducer.visible.version
-        known = None if self._engine.plan.external_gradients else self._known
-        if known is not None and known[0] == now and known[1].norm_type == norm_type and not by_hand:
+        by_hand = self._engine.reducer.notice()
+        now = self._engine.reducer.version
+        if self._known and self._known[0] == now and self._known[1].norm_type == norm_type and not by_hand:
             self._told_settings.went_on_with(settings)
-            return known[1]
+            return self._known[1]
         self._told_settings.begin(settings)
         try:
             with self._told(norm_type, now):
                 control = self._exchange(parameters, gradients, num_groups, settings, norm_type, by_hand)
         finally:
             self._engine.reducer.visible.edits.clear()  # they have been compared
-        self._known = self._engine.reducer.visible.version, control
+        self._known = self._engine.reducer.version, control
         return control
 
     @contextmanager
@@ -124,7 +122,7 @@ class Agreement:
         by_hand: dict[tuple[int, int], Tensor],
     ) -> Control:
         status = self._status(parameters, by_hand=bool(by_hand))
-        flags = [unit.has_gradient(i) for unit in self.units for i in range(len(unit.parameters))]
+        flags = [flag for unit in self.units for flag in unit.have_gradients()]
         self._engine.gatherer.finish()  # a gather that is late would meet what the step writes
         self._sample_weights()
         if self.same is not None and status is Status.READY:
@@ -176,22 +174,17 @@ class Agreement:
     def _status(self, parameters: Iterable[nn.Parameter], *, by_hand: bool) -> Status:
         if self.half_done:
             return Status.HALF_DONE
-        updated = {id(p) for unit in self._engine.units if unit.main is not None for p in unit.parameters}
+        updated = {id(p) for unit in self._engine.units if unit.trainable for p in unit.parameters}
         with as_tensors():
             if any(p.grad is not None and id(p) not in updated for p in parameters):
                 return Status.UNFROZEN
-        if any(unit.grads is not None and unit.grads.state is GradState.PARTIAL for unit in self.units):
+        if any(unit.grads.state is GradState.PARTIAL for unit in self.units):
             return Status.NOT_REDUCED
         if by_hand:
             return Status.BY_HAND
-        if self._engine.plan.external_gradients:
-            has_any = any(grad is not None for unit in self.units for grad in unit.user_grads())
-        else:
-            has_any = any(unit.grads is not None and unit.grads.waiting & slots for unit, slots in self.units.items())
-        if has_any:
+        if any(unit.grads.waiting & slots for unit, slots in self.units.items()):
             return Status.READY
-        external = self._engine.plan.external_gradients
-        return Status.USED_UP if self.used_up and not external else Status.NO_GRADIENTS
+        return Status.USED_UP if self.used_up else Status.NO_GRADIENTS
 
     # What follows from it --------------------------------------------------------------------------------------------
 
@@ -233,7 +226,7 @@ class Agreement:
             (-unit.index, unit.slot_index(fragment.slot.name), fragment.slot.name)  # in the order of backward
             for unit in self.units
             for fragment in unit.layout.fragments_in(unit.own_shard())
-            if not all(torch.isfinite(view).all() for view in unit.gradient_views(fragment.world))
+            if not all(torch.isfinite(view).all() for view in unit.grads.views(fragment.world))
         ]
         reduced = sorted({tuple(place) for places in collectives.exchange_objects(mine) for place in places})
         names = [name for *_, name in reduced]

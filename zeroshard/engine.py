@@ -103,7 +103,7 @@ class Engine(NotCopied):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
-        trainable = {id(p) for unit in self.units if unit.main is not None for p in unit.parameters}
+        trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
         return [p for p in self.model.parameters() if id(p) in trainable]
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -136,7 +136,7 @@ class Engine(NotCopied):
                 kinds[held] += tensors
         found = self._parking.live_bytes(kinds)
         if peak and self.life is Life.OPEN:
-            found["grads"] = sum(unit.grads.buffer.most for unit in self.units if unit.grads is not None)
+            found["grads"] = sum(unit.grads.most for unit in self.units)
             found |= {kind: self.pool.most.get(kind, 0) for kind in TRANSIENT_KINDS}
             found["scratch"] += self.pool.besides()
         return found
@@ -180,7 +180,7 @@ class Engine(NotCopied):
         self.reducer.find_order()
 
     def _begin_to_train(self) -> None:
-        frozen = [unit for unit in self.units if unit.main is None and unit.requiring_grad()]
+        frozen = [unit for unit in self.units if not unit.trainable and unit.requiring_grad()]
         if not frozen:
             return
         if self.has_gradients():

@@ -7,10 +7,10 @@ parameter is its position in the optimizer, whether it trains or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
@@ -19,8 +19,53 @@ from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.mesh import Mesh
 from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
+from zeroshard.reduce import Reducer
 from zeroshard.shard import build_units, device_of, expect_same_model
 from zeroshard.unit import UnitSpec, refuse_unsupported
+
+
+class EngineOfParameters(Engine):
+    """Nothing is reduced here."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(OPTIMIZER_ONLY, (), collectives, None)
+        self.reducer = ReducedByOthers((), collectives, self.pool, self.ledger)
+
+
+class HandleOfParameters(Handle):
+    """It admits what no other handle has."""
+
+    def admits(self, parameter: nn.Parameter) -> bool:
+        return handle_of(parameter) in (self, None)
+
+    def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Those that are to be trained from now on. Collective."""
+        new = newcomers(self.engine, parameters)
+        if new:
+            take_parameters(self, new)
+        note_untaken(self.engine, parameters)
+        return bool(new)
+
+
+class ReducedByOthers(Reducer):
+    """What an optimizer asks of a reducer. Nothing is accumulated, no hook says when a backward begins, and `p.grad` is
+    the user's: it changes without our knowing, and what lies there is not "set by hand"."""
+
+    @property
+    def version(self) -> object:
+        return object()  # perhaps another one by now
+
+    def notice(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    def expect_backward(self) -> None:
+        """It begins.
+
+        Raises:
+            ValueError: `p.grad` may hold gradients of losses with another scale.
+        """
+        self.ledger.expect_one_scale()
+        self.begin_backward()
 
 
 def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> Handle:
@@ -30,7 +75,7 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
         ValueError: on every rank: ranks that have others, or what cannot be sharded; nothing has been changed.
     """
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
-    handle = Handle(Engine(OPTIMIZER_ONLY, (), collectives, None))
+    handle = HandleOfParameters(EngineOfParameters(collectives))
     take_parameters(handle, {name: p for name, p in named(parameters).items() if is_wanted(p)})
     note_untaken(handle.engine, parameters)
     return handle
@@ -73,14 +118,9 @@ def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     engine.collectives.meet()
 
 
-def newcomers(
-    engine: Engine, parameters: Iterable[nn.Parameter], name_of: Callable[[str], str]
-) -> dict[str, nn.Parameter]:
+def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
     """Those of the optimizer's parameters that the engine does not have yet, and that are to be trained from now on, on
     every rank. Collective.
-
-    Args:
-        name_of: a position in words.
 
     Raises:
         ValueError: on every rank: the ranks do not agree on them.
@@ -90,7 +130,7 @@ def newcomers(
         found := engine.collectives.exchange_objects(list(wanted), "a look at what requires grad")
     ):
         if theirs != found[0]:
-            name = name_of(min({*theirs} ^ {*found[0]}, key=int))
+            name = f"parameter number {min({*theirs} ^ {*found[0]}, key=int)}"
             raise ValueError(
                 f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on both. "
                 "Freeze and unfreeze on every rank alike"

@@ -148,7 +148,6 @@ class FlatState:
 
     def needs(self) -> Iterator[Need]:
         for unit, groups in self.groups.items():
-            assert unit.main is not None
             for parameter, slot, group in zip(unit.parameters, unit.layout.slots, groups, strict=True):
                 held = slot.world & unit.main.interval
                 if group is not None and held:
@@ -265,7 +264,6 @@ class FlatState:
 def main_tensor(unit: Unit, world: Interval) -> Tensor:
     """What stands for a piece in the inner optimizer: a view of main, or a placeholder until it is joined."""
     main = unit.main
-    assert main is not None
     if main.needs_scratch:
         return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
     return main.read(world).detach()
@@ -273,7 +271,7 @@ def main_tensor(unit: Unit, world: Interval) -> Tensor:
 
 def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
     """The pieces of what this rank updates; `keys` (finer than `groups`) say where neighbours are cut."""
-    assert unit.main is not None, f"unit {unit.name} is frozen"
+    assert unit.trainable, f"unit {unit.name} is frozen"
     for _, world in cut(unit.layout, keys):
         if world in unit.main.interval:
             slots = slots_in(unit, world)

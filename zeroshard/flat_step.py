@@ -88,7 +88,7 @@ class FlatStep:
         for piece in self.state.pieces:
             own = piece.unit.own_shard()
             if piece.world in own:
-                for tensor in piece.unit.gradient_views(piece.world):
+                for tensor in piece.unit.grads.views(piece.world):
                     yield piece.group, tensor
 
     # Stepping ----------------------------------------------------------------------------------------------------
@@ -141,7 +141,6 @@ class FlatStep:
             self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
         result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
         for piece in self.state.pieces:
-            assert piece.unit.main is not None
             piece.unit.main.write(piece.world, piece.tensor)
             if piece.unit.main.needs_scratch:
                 piece.tensor.data = main_tensor(piece.unit, piece.world)
@@ -153,20 +152,13 @@ class FlatStep:
             scratch.rewind()
         for piece in pieces:
             numel, main = piece.world.numel, piece.unit.main
-            assert main is not None
             self._bring_main(piece, partial(self._main_scratch.allocate, dtype=main.dtype))
-            if _needs_gradient_scratch(piece):
-                gradient = self._gradient_scratch.allocate(numel, main.dtype)
-                piece.unit.read_gradient(piece.world, gradient)
-            else:
-                assert piece.unit.grads is not None
-                gradient = piece.unit.grads.piece(piece.world)
-            piece.tensor.grad = update.apply(gradient)
+            cast = self._gradient_scratch.allocate(numel, main.dtype) if _needs_gradient_scratch(piece) else None
+            piece.tensor.grad = update.apply(piece.unit.grads.read(piece.world, cast))
 
     def _bring_main(self, piece: Piece, scratch: Callable[[int], Tensor]) -> None:
         """Main of a piece, as it is now, in its tensor."""
         main = piece.unit.main
-        assert main is not None
         if main.needs_scratch:
             piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
         elif main.follows:  # the tensor is a view of main
@@ -175,7 +167,6 @@ class FlatStep:
 
     def _store(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            assert piece.unit.main is not None
             piece.tensor.grad = None
             piece.unit.main.write(piece.world, piece.tensor)
 
@@ -208,12 +199,12 @@ class FlatStep:
             done = end
         self._batches, self._planned_at = tuple(planned), self.state.num_cuts
         self._reserve(self._gradient_scratch, _needs_gradient_scratch)
-        self._reserve(self._main_scratch, lambda piece: piece.unit.main is not None and piece.unit.main.needs_scratch)
+        self._reserve(self._main_scratch, lambda piece: piece.unit.main.needs_scratch)
 
         held = [
             scratch_bytes(piece.world.numel, piece.unit.main.weights.dtype)
             for piece in self.state.pieces
-            if piece.unit.main is not None and piece.unit.main.follows
+            if piece.unit.main.follows
         ]
         if held:
             self._held_scratch.reserve(max(held), self.state.pieces[0].tensor.device)
@@ -228,5 +219,4 @@ class FlatStep:
 
 
 def _needs_gradient_scratch(piece: Piece) -> bool:
-    grads, main = piece.unit.grads, piece.unit.main
-    return grads is None or main is None or grads.buffer.dtype != main.dtype
+    return piece.unit.grads.held_in != piece.unit.main.dtype

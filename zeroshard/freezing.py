@@ -29,9 +29,7 @@ class Freezing:
     def has_changed(self) -> bool:
         """On this rank: what requires grad, or what had to take part nevertheless."""
         trained = self._trained()
-        return trained != self._agreed or any(
-            unit.grads is not None and unit.grads.summed != slots for unit, slots in trained.items()
-        )
+        return trained != self._agreed or any(unit.grads.summed != slots for unit, slots in trained.items())
 
     def agree(self) -> Slots:
         """Meet the other ranks. Collective. Returns what is summed over ranks from now on.
@@ -41,7 +39,7 @@ class Freezing:
         """
         self._collectives.meet_at(_POINT)
         trained = self._trained()
-        waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.grads is not None}
+        waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.trainable}
         found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)], "a change of requires_grad")
         for number, unit in enumerate(self._units):
             theirs = [set(of_rank[number]) for of_rank, _ in found]
@@ -59,8 +57,7 @@ class Freezing:
         """From now on just these are summed, as agreed."""
         self._agreed = self._trained()
         for unit, of_unit in slots.items():
-            if unit.grads is not None:
-                unit.grads.sum_only(of_unit)
+            unit.grads.sum_only(of_unit)
 
     def _trained(self) -> Slots:
         return {unit: set(unit.requiring_grad()) for unit in self._units}

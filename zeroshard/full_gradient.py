@@ -25,7 +25,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     slot = unit.layout.slots[index]
     full = torch.zeros(unit.layout.numel, dtype=grads.buffer.dtype, device=unit.weights.own().device)
     own = slot.world & unit.own_shard()
-    unit.read_gradient(own, full[own.slice])
+    grads.read(own, full[own.slice])
     engine.collectives.all_gather(full, unit=unit.name, phase="unshard", portions=unit.layout.portions({index})).wait()
     return full[slot.world.slice].view(slot.shape).div(engine.ledger.scale)
 
@@ -46,8 +46,8 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
 
 
 def _find(engine: Engine, name: str, what: str) -> tuple[Unit, int, Gradients]:
-    for unit in engine.units:
+    for unit, grads in engine.reducer.grads.items():
         for index, slot in enumerate(unit.layout.slots):
-            if slot.name == name and unit.grads is not None:
-                return unit, index, unit.grads
+            if slot.name == name:
+                return unit, index, grads
     raise ValueError(f"{what}: the model has no trainable parameter of the name {name!r}")

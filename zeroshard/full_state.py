@@ -78,7 +78,7 @@ def give_back(engine: Engine) -> None:
 
 def _full(unit: Unit, engine: Engine, *, main: bool) -> Tensor:
     """[unit.layout.numel] until the next unit is gathered. `main`: its values, if it has any."""
-    full = unit.gather_main(engine.collectives) if main and unit.main is not None else None
+    full = unit.gather_main(engine.collectives) if main and unit.trainable else None
     if full is None:
         engine.gatherer.unshard(unit)
         full = unit.weights.buffer.full
@@ -158,7 +158,7 @@ def _broadcast(
     unit: Unit, of_unit: Sequence[str | None], given: Mapping[str, Tensor], gatherer: Gatherer
 ) -> list[Tensor | None]:
     """Rank 0's values of one unit, in main's dtype."""
-    dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+    dtype = unit.main.dtype
     full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.weights.own().device)
     views = [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
     for name, view in zip(of_unit, views, strict=True):

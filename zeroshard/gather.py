@@ -144,6 +144,8 @@ class Gatherer:
             for unit in begun:
                 unit.weights.arrive()
             self._read_by_peers = self.collectives.acknowledge()
+        if any(not unit.spec.modules for unit in begun):  # no forward will wait for them
+            self.settle()
 
     def _wait_for_readers(self) -> None:
         """Before weights that rest in full are shown."""

@@ -15,7 +15,9 @@ buffer that is held in full. In a borrowed bucket they are left as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class Gradients:
     """See the module's note.
 
     Attributes:
+        is_external: whether others reduce them, and a step leaves them where they are (`external_gradients.py`).
         buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
             REDUCED: the mean over ranks of such sums.
         num_ranks: that the mean is over.
@@ -50,6 +53,8 @@ class Gradients:
         present: slots that got a gradient on this rank since the last step.
         waiting: slots that no step has used yet; the same on every rank, as `present` need not be. All are in `summed`.
     """
+
+    is_external: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -257,6 +262,36 @@ class Gradients:
         if self.buffer.full is not None:
             return self.buffer.full[world.slice]
         return self.buffer.shard[world.relative_to(self.own_interval.start).slice]
+
+    @property
+    def held_in(self) -> torch.dtype | None:
+        """The dtype in which `read` finds them, without scratch, where they lie; None: it can't."""
+        return self.buffer.dtype
+
+    def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
+        """[world.numel] of the reduced gradient: where it lies, or in `scratch` (any float dtype), as zeros where there
+        is none."""
+        if scratch is None:
+            return self.piece(world)
+        return scratch.zero_() if self.state is GradState.EMPTY else scratch.copy_(self.piece(world))
+
+    def views(self, world: Interval) -> Iterator[Tensor]:
+        """What there is of the same elements, where they lie."""
+        if self.state is not GradState.EMPTY:
+            yield self.piece(world)
+
+    def in_full(self, index: int) -> Tensor | None:
+        """The reduced gradient of one slot, of gradients that are replicated; None: there is none."""
+        is_there = self.state is GradState.REDUCED and index in self.waiting
+        return self.buffer.views()[index] if is_there else None
+
+    @property
+    def most(self) -> int:
+        """Bytes at once, so far."""
+        return self.buffer.most
+
+    def storages(self) -> list[Tensor]:
+        return self.buffer.storages()
 
     def _expect(self, states: tuple[GradState, ...], verb: str) -> None:
         if self.state not in states:

@@ -191,7 +191,7 @@ class Handle(NotTheModel, NotCopied):
         only a remainder is kept. For averages of the weights and the like: elementwise, at 1/d of the memory."""
         parts = []
         for unit in self._open("main_parts").units:
-            if unit.main is not None:
+            if unit.trainable:
                 scratch = unit.main.weights.new_empty(unit.main.interval.numel, dtype=unit.main.dtype)
                 parts.append(unit.main.read(unit.main.interval, scratch))
         return parts
@@ -200,11 +200,10 @@ class Handle(NotTheModel, NotCopied):
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
         """Main becomes these values (as `main_parts` gives them), and the weights follow. Collective."""
         engine = self._open("set_main_parts")
-        trainable = [unit for unit in engine.units if unit.main is not None]
+        trainable = [unit for unit in engine.units if unit.trainable]
         engine.gatherer.settle()
         engine.collectives.exchange_objects(None, "set_main_parts()")  # nobody writes before everybody has read
         for unit, part in zip(trainable, parts, strict=True):
-            assert unit.main is not None
             unit.main.set(unit.main.interval, part)
             unit.edits += 1
             engine.gatherer.updated(unit)
@@ -288,6 +287,15 @@ class Handle(NotTheModel, NotCopied):
             peak: of what comes and goes in a step, the most of each kind that has been held at once since `shard`.
         """
         return self.engine.memory(peak=peak)
+
+    def admits(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer of this handle may have it."""
+        return handle_of(parameter) is self
+
+    def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Those of an optimizer's parameters that this handle admits, and does not have, become its own (see
+        `external.py`). Returns whether there were any."""
+        return False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""

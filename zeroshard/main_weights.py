@@ -59,7 +59,8 @@ def follow_weights(
 
 
 class MainWeights:
-    """Main of one unit over the world range `interval` (its shard, or everything).
+    """Main of one unit over the world range `interval` (its shard, or everything). A frozen unit has an alias: what is
+    set there from outside (a checkpoint, say) is set in its weights.
 
     Attributes:
         interval: world range that this rank updates.
@@ -68,18 +69,24 @@ class MainWeights:
     """
 
     def __init__(
-        self, interval: Interval, weights: Tensor, precision: MixedPrecision, *, exposed: bool = False
+        self, interval: Interval, weights: Tensor, precision: MixedPrecision | None, *, exposed: bool = False
     ) -> None:
-        """`exposed`: users may write to the weights."""
+        """`precision`: None for the alias of a frozen unit, in any dtype. `exposed`: users may write to the weights."""
         self.interval = interval
         self._exposed = exposed
         self.weights = weights
-        self.dtype = precision.main_dtype
+        self.dtype = precision.main_dtype if precision is not None else weights.dtype
         self.extra: Tensor | None = None
+        if precision is None:
+            return
         if precision.main == "remainder":
             self.extra = torch.zeros(interval.numel, dtype=torch.int16, device=weights.device)
         elif not precision.weights_are_main:
             self.extra = torch.zeros(interval.numel, dtype=self.dtype, device=weights.device)
+
+    def storages(self) -> list[Tensor]:
+        """What is held beside the weights."""
+        return [] if self.extra is None else [self.extra]
 
     @property
     def needs_scratch(self) -> bool:

@@ -18,9 +18,10 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from zeroshard.absent import as_tensors
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
-from zeroshard.external import newcomers, note_untaken, shard_parameters, take_parameters
+from zeroshard.external import shard_parameters
 from zeroshard.from_rank0 import FromRank0
 from zeroshard.full_state import EVERYWHERE, PASS_THE_SAME, Taking
+from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.inner import Options, arguments_for, expect_arguments
 from zeroshard.kinds import Kind, kind_of
@@ -145,9 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if not loss.requires_grad:
             raise RuntimeError("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
         with self.scaling.backward(scaler, weight, anew=self.engine.reducer.begins_anew()) as factor:
-            if self.engine.plan.external_gradients:
-                self.engine.ledger.expect_one_scale()
-                self.engine.reducer.begin_backward()
+            self.engine.reducer.expect_backward()
             scaled = loss if factor == 1.0 else loss.float() * factor
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -223,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.agreement.half_done = False
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
-        self.agreement.used_up = True
+        self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -243,9 +242,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         zeros = sum(
             int((tensor == 0).sum())
             for unit, slots in self.agreement.units.items()
-            for index in (slots if unit.grads is None else slots & unit.grads.waiting)
+            for index in slots & unit.grads.waiting
             if (world := unit.layout.slots[index].world & unit.own_shard())
-            for tensor in unit.gradient_views(world)
+            for tensor in unit.grads.views(world)
         )
         mesh = self.engine.collectives.mesh
         row = torch.tensor([zeros], dtype=torch.float64, device=self.engine.collectives.device)
@@ -269,9 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             try:
                 self._refuse_foreign(group["params"])
                 with self.engine.claims.claimed(group["params"], self):
-                    if self.engine.plan.external_gradients:
-                        self._take_newcomers()
-                        note_untaken(self.engine, self._parameters())
+                    self.handle.take_newcomers(self._parameters())
                     self.engine.unfreeze()
                     self.rebuild()
             except ValueError:
@@ -314,19 +311,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Those that it would take if they required grad: if built from a handle, what no optimizer has."""
         return list(self._unclaimed()) if self._takes_all else []
 
-    def _take_newcomers(self) -> bool:
-        """Under OPTIMIZER_ONLY: those of the parameters that are to be trained from now on. Collective."""
-        params = self._parameters()
-        new = newcomers(self.engine, params, lambda position: f"parameter number {position}")
-        if new:
-            take_parameters(self.handle, new)
-            note_untaken(self.engine, params)
-        return bool(new)
-
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
-        allowed = (self.handle, None) if self.engine.plan.external_gradients else (self.handle,)
         for parameter in params:
-            if handle_of(parameter) not in allowed:
+            if not self.handle.admits(parameter):
                 raise ValueError(
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
@@ -671,7 +658,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         units = {}
         for unit in self.engine.units:
             groups = [group_of.get(id(parameter)) for parameter in unit.parameters]
-            if unit.main is not None and any(group is not None for group in groups):
+            if unit.trainable and any(group is not None for group in groups):
                 units[unit] = groups
         return units
 
@@ -688,7 +675,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     # Stepping ----------------------------------------------------------------------------------------------------
 
     def _agree(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> Control:
-        if self.engine.plan.external_gradients and not self._uneven.follows:
+        if not self._uneven.follows:
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven.tell(self, norm_type, arguments or {})
@@ -724,9 +711,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
-        if any(handle_of(parameter) is None for parameter in self._parameters()):
+        if self.engine.untaken and any(handle_of(parameter) is None for parameter in self._parameters()):
             self.engine.check_open("use the optimizer")
-            if self._take_newcomers():
+            if self.handle.take_newcomers(self._parameters()):
                 self.rebuild()
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:
@@ -754,8 +741,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             own_arguments = arguments_for(type(stepper.optimizer), arguments)
             stepper.step(self.param_groups, update, start, updated, own_arguments)
         self.engine.gatherer.read()
-        if self.engine.plan.external_gradients:  # no module is called: the user reads and writes now
-            self.engine.gatherer.settle()
 
     def _discard_gradients(self) -> None:
         self.agreement.forget()
@@ -767,7 +752,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.engine.pool.rest("buckets", "scratch")  # a backward may still need the weights
 
     def _consume(self, unit: Unit) -> None:
-        if unit.grads is not None and (unit.grads.waiting or self.engine.reducer.visible.shows(unit)):
+        if unit.grads.state is not GradState.EMPTY or self.engine.reducer.visible.shows(unit):
             slots = self.agreement.units.get(unit, set()) | self.engine.claims.unclaimed(unit)
             unit.grads.consume(slots)
             self.engine.reducer.visible.forget(unit, slots)

@@ -39,7 +39,6 @@ class WholeParameter:
     @property
     def dtype(self) -> torch.dtype:
         """Of main."""
-        assert self.unit.main is not None
         return self.unit.main.dtype
 
 

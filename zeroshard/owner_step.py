@@ -87,7 +87,7 @@ class OwnerStep:
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         for whole in self.state.wholes:
             part = whole.slot.world & whole.unit.own_shard()
-            for tensor in whole.unit.gradient_views(part) if part else ():
+            for tensor in whole.unit.grads.views(part) if part else ():
                 yield whole.group, tensor
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
@@ -108,7 +108,7 @@ class OwnerStep:
             start(unit)
 
         def read_gradient(route: Route, out: Tensor) -> None:
-            route.whole.unit.read_gradient(route.world, out)
+            route.whole.unit.grads.read(route.world, out)
             update.apply(out)
 
         active = [route for route in self._routes if self._active[route.whole]]
@@ -145,7 +145,7 @@ class OwnerStep:
         self._edits = {}
         for whole, value in self.state.values.items():
             main, buffer = whole.unit.main, whole.unit.weights.buffer
-            if buffer.owns_full and main is not None:  # see [Note: written weights]
+            if buffer.owns_full:  # see [Note: written weights]
                 follow_weights(value, buffer.views()[whole.index], main.rounded)
 
     def _to_owners(
@@ -174,7 +174,6 @@ class OwnerStep:
                 sent.advance(route.world.numel).copy_(self.state.values[route.whole].view(-1)[route.param.slice])
             received = _Cursor(self._exchange(routes, dtype, forth=False))
             for route in self._outgoing(routes):
-                assert route.whole.unit.main is not None
                 route.whole.unit.main.set(route.world, received.advance(route.world.numel), spare=True)
 
     def _exchange(self, routes: Sequence[Route], dtype: torch.dtype, *, forth: bool) -> Tensor:
@@ -250,7 +249,6 @@ class _Cursor:
 
 def _read_main(route: Route, out: Tensor) -> None:
     main = route.whole.unit.main
-    assert main is not None
     value = main.read(route.world, out)
     if value is not out:
         out.copy_(value)

@@ -43,8 +43,8 @@ class Parking:
             else:
                 kept += unit.weights.buffer.storages()
             unit.weights.drop(forget=True)
-            emptied += unit.grads.buffer.storages() if unit.grads is not None else []
-            kept += [unit.main.extra] if unit.main is not None and unit.main.extra is not None else []
+            emptied += unit.grads.storages()
+            kept += unit.main.storages()
         for owner in owners:
             for kind, tensors in owner.tensors().items():
                 (emptied if kind == "scratch" else kept).extend(tensors)

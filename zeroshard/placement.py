@@ -46,6 +46,11 @@ class Plan:
     def __repr__(self) -> str:
         return self.name.upper()
 
+    @property
+    def mean(self) -> Placement:
+        """Where the mean over ranks is once gradients have been reduced: who updates all of main needs all of it."""
+        return REPLICATED if REPLICATED in (self.grads, self.main) else SHARDED
+
     def check(self) -> None:
         """
         Raises:

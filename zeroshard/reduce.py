@@ -29,6 +29,7 @@ class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
+        grads: what is reduced here, by unit, the last unit first.
         order: units of which something is summed, in the order in which they are reduced.
         local: units whose gradients are accumulated, in full-size buckets, and not reduced.
         ledger: what the buckets' values are multiplied by.
@@ -37,21 +38,21 @@ class Reducer:
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
-        self._trainable = [unit for unit in reversed(units) if unit.grads is not None]
+        self.grads = {unit: unit.grads for unit in reversed(units) if isinstance(unit.grads, Gradients)}
         self.find_order()
         self.collectives = collectives
         self.local: frozenset[Unit] = frozenset()
         self.ledger = ledger
-        self.visible = VisibleGradients(self._trainable, collectives, ledger)
+        self.visible = VisibleGradients(tuple(self.grads), collectives, ledger)
         self.origins = Origins()
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit whose last gradient hooks of the user still look at
-        self._reductions = Reductions(self._trainable, collectives, pool)
+        self._reductions = Reductions(self.grads, collectives, pool)
 
     def find_order(self) -> None:
         """Between two backwards: what is summed has changed. Units of which nothing is have no gradients."""
-        self.order = [unit for unit in self._trainable if unit.grads is not None and unit.grads.summed]
+        self.order = [unit for unit, grads in self.grads.items() if grads.summed]
         self._position_of = {unit: position for position, unit in enumerate(self.order)}
 
     def accumulate_locally(self, units: frozenset[Unit]) -> None:
@@ -62,6 +63,9 @@ class Reducer:
         """
         self._reductions.expect_room(units)
         self.local = units
+
+    def expect_backward(self) -> None:
+        """An optimizer is going to run one. Nothing to do: hooks of the model say when it begins."""
 
     def begin_backward(self) -> None:
         """Gradients are going to be accumulated."""
@@ -79,12 +83,12 @@ class Reducer:
 
     def waiting(self) -> list[str]:
         """Units of which gradients wait for a step."""
-        return [u.name for u in self.order if u.grads is not None and u.grads.state is not GradState.EMPTY]
+        return [unit.name for unit in self.order if unit.grads.state is not GradState.EMPTY]
 
     def keep_only(self, waiting: Sequence[str]) -> None:
         """Discard the gradients of all other units."""
         for unit in self.order:
-            if unit.name not in waiting and unit.grads is not None:
+            if unit.name not in waiting:
                 unit.grads.consume(set(unit.grads.waiting))
 
     def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
@@ -94,13 +98,18 @@ class Reducer:
             units: only of these; None: of all.
             reduced: only those that have been reduced.
         """
-        looked_at = self._trainable if units is None else units
-        states = {unit.grads.state for unit in looked_at if unit.grads is not None} - {GradState.EMPTY}
+        looked_at = self.grads if units is None else units
+        states = {unit.grads.state for unit in looked_at} - {GradState.EMPTY}
         return GradState.REDUCED in states if reduced else bool(states)
 
     def begins_anew(self) -> bool:
         """Whether what there was has been discarded, perhaps by `model.zero_grad()`."""
         return bool(self.order) and not (self.notice() or self.has_gradients())
+
+    @property
+    def version(self) -> object:
+        """Equal as long as no reduced gradient has changed."""
+        return self.visible.version
 
     def notice(self) -> dict[tuple[int, int], Tensor]:
         """See `VisibleGradients.notice`."""
@@ -121,7 +130,7 @@ class Reducer:
             for keys in self.collectives.exchange_objects(sorted(terms), "a step with gradients set by hand")
             for key in keys
         }
-        for unit in self._trainable:
+        for unit in self.grads:
             slots = sorted(index for of_unit, index in wanted if of_unit == unit.index)
             if slots:
                 self._reduce_slots(unit, {index: terms.get((unit.index, index)) for index in slots})
@@ -132,8 +141,7 @@ class Reducer:
         Raises:
             RuntimeError: the step would not take it as it is.
         """
-        grads, world = unit.grads, unit.layout.slots[index].world
-        assert grads is not None
+        grads, world = self.grads[unit], unit.layout.slots[index].world
         self.notice()
         if not self.ledger.has_final and self.ledger.scale == 1.0:
             raise RuntimeError("set_gradient: this step's losses were weighted, and the step divides by their weights")
@@ -143,16 +151,14 @@ class Reducer:
         self.visible.show()
 
     def _assign(self, unit: Unit, index: int, part: Tensor) -> None:
-        grads = unit.grads
-        assert grads is not None
+        grads = self.grads[unit]
         if grads.state is GradState.EMPTY:
             self._reductions.close(unit, grads)
         self.visible.assign(unit, index, part)
 
     def _reduce_slots(self, unit: Unit, terms: dict[int, Tensor | None]) -> None:
         """In storage of its own: this is rare, and buckets may hold what other slots wait with."""
-        grads = unit.grads
-        assert grads is not None
+        grads = self.grads[unit]
         dtype, device, numel = grads.buffer.dtype, unit.weights.own().device, unit.layout.numel
         storage = self.collectives.allocate(numel * dtype.itemsize, device)  # peers can read it as long as this lives
         full = storage.view(dtype)
@@ -184,8 +190,7 @@ class Reducer:
 
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Backward has left a parameter's gradient: move it into the unit's bucket."""
-        grads = unit.grads
-        assert grads is not None, "only trainable units accumulate"
+        grads = self.grads[unit]
         name = unit.layout.slots[index].name
         position = self._position_of.get(unit)
         if position is None or index not in grads.summed:
@@ -224,9 +229,9 @@ class Reducer:
     def complete(self, unit: Unit, *, at_end: bool = False) -> bool:
         """Backward is done with the unit: parameters without a gradient by now have none on this rank. False where the
         graph says that one is still to come (`at_end`: it has been run, and none is)."""
-        grads = unit.grads
-        if unit in self.local or grads is None or self._position_of.get(unit, -1) < self._cursor:
+        if unit in self.local or self._position_of.get(unit, -1) < self._cursor:
             return True
+        grads = self.grads[unit]
         missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
         if not at_end and any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
             return False
@@ -247,18 +252,17 @@ class Reducer:
         self.collectives.give_order("end")
         self._finish()
         for unit in self.order:  # all have been started: they arrive together
-            assert unit.grads is not None
-            if unit.grads.state is GradState.REDUCED:
-                unit.grads.release()
+            if self.grads[unit].state is GradState.REDUCED:
+                self.grads[unit].release()
         self.visible.show()
         if self.collectives.orders is not None:
             self.collectives.orders.version = self.visible.version
 
     def open_empty(self, unit: Unit) -> None:
         """Be ready to reduce a unit in which this rank has nothing new (see `join.py`)."""
-        assert unit.grads is not None
-        if unit.grads.state is not GradState.PARTIAL:
-            self._open(unit, unit.grads)
+        grads = self.grads[unit]
+        if grads.state is not GradState.PARTIAL:
+            self._open(unit, grads)
 
     def reduce_next(self, unit: Unit) -> None:
         """Take part in the reduction of that unit, whatever is in it."""
@@ -275,9 +279,8 @@ class Reducer:
         whole losses. (Plain torch keeps them, and `zero_grad` of any kind discards them; what the user has called
         meanwhile cannot be told.)"""
         self._finish()
-        for unit in self._trainable:
-            assert unit.grads is not None
-            unit.grads.consume(set(unit.grads.waiting))
+        for unit, grads in self.grads.items():
+            grads.consume(set(grads.waiting))
             for parameter in unit.parameters:
                 parameter.grad = None
         self.visible.changed()
@@ -288,20 +291,18 @@ class Reducer:
         self._reductions.wait()
         self._cursor = 0
         self._complete_but_seen = False
-        for unit in self._trainable:
-            assert unit.grads is not None
-            unit.grads.ready.clear()
+        for grads in self.grads.values():
+            grads.ready.clear()
 
     def use_idle_buckets(self) -> None:
         """A step begins: reduced gradients may lie where buckets wait for the next backward."""
-        of_units = [unit.grads for unit in self._trainable if unit.grads is not None]
-        self._pool.lodge(grads.buffer for grads in of_units if grads.may_move)
+        self._pool.lodge(grads.buffer for grads in self.grads.values() if grads.may_move)
 
     def _advance(self) -> None:
         while self._cursor < len(self.order):
             unit = self.order[self._cursor]
-            assert unit.grads is not None
-            if unit not in self.local and not unit.grads.summed <= unit.grads.ready:
+            grads = self.grads[unit]
+            if unit not in self.local and not grads.summed <= grads.ready:
                 return
             if unit not in self.local:
                 self._launch(unit)
@@ -310,24 +311,24 @@ class Reducer:
     def _take_all(self, unit: Unit) -> None:
         """What hooks of the user have left in `p.grad`, or the user has put there before this backward. (Where it is
         not summed it stays there, as set by hand.)"""
-        assert unit.grads is not None
-        for index in sorted(unit.grads.summed):
+        grads = self.grads[unit]
+        for index in sorted(grads.summed):
             if unit.parameters[index].grad is not None:
-                self._take(unit, index, unit.grads)
+                self._take(unit, index, grads)
 
     def _look(self, unit: Unit) -> None:
-        assert unit.grads is not None
-        if unit.grads.state is GradState.PARTIAL:
-            self.origins.look(unit, unit.grads)
+        grads = self.grads[unit]
+        if grads.state is GradState.PARTIAL:
+            self.origins.look(unit, grads)
 
     def _launch(self, unit: Unit) -> None:
-        assert unit.grads is not None
+        grads = self.grads[unit]
         self._take_all(unit)
-        if unit.grads.state is not GradState.PARTIAL:
-            self._open(unit, unit.grads)
+        if grads.state is not GradState.PARTIAL:
+            self._open(unit, grads)
         self._look(unit)
         self.collectives.give_order("reduce", unit.name)  # before this rank waits for one whose reduction is not over
-        self._reductions.start(unit, unit.grads)
+        self._reductions.start(unit, grads)
 
     def _open(self, unit: Unit, grads: Gradients) -> None:
         if unit not in self.local:

@@ -7,7 +7,7 @@ fill u3 | reduce u3 ........ | fill u1     bucket 0      a bucket is free when i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping
 
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
@@ -24,9 +24,9 @@ there is one, while the gradients of the next unit come."""
 class Reductions:
     """Of the trainable units of a model, in the order in which they are reduced."""
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
+    def __init__(self, grads: Mapping[Unit, Gradients], collectives: Collectives, pool: Pool) -> None:
         self._collectives = collectives
-        self._borrowing = {unit: grads for unit in units if (grads := unit.grads) is not None and grads.needs_bucket}
+        self._borrowing = {unit: of_unit for unit, of_unit in grads.items() if of_unit.needs_bucket}
         requests = {unit: unit.spec.bucket_request(unit.layout.numel) for unit in self._borrowing}
         plan = PoolPlan.for_gradients(requests.values(), collectives.transport)
         self._buckets = Turns(pool, "buckets", plan, requests, self)
@@ -36,7 +36,7 @@ class Reductions:
                 taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
                 self._last_two[kind] = [unit for unit in taking_turns if requests[unit].kind == kind][-2:]
         in_place = not self._borrowing
-        num_bytes = max((scratch_bytes(unit, collectives, in_place=in_place) for unit in units), default=0)
+        num_bytes = max((scratch_bytes(unit, collectives, in_place=in_place) for unit in grads), default=0)
         is_alone = self._borrowing and (num_bytes or collectives.transport != "shared")
         self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
         self._arriving: deque[tuple[Unit, Gradients, PoolBuffer]] = deque()

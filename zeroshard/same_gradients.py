@@ -6,10 +6,9 @@ own. Under DDP they differ where one rank alone has changed `p.grad`.
 
 from __future__ import annotations
 
-from torch import Tensor, strided
+from torch import Tensor
 
 from zeroshard.collectives import Collectives
-from zeroshard.gradients import GradState
 from zeroshard.samples import Listing, Samples
 from zeroshard.unit import Unit
 
@@ -29,10 +28,10 @@ class SameGradients:
         """At some of the gradients of these slots, which every rank has in full."""
         slots = [(unit, index) for unit, of_unit in units.items() for index in sorted(of_unit)]
         first = self._samples.turn * _AT_A_TIME
-        self._external = any(unit.grads is None for unit in units)
+        self._external = any(unit.grads.is_external for unit in units)
         for number in range(first, first + min(_AT_A_TIME, len(slots))):
             unit, index = slots[number % len(slots)]
-            gradient = _in_full(unit, index)
+            gradient = unit.grads.in_full(index)
             if gradient is not None:
                 self._samples.take(number, unit.layout.slots[index].name, gradient.detach().reshape(-1))
 
@@ -69,14 +68,6 @@ _NOBODY_AVERAGES = (
     "ShardedOptimizer(handle, ...)"
 )
 _EDITED = "What is done to p.grad between backward and step must be done on every rank alike"
-
-
-def _in_full(unit: Unit, index: int) -> Tensor | None:
-    if unit.grads is None:
-        gradient = unit.parameters[index].grad
-        return gradient if gradient is not None and gradient.layout is strided else None
-    is_there = unit.grads.state is GradState.REDUCED and index in unit.grads.waiting
-    return unit.grads.buffer.views()[index] if is_there else None
 
 
 def _difference(mine: Listing, theirs: Listing, rank: int, kind: str) -> str:

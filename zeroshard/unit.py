@@ -20,7 +20,8 @@ from zeroshard.absent import as_tensors
 from zeroshard.buffer import FlatBuffer
 from zeroshard.casting import Pattern, Precisions, Region, Rules, matches
 from zeroshard.collectives import Collectives
-from zeroshard.gradients import Gradients, GradState
+from zeroshard.external_gradients import AnyGradients, ExternalGradients, NoGradients
+from zeroshard.gradients import Gradients
 from zeroshard.interval import Interval
 from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
@@ -88,6 +89,7 @@ class Unit:
 
     Attributes:
         parameters: in buffer order (the order of `layout.slots`).
+        weights, grads, main: the three buffers. A frozen unit has no gradients, and its weights are main.
         edits: how often main has been set by something else than a step; the same on every rank.
     """
 
@@ -105,80 +107,72 @@ class Unit:
         rank = mesh.shard.rank
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
         self.weights = Weights(spec.name, self.parameters, buffer)
-        self.grads: Gradients | None = None
-        self.main: MainWeights | None = None
+        self.grads: AnyGradients = NoGradients()
+        self.main = MainWeights(self.own_shard(), buffer.shard, None)
         if spec.trainable:
             self._hold_main_and_gradients(collectives)
 
     def _hold_main_and_gradients(self, collectives: Collectives) -> None:
-        rank, precision, mesh, buffer = (
-            collectives.mesh.shard.rank,
-            self.spec.precision,
-            collectives.mesh,
-            self.weights.buffer,
-        )
-        replicated = self.plan.main is REPLICATED
+        buffer, replicated = self.weights.buffer, self.plan.main is REPLICATED
         held = buffer.full if replicated else buffer.shard
         assert held is not None, "a replicated main needs replicated weights"
         interval = Interval(0, self.layout.numel) if replicated else self.own_shard()
-        self.main = MainWeights(interval, held, precision, exposed=buffer.owns_full)
-        if not self.plan.external_gradients:
-            # A shard of gradients is read by no peer, and by nobody between a step and the next backward.
-            allocate = partial(collectives.allocate, device=held.device)
-            if self.plan.grads is SHARDED:
-                allocate = partial(plain_bytes, device=held.device)
-            lasting = self.plan.grads is not SHARDED
-            grads = FlatBuffer(self.layout, rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
-            self.grads = Gradients(
-                self.spec.name,
-                grads,
-                precision.wire,
-                num_ranks=mesh.world.size,
-                carries=mesh.replicate.rank == 0,
-                replicates=REPLICATED in (self.plan.grads, self.plan.main),
-            )
+        self.main = MainWeights(interval, held, self.spec.precision, exposed=buffer.owns_full)
+        if self.plan.external_gradients:
+            self.grads = ExternalGradients(self.layout, self.parameters)
+        else:
+            self.grads = self._new_gradients(collectives)
+
+    def _new_gradients(self, collectives: Collectives) -> Gradients:
+        mesh, precision, device = collectives.mesh, self.spec.precision, self.weights.own().device
+        # A shard of gradients is read by no peer, and by nobody between a step and the next backward.
+        lasting = self.plan.grads is not SHARDED
+        allocate = partial(collectives.allocate if lasting else plain_bytes, device=device)
+        buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
+        return Gradients(
+            self.spec.name,
+            buffer,
+            precision.wire,
+            num_ranks=mesh.world.size,
+            carries=mesh.replicate.rank == 0,
+            replicates=self.plan.mean is REPLICATED,
+        )
 
     @torch.no_grad()
     def unfreeze(self, collectives: Collectives) -> None:
         """From now on a trainable unit. Main begins with the values that the weights have."""
         self.spec = replace(self.spec, trainable=True)
         self._hold_main_and_gradients(collectives)
-        assert self.main is not None
         self.main.set(self.main.interval, self.main.weights.clone())
 
     @property
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def trainable(self) -> bool:
+        return self.spec.trainable
+
     @torch.no_grad()
     def fill(self) -> None:
         """Take the parameters' values into main (exactly) and weights (rounded), and hide or show the parameters."""
-        if self.main is not None:
-            for fragment in self.layout.fragments_in(self.main.interval):
-                self.main.set(fragment.world, self._values(fragment.slot.name, fragment.param))
-        self.weights.fill(self.main.rounded if self.main is not None else lambda value: value)
+        for fragment in self.layout.fragments_in(self.updated):
+            self.main.set(fragment.world, self._values(fragment.slot.name, fragment.param))
+        self.weights.fill(self.main.rounded)
 
     @torch.no_grad()
     def take(self, index: int, values: Callable[[Interval], Tensor]) -> None:
         """One parameter's values into main and the own interval of the weights. `values`: interval of the flattened
         parameter -> [its numel], for what this rank keeps."""
         self.edits += 1
-        interval = self.own_shard() if self.main is None else self.main.interval
-        world = self.layout.slots[index].world & interval
-        if not world:
-            return
-        value = values(world.relative_to(self.layout.slots[index].world.start)).to(self.weights.own().device)
-        if self.main is not None:
-            self.main.set(world, value)
-        else:
-            self.weights.own()[world.relative_to(interval.start).slice] = value
+        if world := self.layout.slots[index].world & self.updated:
+            self.set_part(world, values(world.relative_to(self.layout.slots[index].world.start)))
 
     def set(self, values: Sequence[Tensor | None]) -> None:
         """New full values, in buffer order: main takes its part, and the own interval of the weights follows. None:
         as before."""
         self.edits += 1
-        interval = self.own_shard() if self.main is None else self.main.interval
-        for fragment in self.layout.fragments_in(interval):
+        for fragment in self.layout.fragments_in(self.updated):
             value = values[self.slot_index(fragment.slot.name)]
             if value is not None:
                 self.set_part(fragment.world, value.reshape(-1)[fragment.param.slice])
@@ -186,15 +180,12 @@ class Unit:
     def set_part(self, world: Interval, value: Tensor) -> None:
         """`value` [world.numel], any float dtype: new values for a part of what this rank updates (of its own shard,
         where the unit is frozen). `edits` is left to the caller, who counts once on every rank."""
-        if self.main is not None:
-            self.main.set(world, value.to(self.main.weights.device))
-        else:
-            self.weights.own()[world.relative_to(self.own_shard().start).slice] = value
+        self.main.set(world, value.to(self.main.weights.device))
 
     @property
     def updated(self) -> Interval:
         """What this rank updates: the own shard, or everything where main is replicated."""
-        return self.own_shard() if self.main is None else self.main.interval
+        return self.main.interval
 
     def take_full(self, before: Tensor) -> None:
         """The full weights have been written to: the own interval, and main, follow. `before`: [updated.numel] the
@@ -208,9 +199,6 @@ class Unit:
             if not changed.any():
                 continue
             value = value.clone()
-            if self.main is None:
-                self.set_part(fragment.world, value)
-                continue
             self.weights.buffer.full[fragment.world.slice] = (
                 old  # a remainder completes the weights that it was made of
             )
@@ -221,7 +209,7 @@ class Unit:
 
     def gather_main(self, collectives: Collectives) -> Tensor:
         """[layout.numel] main of all ranks in a new tensor. Collective."""
-        assert self.main is not None, f"unit {self.name} is frozen"
+        assert self.trainable, f"unit {self.name} is frozen"
         full = torch.zeros(self.layout.numel, dtype=self.main.dtype, device=self.main.weights.device)
         own = full[self.main.interval.slice]
         own.copy_(self.main.read(self.main.interval, own))
@@ -233,30 +221,6 @@ class Unit:
         parameter = self.parameters[self.slot_index(name)]
         return parameter.detach().reshape(-1)[param.slice]
 
-    def read_gradient(self, world: Interval, out: Tensor) -> None:
-        """`out` [world.numel], any float dtype = the summed gradient over `world`; zeros where there is none."""
-        if self.grads is not None and self.grads.state is not GradState.EMPTY:
-            out.copy_(self.grads.piece(world))
-            return
-        out.zero_()
-        if self.grads is not None:
-            return
-        for fragment in self.layout.fragments_in(world):
-            grad = self.parameters[self.slot_index(fragment.slot.name)].grad
-            if grad is not None:
-                out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
-
-    def gradient_views(self, world: Interval) -> Iterator[Tensor]:
-        """The same elements where they lie: in the buffer, or in the `grad` of the user's parameters."""
-        if self.grads is not None:
-            if self.grads.state is not GradState.EMPTY:
-                yield self.grads.piece(world)
-            return
-        for fragment in self.layout.fragments_in(world):
-            grad = self.parameters[self.slot_index(fragment.slot.name)].grad
-            if grad is not None:
-                yield grad.reshape(-1)[fragment.param.slice]
-
     def requiring_grad(self) -> list[int]:
         """Slots whose parameter does."""
         with as_tensors():
@@ -267,11 +231,10 @@ class Unit:
         with as_tensors():
             return [parameter.grad for parameter in self.parameters]
 
-    def has_gradient(self, index: int) -> bool:
-        """Whether a slot got a gradient on this rank since the last step."""
-        if self.grads is None:
-            return self.parameters[index].grad is not None
-        return index in self.grads.present
+    def have_gradients(self) -> list[bool]:
+        """Of each slot, whether it got a gradient on this rank since the last step."""
+        present = self.grads.present
+        return [index in present for index in range(len(self.parameters))]
 
     def slot_index(self, name: str) -> int:
         return self._indices[name]
@@ -281,12 +244,11 @@ class Unit:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What this unit holds, by kind."""
-        kinds: dict[str, list[Tensor]] = {"weights": self.weights.buffer.storages(), "grads": [], "main": []}
-        if self.grads is not None:
-            kinds["grads"] = self.grads.buffer.storages()
-        if self.main is not None and self.main.extra is not None:
-            kinds["main"] = [self.main.extra]
-        return kinds
+        return {
+            "weights": self.weights.buffer.storages(),
+            "grads": self.grads.storages(),
+            "main": self.main.storages(),
+        }
 
 
 def plain_name(name: str) -> str:

@@ -48,9 +48,9 @@ class VisibleGradients:
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, ledger: LossLedger) -> None:
-        self._units = [(unit, unit.grads) for unit in units if unit.grads is not None]
+        self._grads = {unit: unit.grads for unit in units if isinstance(unit.grads, Gradients)}
         self._collectives, self._ledger = collectives, ledger
-        self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit, _ in self._units}
+        self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
         self._sharded: dict[nn.Parameter, ShardedGradient] = {}
         self._edits = 0
         self.edits: list[tuple[str, str]] = []
@@ -64,7 +64,7 @@ class VisibleGradients:
 
     @property
     def version(self) -> tuple[int, ...]:
-        buckets = (grads.buffer.full for _, grads in self._units if grads.replicates)
+        buckets = (grads.buffer.full for grads in self._grads.values() if grads.replicates)
         return self._edits, sum(full._version for full in buckets if full is not None)
 
     def changed(self) -> None:
@@ -78,7 +78,7 @@ class VisibleGradients:
         """A backward is over."""
         self.changed()
         with as_tensors():
-            for unit, grads in self._units:
+            for unit, grads in self._grads.items():
                 if grads.state is not GradState.EMPTY:
                     self._show(unit, grads)
 
@@ -99,7 +99,7 @@ class VisibleGradients:
     def withdraw(self) -> None:
         """A backward begins: `p.grad` is empty, but for what was set by hand, which backward adds to."""
         self._discard_all_gone()
-        for unit, _ in self._units:
+        for unit in self._grads:
             with as_tensors():
                 for index in self._shown[unit]:
                     unit.parameters[index].grad = None
@@ -112,7 +112,7 @@ class VisibleGradients:
         """Discard what has been discarded since. Returns what has been set by hand: (unit, slot) -> this rank's."""
         by_hand = {}
         self._discard_all_gone()
-        for unit, _ in self._units:
+        for unit in self._grads:
             for index, gradient in enumerate(unit.user_grads()):
                 if gradient is not None and index not in self._shown[unit]:
                     by_hand[unit.index, index] = gradient.detach()
@@ -120,9 +120,8 @@ class VisibleGradients:
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
         """The reduced gradient of a slot becomes `part` (see `Gradients.assign`). `show` shows it."""
-        assert unit.grads is not None
         unit.parameters[index].grad = None
-        unit.grads.assign(index, part)
+        self._grads[unit].assign(index, part)
         self.changed()
 
     def shows(self, unit: Unit) -> bool:
@@ -141,9 +140,9 @@ class VisibleGradients:
     def _discard_all_gone(self) -> None:
         """Where nothing that was shown is left, units of which nothing need be shown (no rank had a gradient) are
         discarded, too."""
-        gone = [self._discard_gone(unit, grads) for unit, grads in self._units]
+        gone = [self._discard_gone(unit, grads) for unit, grads in self._grads.items()]
         if any(gone) and not any(self._shown.values()):
-            for _, grads in self._units:
+            for grads in self._grads.values():
                 grads.consume(set(grads.waiting))
 
     def _discard_gone(self, unit: Unit, grads: Gradients) -> bool:
@@ -189,10 +188,9 @@ class VisibleGradients:
     def edit(
         self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]
     ) -> None:
-        assert unit.grads is not None
         name = unit.layout.slots[index].name
         self.edits.append((name, f"{what}({', '.join(repr(self._number(value)) for value in operands)})"))
-        part = unit.grads.held_part(index)
+        part = self._grads[unit].held_part(index)
         if part.numel():
             operation(part)
         self._collectives.log.record(f"gradient.{what}", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
@@ -209,7 +207,7 @@ class VisibleGradients:
         """Every slot of every unit that has been reduced. Collective."""
         slots = [
             (unit, index, grads.own_part(index))
-            for unit, grads in self._units
+            for unit, grads in self._grads.items()
             if grads.state is GradState.REDUCED
             for index in range(len(unit.parameters))
         ]
@@ -283,12 +281,11 @@ class _Holder:
         )
 
     def _expect_final(self, what: str) -> None:
-        grads, name = self._unit.grads, self._unit.layout.slots[self._index].name
-        if grads is None or grads.state is not GradState.REDUCED:
-            state = "gone" if grads is None else grads.state.value
+        state, name = self._unit.grads.state, self._unit.layout.slots[self._index].name
+        if state is not GradState.REDUCED:
             raise RuntimeError(
-                f"{what} on the gradient of {name}, which is {state}: it can be used between a backward outside of "
-                "no_sync() and the step"
+                f"{what} on the gradient of {name}, which is {state.value}: it can be used between a backward outside "
+                "of no_sync() and the step"
             )
         if not self._visible.final:
             raise RuntimeError(

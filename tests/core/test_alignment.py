@@ -65,7 +65,7 @@ def test_parameters_and_gradients_lie_aligned_and_compute_as_in_the_plain_model(
                 loss.backward()
                 for unit in handle.engine.units:
                     assert all(slot.world.start % SLOT_ALIGNMENT == 0 for slot in unit.layout.slots)
-                    assert unit.grads is not None and unit.grads.buffer.shard.data_ptr() % BYTES == 0
+                    assert unit.grads.buffer.shard.data_ptr() % BYTES == 0
                 if num_ranks == 1:
                     for name, parameter in plain.named_parameters():
                         assert torch.equal(handle.gradient(name).to(dtype), parameter.grad)
@@ -80,7 +80,7 @@ def spoil(handle: zeroshard.Handle) -> None:
     for storage in handle.engine.pool.tensors("buckets"):
         storage.view(torch.float32).fill_(torch.nan)
     for unit in handle.engine.units:
-        if unit.grads is not None and unit.grads.buffer.owns_full and unit.grads.buffer.full is not None:
+        if unit.grads.storages() and unit.grads.buffer.owns_full and unit.grads.buffer.full is not None:
             unit.grads.buffer.full.fill_(torch.nan)
     collectives.exchange_objects(None)
 
@@ -90,7 +90,6 @@ def padding_of(handle: zeroshard.Handle) -> list[Tensor]:
     found = []
     for unit in handle.engine.units:
         own = unit.own_shard()
-        assert unit.main is not None
         for part in (interval & own for interval in unit.layout.padding):
             if part:
                 found.append(unit.weights.own()[part.relative_to(own.start).slice].float())

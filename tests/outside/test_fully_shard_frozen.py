@@ -56,7 +56,7 @@ def test_only_biases_are_trained(recomputed: bool) -> None:
                 checkpoint(mlp)
         twins.handle.comm_log.clear()
         weights = twins.train(lambda model, step: model(numbers(32, rank, step)).sum(), steps=2)
-        of_biases = sum(unit.layout.numel for unit in twins.handle.engine.units if unit.main is not None)
+        of_biases = sum(unit.layout.numel for unit in twins.handle.engine.units if unit.trainable)
         assert reduced_bytes(twins.handle) == 2 * 8 * of_biases // 2
         assert of_biases < sum(p.numel() for p in twins.plain.parameters()) // 8
         return weights

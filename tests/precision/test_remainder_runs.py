@@ -208,7 +208,7 @@ def test_the_remainder_is_where_it_should_be() -> None:
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, precision="bf16-remainder")
             for unit in handle.engine.units:
-                assert unit.main is not None and unit.main.extra is not None
+                assert unit.main.extra is not None
                 assert unit.main.extra.dtype == torch.int16
                 assert unit.main.extra.numel() == unit.main.interval.numel
 

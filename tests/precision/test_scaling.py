@@ -27,7 +27,7 @@ def snapshot(handle: Any, optimizer: Any) -> dict[str, Tensor]:
     kinds: dict[str, Tensor] = {}
     for unit in handle.engine.units:
         kinds[f"{unit.name} weights"] = unit.weights.buffer.shard
-        if unit.main is not None and unit.main.extra is not None:
+        if unit.main.extra is not None:
             kinds[f"{unit.name} main"] = unit.main.extra
     for at, stepper in enumerate(optimizer.steppers):
         for number, state in enumerate(stepper.optimizer.state.values()):

@@ -107,7 +107,7 @@ def model_entries(engine: Engine) -> dict[str, tuple[tuple[int, ...], torch.dtyp
     whole = engine.unsharded_state() | engine.untaken
     entries = {name: (tuple(value.shape), value.dtype) for name, value in whole.items()}
     for unit in engine.units:
-        dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+        dtype = unit.main.dtype
         entries |= {slot.name: (slot.shape, dtype) for slot in unit.layout.slots}
     return entries
 

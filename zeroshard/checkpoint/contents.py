@@ -79,7 +79,7 @@ def model_items(engine: Engine) -> Iterator[Item]:
     """Main, or frozen weights, of the own shard."""
     mesh = engine.collectives.mesh
     for unit in engine.units:
-        dtype = unit.main.dtype if unit.main is not None else unit.weights.buffer.dtype
+        dtype = unit.main.dtype
         if mesh.world.rank == 0:  # names and shapes of what has no elements
             for slot in unit.layout.slots:
                 if not slot.world:
@@ -95,8 +95,6 @@ def model_items(engine: Engine) -> Iterator[Item]:
 
 def _read_weights(unit: Unit, origin: int, param: Interval) -> Tensor:
     world = Interval(origin + param.start, origin + param.stop)
-    if unit.main is None:
-        return unit.weights.own()[world.relative_to(unit.own_shard().start).slice]
     scratch = None
     if unit.main.needs_scratch:
         scratch = torch.empty(world.numel, dtype=unit.main.dtype, device=unit.main.weights.device)

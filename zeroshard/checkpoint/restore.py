@@ -69,7 +69,7 @@ def restore_weights(reader: Reader, engine: Engine, meeting: Meeting) -> None:
 
 def _weights_of_this_rank(reader: Reader, engine: Engine) -> Iterator[tuple[str, Unit, Fragment]]:
     for unit in engine.units:
-        for fragment in unit.layout.fragments_in(unit.own_shard() if unit.main is None else unit.main.interval):
+        for fragment in unit.layout.fragments_in(unit.updated):
             if (name := f"model/{fragment.slot.name}") in reader.manifest.tensors:
                 yield name, unit, fragment
 
