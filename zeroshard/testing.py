@@ -35,7 +35,7 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0, collective_timeout: float = 120.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0, collective_timeout: float = 300.0
 ) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` forked gloo ranks; returns what each returned (it is pickled).
 

@@ -206,7 +206,7 @@ def _rank(
     fn: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as `run_ranks` does
     log = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115

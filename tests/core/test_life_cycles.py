@@ -1,0 +1,113 @@
+"""Every edge of the life cycles of a unit's weights and gradients (a handle's: `test_life.py`): those of the table are
+taken, all others raise, with who it is, where it stands, and where it would have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.gradients import Gradients, GradState
+from zeroshard.testing import run_ranks
+from zeroshard.unit import Unit
+from zeroshard.weights import Residency, Weights
+
+Verb = Callable[[Unit, Any], None]
+
+
+def _gather(unit: Unit, collectives: Any) -> None:
+    full = None if unit.weights.buffer.owns_full else torch.zeros(unit.layout.numel)
+    unit.weights.gather(collectives, "forward", full)
+
+
+WEIGHTS: dict[str, tuple[Verb, dict[Residency, Residency]]] = {
+    "gather": (_gather, {Residency.SHARDED: Residency.GATHERING}),
+    "wait for": (
+        lambda unit, _: unit.weights.arrive(),
+        {Residency.GATHERING: Residency.RESIDENT, Residency.RESIDENT: Residency.RESIDENT},
+    ),
+    "show": (lambda unit, _: unit.weights.show(), {Residency.RESIDENT: Residency.RESIDENT}),
+    "drop": (lambda unit, _: unit.weights.drop(), dict.fromkeys(Residency, Residency.SHARDED)),
+}
+TO_WEIGHTS: dict[Residency, tuple[str, ...]] = {
+    Residency.SHARDED: (),
+    Residency.GATHERING: ("gather",),
+    Residency.RESIDENT: ("gather", "wait for"),
+}
+
+
+def _open(unit: Unit, collectives: Any) -> None:
+    assert unit.grads is not None
+    unit.grads.open(torch.zeros(unit.layout.numel) if unit.grads.needs_bucket else None)
+
+
+def _reduce(unit: Unit, collectives: Any) -> None:
+    assert unit.grads is not None
+    unit.grads.reduce(collectives, torch.zeros(unit.layout.numel * 4, dtype=torch.uint8))
+
+
+def _assign(unit: Unit, collectives: Any) -> None:
+    assert unit.grads is not None
+    unit.grads.assign(0, torch.zeros(unit.layout.slots[0].world.numel))
+
+
+def _grads(unit: Unit) -> Gradients:
+    assert unit.grads is not None
+    return unit.grads
+
+
+EMPTY, PARTIAL, REDUCING, REDUCED = GradState.EMPTY, GradState.PARTIAL, GradState.REDUCING, GradState.REDUCED
+GRADIENTS: dict[str, tuple[Verb, dict[GradState, GradState]]] = {
+    "accumulate into": (_open, {EMPTY: PARTIAL, REDUCED: PARTIAL}),
+    "reduce": (_reduce, {PARTIAL: REDUCING}),
+    "wait for": (lambda unit, _: _grads(unit).arrive(), {REDUCING: REDUCED}),
+    "replicate": (lambda unit, collectives: _grads(unit).replicate(collectives), {REDUCED: REDUCED}),
+    "assign": (_assign, {EMPTY: REDUCED, REDUCED: REDUCED}),
+}
+TO_GRADIENTS: dict[GradState, tuple[str, ...]] = {
+    EMPTY: (),
+    PARTIAL: ("accumulate into",),
+    REDUCING: ("accumulate into", "reduce"),
+    REDUCED: ("accumulate into", "reduce", "wait for"),
+}
+
+
+def edges(rank: int, plan: str, of: str) -> list[tuple[str, str, str]]:
+    """(state, verb, the state after it, or the message)."""
+    found = []
+    verbs: Any = WEIGHTS if of == "weights" else GRADIENTS
+    ways: Any = TO_WEIGHTS if of == "weights" else TO_GRADIENTS
+    for state, way in ways.items():
+        for verb in verbs:
+            handle = zeroshard.shard(nn.Linear(8, 8), plan)
+            unit, collectives = handle.engine.units[0], handle.engine.collectives
+            who: Weights | Gradients = unit.weights if of == "weights" else _grads(unit)
+            if of == "weights":
+                unit.weights.drop()
+            for step in way:
+                verbs[step][0](unit, collectives)
+            assert who.state is state, (who.state, state)
+            try:
+                verbs[verb][0](unit, collectives)
+                found.append((state.value, verb, who.state.value))
+            except RuntimeError as error:
+                assert who.state is state, "a refusal changes nothing"
+                found.append((state.value, verb, str(error)))
+    return found
+
+
+@pytest.mark.parametrize("of", ["weights", "gradients"])
+@pytest.mark.parametrize("plan", ["ddp", "zero2", "zero3"])
+def test_every_edge(plan: str, of: str) -> None:
+    table: Any = WEIGHTS if of == "weights" else GRADIENTS
+    for state, verb, outcome in run_ranks(edges, 1, plan, of)[0]:
+        legal = {before.value: after.value for before, after in table[verb][1].items()}
+        if state in legal:
+            assert outcome == legal[state], (state, verb, outcome)
+        else:
+            assert outcome.startswith(f"unit root: cannot {verb} {of} that are {state}: "), outcome
+            assert any(needed in outcome for needed in legal), outcome
