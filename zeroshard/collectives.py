@@ -442,18 +442,6 @@ class Collectives:
         key = f"{kind} {self._name}"
         return Wait(key, HERE.begin(key), axis.ranks, text)
 
-    def raise_together(self, problem: str, what: str) -> None:
-        """If any rank has a problem, all raise.
-
-        Raises:
-            ValueError: the first rank's, and where it was, if not everywhere.
-        """
-        problems = self.exchange_objects(problem, what)
-        if any(problems):
-            rank = next(rank for rank, text in enumerate(problems) if text)
-            where = "" if all(text == problems[0] for text in problems) else f" (on rank {rank})"
-            raise ValueError(f"{what}{where}: {problems[rank]}")
-
     def expect_grid(self) -> None:
         """Shards and replicas fit together. Collective.
 

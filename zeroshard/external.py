@@ -21,6 +21,7 @@ from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
 from zeroshard.reduce import Reducer
 from zeroshard.shard import build_units, device_of, expect_same_model
+from zeroshard.together import together
 from zeroshard.unit import UnitSpec, refuse_unsupported
 
 
@@ -97,8 +98,9 @@ def is_wanted(parameter: nn.Parameter) -> bool:
 
 def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     """Further ones. Collective; errors as above."""
-    engine, parameters, problem = handle.engine, list(new.values()), ""
-    try:
+    engine, parameters = handle.engine, list(new.values())
+
+    def check() -> None:
         for name, parameter in new.items():
             _refuse_unready(name, parameter, engine.collectives)
         devices = {*(unit.weights.own().device for unit in engine.units), *(p.device for p in parameters)}
@@ -106,9 +108,8 @@ def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"parameters on several devices ({', '.join(sorted(map(str, devices)))}): one for each rank"
             )
-    except ValueError as error:
-        problem = str(error)
-    engine.collectives.raise_together(problem, "ShardedOptimizer")
+
+    together(engine.collectives, "ShardedOptimizer", check)
     specs = list(_specs(new, is_first=not engine.units))
     expect_same_model(engine.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
     engine.collectives.broadcast([parameter.data for parameter in parameters])

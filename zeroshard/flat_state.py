@@ -32,6 +32,7 @@ from zeroshard.stepper import (
     whole_entry,
 )
 from zeroshard.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.together import tell_together
 from zeroshard.unit import Unit
 from zeroshard.values import decode, encode, no_tensors
 
@@ -212,8 +213,10 @@ class FlatState:
 
     def _described(self, only: Collection[Tensor] | None) -> dict[Unit, dict[int, Described]]:
         """Unit -> slot -> its state, as the rank has it that holds the first element. Collective."""
-        units, mine, problem = list(self.groups), list[Any](), ""
-        try:
+        units = list(self.groups)
+
+        def describe() -> tuple[None, list[Any]]:
+            mine: list[Any] = []
             for number, unit in enumerate(units):
                 pieces = [piece for piece in self.of_unit(unit) if self.inner.state_of(piece.tensor)]
                 for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
@@ -222,12 +225,10 @@ class FlatState:
                         continue
                     holding = [p for p in pieces if first in p.world and self.groups[unit][index] is not None]
                     mine += [[number, index, self._describe(piece, slot)] for piece in holding]
-        except ValueError as error:
-            problem = str(error)
-        of_ranks = self._collectives.exchange_objects([problem, mine], READING)
-        if problem := next((text for text, _ in of_ranks if text), ""):
-            raise ValueError(problem)
-        found = {(number, index): described for _, of_rank in of_ranks for number, index, described in of_rank}
+            return None, mine
+
+        _, of_ranks = tell_together(self._collectives, READING, describe)
+        found = {(number, index): described for of_rank in of_ranks for number, index, described in of_rank}
         result: dict[Unit, dict[int, Described]] = {}
         for (number, index), described in sorted(found.items()):
             result.setdefault(units[number], {})[index] = described

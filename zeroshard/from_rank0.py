@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zeroshard.collectives import Collectives
 from zeroshard.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.together import together
 from zeroshard.trees import map_tensors
 from zeroshard.values import decode, encode
 
@@ -40,14 +41,14 @@ class FromRank0:
         self._collectives = collectives
         self._tensors: list[Tensor] = []  # rank 0's
         self._number_of: dict[int, int] = {}  # id of each empty tensor -> that of the tensor
-        told, problem = None, ""
-        if collectives.mesh.world.rank == 0:
-            try:
-                check(dict(state_dict or {}))
-                told = [encode(dict(state_dict or {}), self._keep, "state_dict"), [*map(_described, self._tensors)]]
-            except Exception as error:  # whatever it is: the others wait
-                problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        collectives.raise_together(problem, "load_state_dict(broadcast_from_rank0=True)")
+
+        def look() -> Any:
+            if collectives.mesh.world.rank != 0:
+                return None
+            check(dict(state_dict or {}))
+            return [encode(dict(state_dict or {}), self._keep, "state_dict"), [*map(_described, self._tensors)]]
+
+        told = together(collectives, "load_state_dict(broadcast_from_rank0=True)", look)
         values, self._described = collectives.exchange_objects(told)[0]
         self.state_dict: dict[str, Any] = decode(values, self._placeholder)
 

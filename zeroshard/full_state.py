@@ -13,6 +13,7 @@ from zeroshard.absent import give
 from zeroshard.engine import Engine
 from zeroshard.gather import Gatherer
 from zeroshard.same import expect_same
+from zeroshard.together import together
 from zeroshard.unit import Unit, plain_name
 
 
@@ -100,15 +101,21 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
     names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
     collectives, left_alone = engine.collectives, engine.plain.ignored
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
-    given, keys, problem = dict[str, Tensor](), IncompatibleKeys([], []), ""
-    if has_state and not isinstance(state, (Mapping, type(None))):
-        problem = f"expected a dict of tensors, found a {type(state).__name__}"
-    elif has_state:
-        given = {plain_name(str(name)): value for name, value in (state or {}).items()}  # type: ignore[attr-defined]
+
+    def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
+        if not has_state:
+            return {}, IncompatibleKeys([], [])
+        if not isinstance(state, (Mapping, type(None))):
+            raise ValueError(f"expected a dict of tensors, found a {type(state).__name__}")
+        given = {plain_name(str(name)): value for name, value in (state or {}).items()}
         keys, problem = _compare(names, given, strict=strict)
         if problem and not given and not from_rank0:
             problem = "found an empty state dict. Where rank 0 alone has one, pass broadcast_from_rank0=True"
-    collectives.raise_together(problem, "load_full_state_dict")
+        if problem:
+            raise ValueError(problem)
+        return given, keys
+
+    given, keys = together(collectives, "load_full_state_dict", look)
     found = [IncompatibleKeys(*of_rank) for of_rank in collectives.exchange_objects(list(keys))]
     if not from_rank0 and found.count(found[0]) < len(found):
         raise ValueError(f"load_full_state_dict: the ranks have different state dicts. {PASS_THE_SAME}")

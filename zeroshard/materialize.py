@@ -19,8 +19,9 @@ from zeroshard.checked import CheckpointError
 from zeroshard.collectives import Collectives
 from zeroshard.interval import Interval
 from zeroshard.managed import Managed
-from zeroshard.same import expect_same, problem_in
+from zeroshard.same import expect_same
 from zeroshard.tensor_file import TensorFile, open_model
+from zeroshard.together import together
 from zeroshard.unit import Unit, plain_name
 
 META = torch.device("meta")
@@ -71,17 +72,10 @@ def _initialize(
     for module in _children_first(model):
         own = [p for p in module._parameters.values() if p is not None]  # a shared one is filled by the last who has it
         absent = [parameter.data for parameter in own]
-        problem = ""
         for parameter in own:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        try:
-            with torch.no_grad():
-                init(module)
-        except Exception as error:
-            problem = repr(error)
-        problems = collectives.exchange_objects(problem)
-        if any(problems):
-            raise ValueError(f"materialize, at a {type(module).__name__}: {next(filter(None, problems))}")
+        with torch.no_grad():
+            together(collectives, f"materialize, at a {type(module).__name__}", partial(init, module), words=repr)
         taken = [parameter.data for parameter in own if id(parameter) in place]
         collectives.broadcast([*taken, *module.buffers(recurse=False)])
         for parameter, before in zip(own, absent, strict=True):
@@ -117,7 +111,7 @@ def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed,
             of_model = [names[id(parameter)] for parameter in managed.parameters(model).values()]
             starts.update({name: _start_of(name, found[name]) for name in of_model})
 
-        collectives.raise_together(problem_in(look), "materialize")
+        together(collectives, "materialize", look)
         expect_same(collectives, starts, "materialize", "Every rank must read the same files")
         try:
             _take(found, names, model, units)

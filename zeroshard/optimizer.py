@@ -30,12 +30,13 @@ from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, L
 from zeroshard.optimizer_state import OptimizerState
 from zeroshard.placement import SHARDED
 from zeroshard.right_call import expect_class, expect_parameters
-from zeroshard.same import expect_same, problem_in
+from zeroshard.same import expect_same
 from zeroshard.settings import Items, Members, Settings, plain
 from zeroshard.state_view import StateView
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.stepper import FullState, Groups, Stepper, Update, stepped
 from zeroshard.steppers import STEPPERS
+from zeroshard.together import together
 from zeroshard.uneven_steps import Following, UnevenSteps
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
@@ -468,7 +469,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             ValueError: on every rank.
         """
         collectives, what = self.engine.collectives, "load_state_dict"
-        collectives.raise_together(problem_in(partial(self._expect_fitting, state_dict)), what)
+        together(collectives, what, partial(self._expect_fitting, state_dict))
         values = {
             f"state {key!r} of {self.engine.name_of(p)}": value  # type: ignore[arg-type]
             for p, of_one in self._state_by_parameter(state_dict).items()
@@ -579,14 +580,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """What the instances return: None where all do, the result of the only one, else a tuple."""
         self.engine.check_open(name)
         units = self.agreement.units
-        waiting = self.engine.has_gradients(units)
         self.engine.gatherer.settle()
-        self.engine.collectives.raise_together(
-            "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
-            if waiting
-            else "",
-            name,
-        )  # and nobody writes before everybody has read
+        together(self.engine.collectives, name, self._expect_none_waiting)  # nobody writes before everybody has read
         having = [stepper for stepper in self._state.steppers if hasattr(stepper.optimizer, name)]
         self.agreement.half_done = True
         results = [stepper.call(name, (args, kwargs), self.param_groups) for stepper in having]
@@ -598,6 +593,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if all(result is None for result in results):
             return None
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _expect_none_waiting(self) -> None:
+        if self.engine.has_gradients(self.agreement.units):
+            raise ValueError(
+                "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
+            )
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:

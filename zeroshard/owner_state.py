@@ -19,6 +19,7 @@ from zeroshard.owners import balance, cost
 from zeroshard.placement import REPLICATED
 from zeroshard.stepper import FullState, Groups, Need, SavedState, SavedTensor, StateEntry, whole_entry
 from zeroshard.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.together import tell_together
 from zeroshard.unit import Unit
 from zeroshard.values import decode, encode
 
@@ -133,18 +134,17 @@ class OwnerState:
         """Parameter by parameter, from its owner."""
         wanted = [one for one in self.wholes if only is None or one.unit.parameters[one.index] in only]
         tensors: dict[WholeParameter, list[Tensor]] = {}
-        mine, problem = [], ""
-        try:
+
+        def describe() -> tuple[None, list[Any]]:
+            mine = []
             for number, whole in enumerate(wanted):
                 if whole in self.values and (state := self._state_of(whole)):
                     tensors[whole] = []
                     mine.append([number, *_described(whole, state, tensors[whole])])
-        except ValueError as error:
-            problem = str(error)
-        of_ranks = self._collectives.exchange_objects([problem, mine], READING)
-        if problem := next((text for text, _ in of_ranks if text), ""):
-            raise ValueError(problem)
-        described = {number: of_state for _, of_rank in of_ranks for number, *of_state in of_rank}
+            return None, mine
+
+        _, of_ranks = tell_together(self._collectives, READING, describe)
+        described = {number: of_state for of_rank in of_ranks for number, *of_state in of_rank}
         result: FullState = {}
         for number, (values, metadata) in sorted(described.items()):
             whole, received = wanted[number], list[Tensor]()

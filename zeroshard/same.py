@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from zeroshard.checked import CheckpointError
 from zeroshard.collectives import Collectives
 from zeroshard.digest import digest
 from zeroshard.values import encode
@@ -58,15 +57,6 @@ def fingerprint(value: Any) -> str:
         return json.dumps(encode(value, _of_tensor, ""))
     except ValueError:
         return type(value).__name__
-
-
-def problem_in(check: Callable[[], object]) -> str:
-    """What it raises, in words; empty where it raises nothing. For the other ranks to hear of."""
-    try:
-        check()
-    except Exception as error:
-        return str(error) if isinstance(error, (ValueError, CheckpointError)) else f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _of_tensor(tensor: Tensor) -> str:

@@ -26,9 +26,10 @@ from zeroshard.managed import Ignored, Managed
 from zeroshard.materialize import META, Source, is_on_meta, move
 from zeroshard.materialize import materialize as give_values
 from zeroshard.mesh import Mesh
-from zeroshard.placement import OPTIMIZER_ONLY, Plan, as_plan
+from zeroshard.placement import Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
 from zeroshard.same import expect_same
+from zeroshard.together import together
 from zeroshard.unit import KeepGathered, Unit, UnitPolicy, UnitSpec, choose_units
 
 _LOAD_THE_SAME = (
@@ -80,8 +81,8 @@ def shard(
     """
     collectives = Collectives(Mesh.of(mesh, device_of(model.parameters())), CommLog())
     collectives.expect_grid()
-    problem, specs, chosen, managed = "", [], OPTIMIZER_ONLY, Managed()
-    try:
+
+    def choose() -> tuple[Plan, Managed, list[UnitSpec]]:
         chosen = as_plan(plan)
         if chosen.external_gradients:
             raise ValueError(
@@ -94,9 +95,9 @@ def shard(
         _refuse_unready(model, managed, collectives, materialize)
         if values not in ("broadcast", "check"):
             raise ValueError(f"values must be 'broadcast' or 'check', found {values!r}")
-    except Exception as error:  # also what a user's callable raises: the other ranks must hear of it
-        problem = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
-    collectives.raise_together(problem, "shard")
+        return chosen, managed, specs
+
+    chosen, managed, specs = together(collectives, "shard", choose, words=_in_words)
     parameters, buffers = managed.parameters(model), managed.buffers(model)
     expect_same_model(collectives, parameters, specs, chosen)
     on_meta = is_on_meta([*parameters.values(), *buffers.values()])
@@ -105,13 +106,15 @@ def shard(
     elif values == "check":
         expect_same(collectives, {**parameters, **buffers}, "shard, values='check'", _LOAD_THE_SAME)
     before = [(parameter, parameter.data) for parameter in parameters.values()]
-    handle, failure = None, None
-    try:
+    made: list[Handle] = []
+
+    def build() -> Handle:
         if not on_meta and values == "broadcast":
             collectives.broadcast([*(data for _, data in before), *buffers.values()])
         built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
         engine = Engine(chosen, built, collectives, model, managed, max_transient_bytes)
         handle = Handle(engine)
+        made.append(handle)
         if on_meta:
             assert materialize is not None
             give_values(model, built, materialize, collectives, managed)
@@ -122,14 +125,12 @@ def shard(
         claim_parameters(handle, parameters.values())
         called = [path for unit in built for path in unit.spec.calls]
         handle.attach(casts_of(model, Rules.of(precision), called))
-    except Exception as error:
-        failure = error
-    collectives.wait_for_all()  # files are read by some more slowly than by others
-    try:
-        text = str(failure) if isinstance(failure, (ValueError, ImportError)) else repr(failure)
-        collectives.raise_together("" if failure is None else text, "shard")
+        return handle
+
+    try:  # files are read by some ranks more slowly than by others
+        handle = together(collectives, "shard", build, words=_in_words, patient=True)
     except ValueError:
-        if handle is not None:
+        for handle in made:
             handle._release()
         for parameter, data in before:
             give(parameter, data)
@@ -137,9 +138,12 @@ def shard(
         if on_meta:
             move(model, collectives.device, META)
         raise
-    assert handle is not None
     collectives.meet()
     return handle
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, (ValueError, TypeError, ImportError)) else repr(error)
 
 
 def _choose(

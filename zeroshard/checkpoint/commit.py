@@ -33,6 +33,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_file
+from zeroshard.together import in_words
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Job:
             self.meeting.report()
         except BaseException as error:
             failure = error
-            self.meeting.report(error=describe(error))
+            self.meeting.report(error=in_words(error))
         try:
             verdict = self._conclude() if self.meeting.rank == 0 else self.meeting.verdict()
         finally:
@@ -83,7 +84,7 @@ class Job:
             folders.publish(self.folder, step, self.base.id)
         except BaseException as error:
             self.meeting.let_stop()
-            verdict = f"step {step} was not saved: {describe(error)}{discard(self.folder)}"
+            verdict = f"step {step} was not saved: {in_words(error)}{discard(self.folder)}"
             self.meeting.announce(verdict)
             if not isinstance(error, Exception):
                 raise
@@ -93,7 +94,7 @@ class Job:
             folders.set_latest(self.folder.parent, step, self.base.id)
             folders.sweep(self.folder.parent)
         except BaseException as error:
-            verdict = f"step {step} is in place, but what follows failed (sync, latest, sweep): {describe(error)}"
+            verdict = f"step {step} is in place, but what follows failed (sync, latest, sweep): {in_words(error)}"
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -103,10 +104,6 @@ class Job:
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
-
-
-def describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 def discard(folder: Path) -> str:

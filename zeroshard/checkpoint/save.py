@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.commit import Job, describe, file_name, least_size, open_folder, size_of_part, versions
+from zeroshard.checkpoint.commit import Job, file_name, least_size, open_folder, size_of_part, versions
 from zeroshard.checkpoint.contents import (
     Extra,
     Optimizers,
@@ -35,6 +35,7 @@ from zeroshard.engine import Engine
 from zeroshard.handle import Handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.right_call import expect_handle
+from zeroshard.together import tell_together
 
 T = TypeVar("T")
 
@@ -175,20 +176,7 @@ def together(
 ) -> tuple[T, list[Any]]:
     """`work` gives something to keep, and something JSON-able for all ranks to know. If it raises on one, all raise a
     CheckpointError, or the same where it is one of `kinds`. Collective."""
-    problem, told, failure = None, None, None
-    try:
-        kept, told = work()
-    except Exception as error:
-        text = str(error) if type(error) in kinds else describe(error)
-        problem, failure = [type(error).__name__, text.removeprefix(f"{what}: ")], error
-    engine.collectives.wait_for_all()  # one rank may have much more to do than the others
-    results = engine.collectives.exchange_objects([problem, told], "save")
-    failed = [(rank, of_rank[0]) for rank, of_rank in enumerate(results) if of_rank[0]]
-    if failed:
-        rank, (kind, text) = failed[0]
-        where = "" if len(failed) == len(results) and all(of[1] == text for _, of in failed) else f" (on rank {rank})"
-        raise {one.__name__: one for one in kinds}.get(kind, CheckpointError)(f"{what}{where}: {text}") from failure
-    return kept, [told for _, told in results]
+    return tell_together(engine.collectives, what, work, errors=(CheckpointError, *kinds), patient=True)
 
 
 @dataclass(frozen=True)

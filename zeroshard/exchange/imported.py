@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.commit import Job, describe, file_name, open_folder, size_of_part, versions
+from zeroshard.checkpoint.commit import Job, file_name, open_folder, size_of_part, versions
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import blob, number
@@ -20,6 +20,7 @@ from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.exchange.dcp_folder import Box, Foreign
 from zeroshard.interval import Interval
 from zeroshard.tensor_file import open_model
+from zeroshard.together import in_words
 from zeroshard.values import encode, no_tensors
 
 
@@ -232,6 +233,6 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
         sizes = [plan.num_bytes, len(base.encode()) + size_of_part(plan, 0)]
         lock = open_folder(directory, step, unique, sizes)
     except OSError as error:
-        raise CheckpointError(f"{directory}: {describe(error)}") from None
+        raise CheckpointError(f"{directory}: {in_words(error)}") from None
     Job(directory / folders.temporary_name(step, unique), plan, base, Meeting(None, unique), lock).run()
     return directory / folders.step_name(step)
