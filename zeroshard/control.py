@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from zeroshard.collectives import Collectives
+from zeroshard.norms import norms_of_rows
 from zeroshard.packets import Uneven
 from zeroshard.same_gradients import SameGradients
 from zeroshard.samples import first_difference
@@ -31,7 +32,6 @@ _HEAD = 6
 """Numbers before the norm terms."""
 _WORD_BITS = 48
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
-_ROW_NUMEL = 1024
 _RECENT = 2000
 """Collectives of each kind that ranks compare when they have not issued the same."""
 
@@ -127,9 +127,7 @@ def exchange_control(
         if set(rows[:, 0].tolist()) == {Status.READY} and len(set(rows[:, 5].tolist())) > 1:
             same.expect_same(CONTROL)
         same.forget()
-    mesh = collectives.mesh
-    shard_ranks = [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
-    sums = rows[shard_ranks, _HEAD : _HEAD + num_groups]  # one replica of each shard
+    sums = rows[collectives.mesh.one_of_each_shard, _HEAD : _HEAD + num_groups]
     if math.isinf(norm_type):
         norms = sums.amax(0).tolist()
     else:
@@ -163,20 +161,13 @@ def _norm_terms(
 
 
 def _norms(pieces: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """[pieces] float64. On a CPU by rows: torch adds a long fp32 tensor in a few running sums there, and drifts."""
+    """[pieces] float64. On a CPU by rows (see `norms.py`)."""
     for piece_dtype in {piece.dtype for piece in pieces}:
         dtype = torch.promote_types(dtype, piece_dtype)
     if pieces[0].is_cuda:
         return torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype)).to(torch.float64)
-    return torch.stack([_norm_by_rows(piece, norm_type, dtype) for piece in pieces])
-
-
-def _norm_by_rows(piece: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    end = piece.numel() // _ROW_NUMEL * _ROW_NUMEL
-    rows = vector_norm(piece[:end].view(-1, _ROW_NUMEL), norm_type, dim=1, dtype=dtype)
-    tail = vector_norm(piece[end:], norm_type, dtype=dtype) if end < piece.numel() else rows.new_zeros(())
-    total: Tensor = vector_norm(torch.cat([rows, tail.view(1)]), norm_type, dtype=torch.float64)
-    return total
+    by_rows = [norms_of_rows(piece, norm_type, dtype) for piece in pieces]
+    return torch.stack([vector_norm(rows, norm_type, dtype=torch.float64) for rows in by_rows])
 
 
 def _pack(flags: Sequence[bool]) -> list[float]:

@@ -111,6 +111,11 @@ class Mesh:
         """Whether ranks exchange slices by messages (gloo); else the backend's own collectives do it."""
         return is_gloo(self.world.group, self.device)
 
+    @property
+    def one_of_each_shard(self) -> list[int]:
+        """Among the rows of all ranks, those of the own shard axis: of several replicas one."""
+        return [self.world.ranks.index(rank) for rank in self.shard.ranks]
+
     @classmethod
     def of(cls, mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | None = None) -> Mesh:
         """From a process group (None: the default one) or a `DeviceMesh`: one axis, or two named "replicate" and

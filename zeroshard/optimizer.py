@@ -247,10 +247,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             if (world := unit.layout.slots[index].world & unit.own_shard())
             for tensor in unit.grads.views(world)
         )
-        mesh = self.engine.collectives.mesh
         row = torch.tensor([zeros], dtype=torch.float64, device=self.engine.collectives.device)
         rows = self.engine.collectives.exchange(row, "optimizer.count_zero_gradients()")
-        return int(sum(rows[mesh.world.ranks.index(rank), 0].item() for rank in mesh.shard.ranks))
+        return int(sum(rows[self.engine.collectives.mesh.one_of_each_shard, 0].tolist()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. After the start, collective: parameters of the same handle that no group has yet, or, under

@@ -217,10 +217,7 @@ class VisibleGradients:
         for position, value in enumerate(parts):
             if value is not None:
                 row[position] = value if largest else value**norm_type
-        mesh = self._collectives.mesh
-        rows = self._collectives.exchange(row, _norm_of(norm_type))[
-            [mesh.world.ranks.index(rank) for rank in mesh.shard.ranks]
-        ]
+        rows = self._collectives.exchange(row, _norm_of(norm_type))[self._collectives.mesh.one_of_each_shard]
         norms = rows.amax(0) if largest else rows.sum(0) ** (1 / norm_type)
         return {
             (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
