@@ -40,7 +40,7 @@ class Seen:
     position: Position | None = None
     left: bool = False
 
-    def note(self, now: float, beats: int, where: str, position: Position | None) -> None:
+    def note(self, now: float, beats: int, where: str = "", position: Position | None = None) -> None:
         if beats != self.beats or now - self.looked > STILL_SECONDS:  # or nobody has looked for a while
             self.changed = now
         self.beats, self.where, self.position, self.looked = beats, where, position, now

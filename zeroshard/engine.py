@@ -35,9 +35,9 @@ KINDS = ("weights", "grads", "main", "state", "scalars", *TRANSIENT_KINDS)
 
 
 class Unfinished(Protocol):
-    """Work that goes on in the background. `settle`: wait for it, and raise its error if nobody has seen it yet."""
+    """Work that goes on in the background. `finish`: wait for it, and raise its error if nobody has seen it yet."""
 
-    def settle(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Engine(NotCopied):
@@ -222,7 +222,7 @@ class Engine(NotCopied):
         """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
         unfinished, self.background = self.background, None
         if unfinished is not None:
-            unfinished.settle()
+            unfinished.finish()
 
     @torch.no_grad()
     def park(self, device: torch.device) -> None:

@@ -40,7 +40,9 @@ from zeroshard.processes import Who
 from zeroshard.store_line import Silent, StoreLine
 
 BEAT_SECONDS = 0.5
+"""Between two times that a rank says that it runs: to its watch, and to those with whom it saves."""
 GRACE_SECONDS = 2.0
+"""How long others have, once a rank has failed: to end, or to stop writing."""
 PATIENCE_SECONDS = 1.0
 """With the store, of a rank that is about to leave."""
 FAILED = 1

@@ -20,12 +20,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.backends import timeout_of
+from zeroshard.blame import Seen
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.collectives import Collectives
+from zeroshard.watch import BEAT_SECONDS, GRACE_SECONDS
 
-BEAT_SECONDS = 0.2
-GRACE_SECONDS = 2.0
-"""How long rank 0 waits for the others: to stop writing before it removes what they wrote, and to hear how it ended."""
 _PART = 1 << 20  # a store refuses long values
 
 
@@ -82,7 +81,7 @@ class Meeting:
         return [self._get(f"report-{rank}")["part"] for rank in range(self.size)]
 
     def let_stop(self) -> None:
-        """Wait a moment until all ranks have stopped. Rank 0, after an error."""
+        """Wait a moment until all ranks have stopped. Rank 0, after an error, before it removes what they wrote."""
         self.stop()
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and not self._store.check([f"report-{rank}" for rank in range(self.size)]):
@@ -128,17 +127,15 @@ class Meeting:
 
     def _wait(self, key: str, rank: int, look: Callable[[], None] = lambda: None) -> None:
         """Until the key is there, as long as that rank is heard of."""
-        pause, heard, since = 0.001, -1, time.monotonic()
+        pause, seen = 0.001, Seen(beats=-1, where="", changed=time.monotonic(), looked=time.monotonic())
         while not self._store.check([key]):
             look()
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
             with suppress(Stopped):
                 self.beat()
-            beats = self._store.add(f"beat-{rank}", 0)
-            if beats != heard:
-                heard, since = beats, time.monotonic()
-            elif time.monotonic() - since > self._timeout:
+            seen.note(time.monotonic(), beats=self._store.add(f"beat-{rank}", 0))
+            if seen.silent_seconds > self._timeout:
                 raise CheckpointError(f"rank {rank} has not been heard of for {self._timeout:.0f} s: it died, or hangs")
 
     def _put(self, key: str, value: Any) -> None:

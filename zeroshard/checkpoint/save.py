@@ -67,7 +67,7 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """As `wait`; an error is raised only if no `wait` has raised it."""
         if not self._seen:
             self.wait()
