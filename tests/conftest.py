@@ -1,5 +1,6 @@
 """What every test shares: one thread, folders of its own, properties that give the same answer each time."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -21,6 +22,8 @@ hypothesis.settings.load_profile("repeatable")
 
 _OWN_FOLDER = pytest.StashKey[str]()
 
+gc.disable()  # until all tests are imported: of what comes with an import nothing becomes garbage
+
 
 @pytest.hookimpl(tryfirst=True)  # pytest's own makes the folder
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,9 +39,32 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def pytest_collection_finish() -> None:
+    """What is here now stays: no collection searches it any more, in this process or in one that is forked from it.
+    Ranks live for a second; collections that come as often as in a program that runs for days are a tenth of it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm(_one_thread: None) -> None:
+    """What torch prepares at a first call (wrappers for its compiler, lines of source for a traceback) is prepared
+    once, here, and not by every rank that is forked from this process."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model.weight.register_post_accumulate_grad_hook(lambda _: None)
+    model(torch.zeros(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

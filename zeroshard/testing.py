@@ -6,13 +6,14 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,19 +105,14 @@ def _write(path: Path, data: bytes) -> None:
 def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
     """Reap all ranks; a failure gives the others a moment to fail in their own words, then ends them."""
     running = dict(pids)
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG) if len(running) else (0, 0)
-        if pid in running:
+    while running and (ended := _wait_for_one(running, deadline)):
+        for pid, status in ended.items():
             rank = running.pop(pid)
             if status:
                 deadline = min(deadline, time.monotonic() + 5.0)
                 if os.WIFSIGNALED(status):
                     text = f"killed by signal {os.WTERMSIG(status)}".encode()
                     _write(folder / f"error-{rank}-{time.monotonic_ns()}", text)
-        elif time.monotonic() > deadline:
-            break
-        else:
-            time.sleep(0.002)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -125,6 +121,23 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
         raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text())
     if running:
         raise TimeoutError(f"ranks {sorted(running.values())} were still running at the timeout and have been killed")
+
+
+def _wait_for_one(pids: Iterable[int], deadline: float) -> dict[int, int]:
+    """Wait status by pid, as soon as at least one has ended; empty at the deadline. No other child is reaped."""
+    with ExitStack() as stack:
+        poller = select.poll()
+        for pid in pids if hasattr(os, "pidfd_open") else ():
+            file = os.pidfd_open(pid)
+            stack.callback(os.close, file)
+            poller.register(file, select.POLLIN)
+        while True:
+            ended = {pid: status for pid in pids for done, status in [os.waitpid(pid, os.WNOHANG)] if done}
+            left = deadline - time.monotonic()
+            if ended or left <= 0:
+                return ended
+            # Whoever looks every few milliseconds takes the core from a rank, which may then hold a lock of gloo's.
+            poller.poll(1000 * min(left, 60) if hasattr(os, "pidfd_open") else 10)
 
 
 def expect_same_logs(logs: Sequence[CommLog]) -> None:

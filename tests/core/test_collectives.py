@@ -27,10 +27,12 @@ from tests.core.models import (
     same_bits,
     train,
 )
+from tests.grids import at, grid
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.interval import Interval
 from zeroshard.mesh import Mesh
+from zeroshard.placement import Plan
 from zeroshard.portions import Portions
 from zeroshard.precision import MixedPrecision
 from zeroshard.sums import reduce_scratch_bytes
@@ -231,10 +233,10 @@ SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1), (1, 4), (4, 1)]
 """replicas x shards"""
 
 
-def on_mesh(shape: tuple[int, int], jobs: list[Job]) -> Callable[[int], list[list[Outcome]]]:
-    def run(rank: int) -> list[list[Outcome]]:
+def on_mesh(shape: tuple[int, int], runs: list[tuple[Job, Plan]]) -> Callable[[int], list[Outcome]]:
+    def run(rank: int) -> list[Outcome]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        return [[train(job, plan, rank, mesh) for plan in PLANS] for job in jobs]
+        return [train(job, plan, rank, mesh) for job, plan in runs]
 
     return run
 
@@ -250,23 +252,25 @@ def exact(precision: Any = None, every: bool = False) -> Job:
     )
 
 
+JOBS = (exact(), exact("bf16"), exact(MixedPrecision(reduce=BF16)), exact(every=True))
+MESH_CASES = grid(range(len(JOBS)), PLANS, SHAPES)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mesh_of_two_axes_is_the_mesh_of_one_where_sums_are_exact(shape: tuple[int, int]) -> None:
-    jobs = [exact(), exact("bf16"), exact(MixedPrecision(reduce=BF16)), exact(every=True)]
-    num_ranks = shape[0] * shape[1]
+    cases, num_ranks = at(MESH_CASES, shape), shape[0] * shape[1]
 
-    def flat(rank: int) -> list[Outcome]:
-        return [train(job, zeroshard.ZERO2, rank) for job in jobs]
+    def flat(rank: int) -> dict[int, Outcome]:
+        return {number: train(JOBS[number], zeroshard.ZERO2, rank) for number in sorted({job for job, _ in cases})}
 
     expected = run_ranks(flat, num_ranks)
-    found = run_ranks(on_mesh(shape, jobs), num_ranks)
-    for index in range(len(jobs)):
-        for plan in range(len(PLANS)):
-            by_rank = [found[rank][index][plan] for rank in range(num_ranks)]
-            for rank, outcome in enumerate(by_rank):
-                assert outcome.losses == expected[rank][index].losses
-                assert same_bits(outcome.weights, expected[rank][index].weights)
-            expect_same_logs(logs(by_rank))
+    found = run_ranks(on_mesh(shape, [(JOBS[number], plan) for number, plan in cases]), num_ranks)
+    for index, (number, _) in enumerate(cases):
+        by_rank = [found[rank][index] for rank in range(num_ranks)]
+        for rank, outcome in enumerate(by_rank):
+            assert outcome.losses == expected[rank][number].losses
+            assert same_bits(outcome.weights, expected[rank][number].weights)
+        expect_same_logs(logs(by_rank))
 
 
 def test_on_two_axes_all_plans_and_both_replicas_have_the_same_bits() -> None:
@@ -276,16 +280,16 @@ def test_on_two_axes_all_plans_and_both_replicas_have_the_same_bits() -> None:
     def flat(rank: int) -> Outcome:
         return train(job, zeroshard.ZERO1, rank)
 
-    found = run_ranks(on_mesh((2, 2), [job]), 4)
+    found = run_ranks(on_mesh((2, 2), [(job, plan) for plan in PLANS]), 4)
     one_axis = run_ranks(flat, 4)
     for rank in range(4):
-        for outcome in found[rank][0]:
-            assert same_bits(outcome.weights, found[0][0][0].weights)
-            assert outcome.losses == found[rank][0][0].losses
-            assert outcome.norms == found[0][0][0].norms
-        assert 0 < largest_difference(found[rank][0][0].weights, one_axis[rank].weights) < 1e-6
+        for outcome in found[rank]:
+            assert same_bits(outcome.weights, found[0][0].weights)
+            assert outcome.losses == found[rank][0].losses
+            assert outcome.norms == found[0][0].norms
+        assert 0 < largest_difference(found[rank][0].weights, one_axis[rank].weights) < 1e-6
     for plan in range(len(PLANS)):
-        of_plan = logs([found[rank][0][plan] for rank in range(4)])
+        of_plan = logs([found[rank][plan] for rank in range(4)])
         expect_same_logs(of_plan)
         assert {event.op for event in of_plan[0].entries} >= {"reduce_scatter", "reduce_replicas", "all_gather"}
 
@@ -305,7 +309,7 @@ def test_forgetting_the_replicas_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         RankError, match=r"the ranks have trained apart: unit .* has other values on rank 2 than on rank 0"
     ):
-        run_ranks(on_mesh((2, 2), [exact()]), 4)
+        run_ranks(on_mesh((2, 2), [(exact(), plan) for plan in PLANS]), 4)
 
 
 def test_other_meshes_are_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import zeroshard
 from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make
+from tests.grids import at, grid
 from zeroshard import collectives
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommEvent, CommLog
@@ -102,24 +103,26 @@ def found(events: list[CommEvent], plan: Any) -> Counter[tuple[str, str, str, in
     )
 
 
+STEP_CASES = grid(SCHEDULES, PRECISIONS, PLANS, (2, 3, 4))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_collectives_and_bytes_of_a_step_are_the_formulas(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for schedule, (micro_batches, every) in SCHEDULES.items():
-            for precision in PRECISIONS.values() if schedule == "one" else ("fp32", "bf16"):
-                for plan in PLANS:
-                    job = Job(
-                        model=partial(Net, blocks=3, tied=True),
-                        precision=precision,
-                        micro_batches=micro_batches,
-                        reduce_every_micro_batch=every,
-                    )
-                    handle, events, sent = sent_in_one_step(plan, job, rank)
-                    assert found(events, plan) == expected(handle, job), (plan, precision, schedule)
-                    assert [e.op for e in events].count("exchange") == 1  # of control, whatever the plan
-                    assert sent == sum(e.bytes for e in events)
-                    logs.append(handle.comm_log)
+        for schedule, precision, plan in at(STEP_CASES, num_ranks):
+            micro_batches, every = SCHEDULES[schedule]
+            job = Job(
+                model=partial(Net, blocks=3, tied=True),
+                precision=PRECISIONS[precision],
+                micro_batches=micro_batches,
+                reduce_every_micro_batch=every,
+            )
+            handle, events, sent = sent_in_one_step(plan, job, rank)
+            assert found(events, plan) == expected(handle, job), (plan, precision, schedule)
+            assert [e.op for e in events].count("exchange") == 1  # of control, whatever the plan
+            assert sent == sum(e.bytes for e in events)
+            logs.append(handle.comm_log)
         return logs
 
     for logs in zip(*run_ranks(check, num_ranks), strict=True):

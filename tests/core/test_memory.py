@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.core.models import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
+from tests.grids import at, grid
 from zeroshard.absent import as_tensors
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
@@ -37,6 +38,10 @@ TABLE = {
     ),
 }
 """Bytes per parameter with Adam under DDP, ZERO1, ZERO2, ZERO3: (a, b) stands for a + b / d."""
+
+PLAN_NUMBERS = range(len(PLANS))
+RESTING_CASES = grid(TABLE, PLAN_NUMBERS, (1, 2, 3, 4))
+STEADY_CASES = grid(TABLE, PLAN_NUMBERS, (1, 3))
 
 RESTING = ("weights", "grads", "main", "state")
 ADAM_STATE_BYTES = 8
@@ -115,22 +120,22 @@ def test_resting_bytes_are_the_tables_and_no_storage_is_forgotten(num_ranks: int
     def check(rank: int) -> list[Any]:
         gc.freeze()
         logs = []
-        for precision, row in TABLE.values():
-            for plan, (replicated, sharded) in zip(PLANS, row, strict=True):
-                before = live_storages()
-                model, handle, optimizer = trained(plan, precision, rank)
-                memory, peak = handle.memory(), handle.memory(peak=True)
-                expected = expected_bytes(handle, rank, replicated, sharded)
-                assert sum(peak[kind] for kind in RESTING) == expected, (plan, precision, peak)
-                assert memory["grads"] == (0 if plan in (zeroshard.ZERO2, zeroshard.ZERO3) else peak["grads"])
-                expect_accounted(handle, before)
-                with torch.device("meta"):
-                    on_meta = Net(tied=True)
-                arguments = {"units": Block, "precision": precision, "rank": rank}
-                assert memory == plan_memory(on_meta, plan, num_ranks, **arguments)
-                assert peak == plan_memory(on_meta, plan, num_ranks, **arguments, peak=True)
-                logs.append(handle.comm_log)
-                del model, handle, optimizer
+        for row, number in at(RESTING_CASES, num_ranks):
+            precision, plan, (replicated, sharded) = TABLE[row][0], PLANS[number], TABLE[row][1][number]
+            before = live_storages()
+            model, handle, optimizer = trained(plan, precision, rank)
+            memory, peak = handle.memory(), handle.memory(peak=True)
+            expected = expected_bytes(handle, rank, replicated, sharded)
+            assert sum(peak[kind] for kind in RESTING) == expected, (plan, precision, peak)
+            assert memory["grads"] == (0 if plan in (zeroshard.ZERO2, zeroshard.ZERO3) else peak["grads"])
+            expect_accounted(handle, before)
+            with torch.device("meta"):
+                on_meta = Net(tied=True)
+            arguments = {"units": Block, "precision": precision, "rank": rank}
+            assert memory == plan_memory(on_meta, plan, num_ranks, **arguments)
+            assert peak == plan_memory(on_meta, plan, num_ranks, **arguments, peak=True)
+            logs.append(handle.comm_log)
+            del model, handle, optimizer
         return logs
 
     by_rank = run_ranks(check, num_ranks)
@@ -243,17 +248,17 @@ def come_and_gone(handle: zeroshard.Handle) -> int:
 def test_a_steady_step_allocates_nothing(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for precision, _ in TABLE.values():
-            for plan in PLANS:
-                model, handle, optimizer = trained(plan, precision, rank, steps=2)
-                places = handle.memory()
-                with Allocations() as seen:
-                    run_steps(model, optimizer, rank, range(2, 3), micro_batches=2)
-                assert seen.by_engine == [], (plan, precision)
-                assert seen.taken == come_and_gone(handle), (plan, precision)
-                assert seen.by_others > 10
-                assert handle.memory() == places
-                logs.append(handle.comm_log)
+        for row, number in at(STEADY_CASES, num_ranks):
+            precision, plan = TABLE[row][0], PLANS[number]
+            model, handle, optimizer = trained(plan, precision, rank, steps=2)
+            places = handle.memory()
+            with Allocations() as seen:
+                run_steps(model, optimizer, rank, range(2, 3), micro_batches=2)
+            assert seen.by_engine == [], (plan, precision)
+            assert seen.taken == come_and_gone(handle), (plan, precision)
+            assert seen.by_others > 10
+            assert handle.memory() == places
+            logs.append(handle.comm_log)
         return logs
 
     by_rank = run_ranks(check, num_ranks)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.core.models import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
+from tests.grids import at, grid
 from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -49,6 +50,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int, in
 """Class, options, bytes of state per element, scalars per tensor."""
 
 RESTING = ("weights", "grads", "main", "state")
+PLAN_NUMBERS = range(len(PLANS))
+RESTING_CASES = grid(OPTIMIZERS, TABLE, PLAN_NUMBERS, (1, 2, 3, 4))
+STEPPING_CASES = grid(OPTIMIZERS, TABLE, PLAN_NUMBERS, (1, 3))
 
 
 def one_block() -> Net:
@@ -82,27 +86,27 @@ def expected_bytes(handle: Any, rank: int, a: int, b: int, state_bytes: int) -> 
 def test_every_row_is_exact_and_is_what_was_planned(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for name, (_, _, state_bytes, scalars) in OPTIMIZERS.items():
-            for precision, row in TABLE.values():
-                for plan, (a, b) in zip(PLANS, row, strict=True):
-                    model, handle, _optimizer = trained(plan, precision, name, rank)
-                    memory, peak = handle.memory(), handle.memory(peak=True)
-                    found = sum(peak[kind] for kind in RESTING)
-                    assert found == expected_bytes(handle, rank, a, b, state_bytes), (name, precision, plan, memory)
-                    with torch.device("meta"):
-                        on_meta = one_block()
-                    assert memory == plan_memory(
-                        on_meta,
-                        plan,
-                        num_ranks,
-                        units=Block,
-                        precision=precision,
-                        rank=rank,
-                        state_bytes_per_element=state_bytes,
-                        state_scalars=scalars,
-                    )
-                    del model
-                    logs.append(handle.comm_log)
+        for name, row, number in at(RESTING_CASES, num_ranks):
+            _, _, state_bytes, scalars = OPTIMIZERS[name]
+            precision, plan, (a, b) = TABLE[row][0], PLANS[number], TABLE[row][1][number]
+            model, handle, _optimizer = trained(plan, precision, name, rank)
+            memory, peak = handle.memory(), handle.memory(peak=True)
+            found = sum(peak[kind] for kind in RESTING)
+            assert found == expected_bytes(handle, rank, a, b, state_bytes), (name, precision, plan, memory)
+            with torch.device("meta"):
+                on_meta = one_block()
+            assert memory == plan_memory(
+                on_meta,
+                plan,
+                num_ranks,
+                units=Block,
+                precision=precision,
+                rank=rank,
+                state_bytes_per_element=state_bytes,
+                state_scalars=scalars,
+            )
+            del model
+            logs.append(handle.comm_log)
         return logs
 
     for logs in zip(*run_ranks(check, num_ranks), strict=True):
@@ -153,17 +157,16 @@ def test_a_step_needs_the_planned_scratch_and_nothing_else(num_ranks: int) -> No
     and splitting a remainder, rounding the weights and sending them included."""
 
     def check(rank: int) -> None:
-        for name in OPTIMIZERS:
-            for precision, _ in TABLE.values():
-                for plan in PLANS:
-                    model, handle, optimizer = trained(plan, precision, name, rank, steps=2)
-                    before = handle.memory()
-                    optimizer.backward(loss_of_tokens(model, rank, 0, 5))
-                    with Allocations() as seen:
-                        optimizer.clip_grad_norm_(0.5)
-                        optimizer.step()
-                    assert seen.found == [], (name, precision, plan)
-                    assert handle.memory() == before
+        for name, row, number in at(STEPPING_CASES, num_ranks):
+            precision, plan = TABLE[row][0], PLANS[number]
+            model, handle, optimizer = trained(plan, precision, name, rank, steps=2)
+            before = handle.memory()
+            optimizer.backward(loss_of_tokens(model, rank, 0, 5))
+            with Allocations() as seen:
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+            assert seen.found == [], (name, precision, plan)
+            assert handle.memory() == before
 
     run_ranks(check, num_ranks)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.core.models import CANCELLED, PLANS, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.grids import at, grid
 from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs, largest_difference, train, train_reference
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.optim import Lamb
@@ -360,8 +361,8 @@ def test_what_was_frozen_when_it_was_sharded_trains_once_it_requires_grad(precis
     frozen for two steps, its bias for two more."""
 
     def unfreeze(model: nn.Module, optimizer: Any, step: int) -> None:
-        for name, at in (("weight", 2), ("bias", 4)):
-            if step == at:
+        for name, when in (("weight", 2), ("bias", 4)):
+            if step == when:
                 parameter = getattr(model[0], name).requires_grad_(True)
                 if by_group:
                     optimizer.add_param_group({"params": [parameter], "lr": 0.05})
@@ -552,6 +553,9 @@ def test_step_and_state_hooks_run_once_each() -> None:
 # State in torch's layout ----------------------------------------------------------------------------------------------
 
 
+STATE_CASES = grid(("to a plain one", "from a plain one"), PLANS, [*ELEMENTWISE, "lion"])
+
+
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "lion"])
 def test_state_goes_to_a_plain_optimizer_and_back(name: str) -> None:
     """Two steps sharded and two plain, two plain and two sharded: the bits of four plain ones. In one group each with
@@ -596,17 +600,17 @@ def test_state_goes_to_a_plain_optimizer_and_back(name: str) -> None:
         first = make(Net)
         saved = plain(first, None, range(2)).state_dict()
         logs = []
-        for plan in PLANS:
-            model = make(Net)
-            handle, optimizer = sharded(model, plan, None, None, range(2))
-            other = make(Net)
-            other.load_state_dict(handle.full_state_dict())
-            plain(other, optimizer.state_dict(), range(2, 4))
-            assert same_bits(dict(other.state_dict()), dict(truth.state_dict())), (plan, "to a plain one")
-            second = make(Net, seed=3)
-            handle, optimizer = sharded(second, plan, first.state_dict(), saved, range(2, 4))
-            assert same_bits(handle.full_state_dict(), dict(truth.state_dict())), (plan, "from a plain one")
-            expect_same_state(optimizer.state_dict(), last.state_dict())
+        for direction, plan in at(STATE_CASES, name):
+            if direction == "to a plain one":
+                handle, optimizer = sharded(make(Net), plan, None, None, range(2))
+                other = make(Net)
+                other.load_state_dict(handle.full_state_dict())
+                plain(other, optimizer.state_dict(), range(2, 4))
+                assert same_bits(dict(other.state_dict()), dict(truth.state_dict())), (plan, direction)
+            else:
+                handle, optimizer = sharded(make(Net, seed=3), plan, first.state_dict(), saved, range(2, 4))
+                assert same_bits(handle.full_state_dict(), dict(truth.state_dict())), (plan, direction)
+                expect_same_state(optimizer.state_dict(), last.state_dict())
             logs.append(handle.comm_log)
         return logs
 

@@ -12,8 +12,7 @@ reference's vectors (whole parameters) end elsewhere than the engine's pieces.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 import zeroshard
 from tests.core.models import CANCELLED, PLANS, Counting, Net, loss_of_integers, loss_of_tokens, same_bits
+from tests.grids import at, grid
 from tests.precision.common import (
     ELEMENTWISE,
     FP32,
@@ -41,7 +41,6 @@ from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
 BF16 = torch.bfloat16
-EVERYTHING = bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING"))
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 NARROW_WIRES = {
     "bf16 weights, fp32 sums, bf16 wire": MixedPrecision(reduce=BF16),
@@ -72,47 +71,46 @@ def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
     return ConstantScale(2.0**10) if index % 3 == 0 else None
 
 
-def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
-    """Every pair of precision and optimizer; of the usual run every third one, at one world size or the other, with
-    the schedules in turn. `make test-everything` runs all of them with all schedules at both."""
-    result = {}
-    for i, (name, precision) in enumerate(PRECISIONS.items()):
-        for j, (key, (optimizer, defaults)) in enumerate(ELEMENTWISE.items()):
-            for number, schedule in enumerate(SCHEDULES):
-                if EVERYTHING or ((i + j) % 6 == num_ranks and number == (i + j // 4) % 3):
-                    result[name, key, schedule] = job_of(
-                        schedule,
-                        optimizer=optimizer,
-                        defaults={**defaults, "foreach": j % 3 == 0},
-                        precision=precision,
-                        scale=scale_of(name, i + j),
-                        model=(tied_net, untied_net)[j % 2],
-                    )
-    return result
+CASES = grid(PRECISIONS, ELEMENTWISE, SCHEDULES, PLANS, (2, 3))
+"""The one table of precision x optimizer x schedule x plan x ranks. Each case is compared with one process, bit for
+bit, and so needs no other plan beside it."""
+
+
+def job_for(name: str, key: str, schedule: str) -> Job:
+    i, j = list(PRECISIONS).index(name), list(ELEMENTWISE).index(key)
+    optimizer, defaults = ELEMENTWISE[key]
+    return job_of(
+        schedule,
+        optimizer=optimizer,
+        defaults={**defaults, "foreach": j % 3 == 0},
+        precision=PRECISIONS[name],
+        scale=scale_of(name, i + j),
+        model=(tied_net, untied_net)[j % 2],
+    )
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_elementwise_optimizers_in_every_precision_and_plan(num_ranks: int) -> None:
-    matrix = jobs(num_ranks)
-    assert {key for _, key, _ in matrix} == set(ELEMENTWISE) and {name for name, _, _ in matrix} == set(PRECISIONS)
-    parts = [dict(itertools.islice(matrix.items(), start, start + 24)) for start in range(0, len(matrix), 24)]
+    cases = at(CASES, num_ranks)
+    parts = [cases[start : start + 96] for start in range(0, len(cases), 96)]
     skipped = [applied for part in parts for applied in steps_skipped_in(part, num_ranks)]
     assert any(skipped) and not all(skipped)
-    print(f"{len(matrix)} jobs, each under {len(PLANS)} plans on {num_ranks} ranks")
+    print(f"{len(cases)} cases on {num_ranks} ranks")
 
 
-def steps_skipped_in(matrix: dict[tuple[str, str, str], Job], num_ranks: int) -> list[bool]:
-    """Runs and compares these jobs."""
-    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
-    found = run_ranks(all_plans, num_ranks, list(matrix.values()))
-    for index, what in enumerate(matrix):
+def steps_skipped_in(cases: Sequence[tuple[Any, ...]], num_ranks: int) -> list[bool]:
+    """Runs and compares these."""
+    jobs = {case[:3]: job_for(*case[:3]) for case in cases}
+    references = run_ranks(all_references, 1, num_ranks, list(jobs.values()))[0]
+    expected = dict(zip(jobs, references, strict=True))
+    found = run_ranks(lambda rank: [[train(jobs[case[:3]], case[3], rank)] for case in cases], num_ranks)
+    for index, case in enumerate(cases):
         for rank in range(num_ranks):
-            expect_identical(found[rank][index], what)
-            one, truth = found[rank][index][0], expected[index][rank]
-            assert (one.applied, one.scales, one.losses) == (truth.applied, truth.scales, truth.losses), what
-            assert same_bits(one.weights, truth.weights), what
-            assert same_bits(one.main, truth.main), what
+            (one,), truth = found[rank][index], expected[case[:3]][rank]
+            assert (one.applied, one.scales, one.losses) == (truth.applied, truth.scales, truth.losses), case
+            assert same_bits(one.weights, truth.weights), case
+            assert same_bits(one.main, truth.main), case
     expect_logs_of_ranks(found)
     return [not applied for of_rank in found for of_job in of_rank for applied in of_job[0].applied]
 

@@ -7,7 +7,6 @@ in another way, so the comparison with the reference is bit for bit, Newton-Schu
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.core.models import PLANS, Block, Counting, Net, State, loss_of_integers, loss_of_tokens, make, same_bits
+from tests.grids import at, grid
 from tests.precision.common import (
     BF16,
     Job,
@@ -72,46 +72,42 @@ class CountingMatrices(Counting):
         self.right = nn.Linear(29, 7, bias=False)
 
 
-def jobs(num_ranks: int) -> dict[tuple[str, str, str], Job]:
-    """Every optimizer in every precision, at one world size or the other (`make test-everything`: at both); the
-    schedules in turn."""
-    result = {}
-    for i, (name, precision) in enumerate(PRECISIONS.items()):
-        for j, (key, (optimizer, defaults)) in enumerate(WHOLE.items()):
-            if (i + j + num_ranks) % 2 and not os.environ.get("ZEROSHARD_TEST_EVERYTHING"):
-                continue
-            schedule = list(SCHEDULES)[(i + j + num_ranks) % 3]
-            micro_batches, every = SCHEDULES[schedule]
-            model: Any = Matrices if key == "muon" else lambda: Net(blocks=1, tied=True)
-            if every:
-                model = CountingMatrices if key == "muon" else Counting
-            result[name, key, schedule] = Job(
-                optimizer,
-                defaults,
-                precision,
-                model,
-                loss_of_integers if every else loss_of_tokens,
-                units=nn.Linear,
-                steps=3,
-                micro_batches=micro_batches,
-                reduce_every_micro_batch=every,
-                scale=zeroshard.ConstantScale(2.0**10) if name == "fp16" else None,
-            )
-    return result
+CASES = grid(PRECISIONS, WHOLE, SCHEDULES, PLANS, (2, 3))
+
+
+def job_for(name: str, key: str, schedule: str) -> Job:
+    optimizer, defaults = WHOLE[key]
+    micro_batches, every = SCHEDULES[schedule]
+    model: Any = Matrices if key == "muon" else lambda: Net(blocks=1, tied=True)
+    if every:
+        model = CountingMatrices if key == "muon" else Counting
+    return Job(
+        optimizer,
+        defaults,
+        PRECISIONS[name],
+        model,
+        loss_of_integers if every else loss_of_tokens,
+        units=nn.Linear,
+        steps=3,
+        micro_batches=micro_batches,
+        reduce_every_micro_batch=every,
+        scale=zeroshard.ConstantScale(2.0**10) if name == "fp16" else None,
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_precision_and_plan_computes_what_one_process_does(num_ranks: int) -> None:
-    matrix = jobs(num_ranks)
-    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
-    found = run_ranks(all_plans, num_ranks, list(matrix.values()))
-    for index, what in enumerate(matrix):
+    cases = at(CASES, num_ranks)
+    jobs = {case[:3]: job_for(*case[:3]) for case in cases}
+    references = run_ranks(all_references, 1, num_ranks, list(jobs.values()))[0]
+    expected = dict(zip(jobs, references, strict=True))
+    found = run_ranks(lambda rank: [[train(jobs[case[:3]], case[3], rank)] for case in cases], num_ranks)
+    for index, case in enumerate(cases):
         for rank in range(num_ranks):
-            expect_identical(found[rank][index], what)
-            one, truth = found[rank][index][0], expected[index][rank]
-            assert one.losses == truth.losses, what
-            assert same_bits(one.weights, truth.weights), what
-            assert same_bits(one.main, truth.main), what
+            (one,), truth = found[rank][index], expected[case[:3]][rank]
+            assert one.losses == truth.losses, case
+            assert same_bits(one.weights, truth.weights), case
+            assert same_bits(one.main, truth.main), case
     expect_logs_of_ranks(found)
 
 
