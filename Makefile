@@ -50,10 +50,12 @@ test-settings: $(STAMP)
 	$(BIN)/python -m tests.settings $(SETTINGS) -- $(SIDE_BY_SIDE) $(TESTS)
 
 test-everything: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/core/test_plans.py tests/precision/test_parity.py \
-		tests/precision/test_optimizers.py::test_freezing_and_unfreezing_during_training tests/precision/test_whole.py \
-		tests/precision/test_remainder_runs.py tests/models/test_random.py tests/models/test_modules.py \
-		tests/models/test_parameters.py tests/models/test_order.py tests/precision/test_scaling.py tests/test_remainder.py
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/core/test_plans.py tests/core/test_memory.py \
+		tests/core/test_communication.py tests/core/test_collectives.py tests/precision/test_parity.py \
+		tests/precision/test_whole.py tests/precision/test_keep.py tests/precision/test_bytes.py \
+		tests/precision/test_optimizers.py tests/precision/test_remainder_runs.py tests/precision/test_remainder.py \
+		tests/precision/test_scaling.py tests/models/test_transformers.py tests/models/test_random.py \
+		tests/models/test_modules.py tests/models/test_parameters.py tests/models/test_order.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

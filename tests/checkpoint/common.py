@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
 from zeroshard.checkpoint import Reader
 from zeroshard.loss_scale import DynamicScale
 

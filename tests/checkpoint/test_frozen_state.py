@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import make, same_bits
+from tests.kit import make, same_bits
 from zeroshard.checkpoint import CheckpointError
 from zeroshard.testing import run_ranks
 

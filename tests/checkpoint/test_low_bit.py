@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.checkpoint.common import read_all
-from tests.core.models import PLANS, State, make, same_bits
+from tests.kit import PLANS, State, make, same_bits
 from zeroshard.buffer import plain_parts
 from zeroshard.low_bit import dense, quantise
 from zeroshard.testing import run_ranks

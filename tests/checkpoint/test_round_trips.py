@@ -82,7 +82,7 @@ def test_two_groups_of_replicas_write_once(tmp_path: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        from tests.core.models import Block, Net, loss_of_tokens, make
+        from tests.kit import Block, Net, loss_of_tokens, make
 
         def started(seed: int) -> tuple[Any, Any, Any]:
             model = make(Net, seed)

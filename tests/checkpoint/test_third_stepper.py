@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import Net, make, same_bits
+from tests.kit import Net, make, same_bits
 from zeroshard.checkpoint import Reader
 from zeroshard.collectives import Collectives
 from zeroshard.interval import Interval

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import Block, Job, Net, loss_of_tokens, make, same_bits, train
 from zeroshard.absent import as_tensors, is_absent
 from zeroshard.testing import run_ranks
 

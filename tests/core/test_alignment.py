@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from tests.kit import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
 from zeroshard.layout import SLOT_ALIGNMENT
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
-from tests.core.models import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from zeroshard import backends
 from zeroshard.mesh import Mesh, problem_of
 from zeroshard.testing import expect_same_logs, run_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from tests.patience import AT_ONCE
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.core.models import (
+from tests.grids import at, grid
+from tests.kit import (
     PLANS,
     Block,
     Counting,
@@ -27,7 +28,6 @@ from tests.core.models import (
     same_bits,
     train,
 )
-from tests.grids import at, grid
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog
 from zeroshard.interval import Interval

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, loss_of_tokens, make
 from tests.grids import at, grid
+from tests.kit import PLANS, SCHEDULES, Block, Job, Net, loss_of_tokens, make
 from zeroshard import collectives
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommEvent, CommLog
@@ -19,7 +19,6 @@ from zeroshard.gather import Gatherer
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
 
-SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
 PRECISIONS = {
     "fp32": "fp32",
     "bf16": "bf16",

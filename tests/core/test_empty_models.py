@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.core.models import PLANS
+from tests.kit import PLANS
 from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.core.models import PLANS, State, make, same_bits
+from tests.kit import PLANS, State, make, same_bits
 from zeroshard.placement import Plan
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 

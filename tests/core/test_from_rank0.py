@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.collectives import Collectives
 from zeroshard.testing import run_ranks
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.testing import expect_same_logs, run_ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.core.models import (
+from tests.kit import (
     HIDDEN,
     LENGTH,
     PLANS,

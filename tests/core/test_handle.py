@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
 from zeroshard.absent import as_tensors, is_absent
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog

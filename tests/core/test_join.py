@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.orders import Orders
 from zeroshard.shared_memory import Probe
 from zeroshard.testing import expect_same_logs, run_ranks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.core.models import Block, Net, State, loss_of_tokens, make, same_bits
+from tests.kit import Block, Net, State, loss_of_tokens, make, same_bits
 from zeroshard.testing import run_ranks
 
 STEPS = (2, 4, 1)

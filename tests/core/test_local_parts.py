@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.core.models import PLANS, Counting, loss_of_integers, make, same_bits
+from tests.kit import PLANS, Counting, loss_of_integers, make, same_bits
 from zeroshard.testing import expect_same_logs, run_ranks
 
 

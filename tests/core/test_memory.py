@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
-from tests.core.models import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
 from tests.grids import at, grid
+from tests.kit import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
 from zeroshard.absent import as_tensors
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
@@ -233,7 +233,7 @@ def _origin() -> str | None:
         name = frame.f_code.co_filename
         if name.startswith(ENGINE):
             return f"{Path(name).name}:{frame.f_lineno}"
-        if name.startswith(OTHERS) or name == __file__ or name.endswith("models.py"):
+        if name.startswith(OTHERS) or name == __file__ or name.endswith("kit.py"):
             return None
         frame = frame.f_back
     return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, make, same_bits
+from tests.kit import PLANS, make, same_bits
 from zeroshard.optim import Lamb
 from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks

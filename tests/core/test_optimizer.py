@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train, train_reference
+from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train, train_reference
 from zeroshard.reference import Reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -387,21 +387,9 @@ def test_without_the_moments_training_goes_another_way() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-        (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-        (torch.optim.Adagrad, {"lr": 1e-2}),
-        (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
-        (torch.optim.Adamax, {"lr": 1e-2}),
-        (torch.optim.NAdam, {"lr": 1e-2}),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_any_elementwise_optimizer_of_torch(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    job = Job(optimizer=optimizer, defaults={**options, "foreach": False}, steps=4)
+def test_an_optimizer_without_state() -> None:
+    """Those with state are in the table of `tests/precision/test_parity.py`."""
+    job = Job(optimizer=torch.optim.SGD, defaults={"lr": 0.1, "foreach": False}, steps=4)
     expected = run_ranks(lambda rank: train_reference(job, 3)[0].weights, 1)[0]
 
     def check(rank: int) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.core.models import VOCAB, Net, State, largest_difference, make, same_bits
+from tests.kit import VOCAB, Net, State, largest_difference, make, same_bits
 from zeroshard.testing import expect_same_logs, run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.core.models import PLANS, State, same_bits
+from tests.kit import PLANS, State, same_bits
 from zeroshard import collectives, unit
 from zeroshard.collectives import Collectives
 from zeroshard.comm_log import CommLog

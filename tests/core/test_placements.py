@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import Block, Job, Net, largest_difference, make, same_bits, train, train_reference
+from tests.kit import Block, Job, Net, largest_difference, make, same_bits, train, train_reference
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement, Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 

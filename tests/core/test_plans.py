@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import (
+from tests.grids import at, grid
+from tests.kit import (
     CANCELLED,
     PLANS,
+    SCHEDULES,
     Block,
     Counting,
     Job,
@@ -28,7 +30,6 @@ from tests.core.models import (
     train,
     train_reference,
 )
-from tests.grids import at, grid
 from zeroshard import collectives
 from zeroshard.flat_step import FlatStep
 from zeroshard.interval import Interval
@@ -41,7 +42,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
 }
 STEPS = 20 if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 4
-SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
 MODELS = [partial(Net, blocks=1, tied=tied) for tied in (False, True)]
 UNITS = [Block, 4000]  # by class, by bytes
 

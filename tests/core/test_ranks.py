@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
-from tests.core.models import Job, same_bits, train, train_reference
+from tests.kit import Job, same_bits, train, train_reference
 from tests.patience import AT_ONCE
 from zeroshard.testing import RankError, run_ranks
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
+from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
 from zeroshard.absent import is_absent
 from zeroshard.testing import run_ranks
 

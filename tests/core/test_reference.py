@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.core.models import Counting, Job, Net, largest_difference, loss_of_integers, make, same_bits, train_reference
+from tests.kit import Counting, Job, Net, largest_difference, loss_of_integers, make, same_bits, train_reference
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference, nearest_bf16_ties_away
 from zeroshard.testing import run_ranks

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import zeroshard
-from tests.core.models import Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.absent import is_absent
 from zeroshard.shared_memory import Probe
 from zeroshard.testing import run_ranks

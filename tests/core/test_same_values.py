@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, same_bits
+from tests.kit import PLANS, same_bits
 from zeroshard.same import differing, fingerprint
 from zeroshard.tensor_file import bytes_of
 from zeroshard.testing import run_ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard
-from tests.core.models import (
+from tests.kit import (
     PLANS,
     WIDTH,
     Block,

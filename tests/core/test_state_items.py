@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, make
+from tests.kit import PLANS, make
 from zeroshard.exchange import export_dcp, import_dcp
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks

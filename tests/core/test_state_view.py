@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
 

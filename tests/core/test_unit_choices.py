@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train_reference
+from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train_reference
 from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, largest_difference, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, largest_difference, loss_of_tokens, make, same_bits
 from zeroshard.testing import expect_same_logs, run_ranks
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from zeroshard.collectives import Collectives
 from zeroshard.placement import Plan
 from zeroshard.samples import Samples, first_difference

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import PLANS, Block, Job, Outcome, same_bits, train
 from tests.failures.hosts import on_hosts
+from tests.kit import PLANS, Block, Job, Outcome, same_bits, train
 from zeroshard import shared_memory
 from zeroshard.shared_memory import Probe, Process, SharedMemory
 from zeroshard.testing import run_ranks

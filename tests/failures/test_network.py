@@ -15,8 +15,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import zeroshard
-from tests.core.models import Block, Net, loss_of_tokens, make
 from tests.failures.hosts import cut_off, on_hosts
+from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.blame import Seen, blame
 from zeroshard.processes import Who

@@ -17,7 +17,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from transformers.models.t5.modeling_t5 import T5Block
 from transformers.models.vit.modeling_vit import ViTLayer
 
-from tests.core.models import Job
+from tests.kit import Job
 
 hf.logging.set_verbosity_error()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
-from tests.core.models import CANCELLED, PLANS, Job, State, largest_difference, make, same_bits, train, train_reference
+from tests.kit import CANCELLED, PLANS, Job, State, largest_difference, make, same_bits, train, train_reference
 from tests.models.real import ROWS, generator, llama, text, tokens
 from zeroshard.testing import run_ranks
 
@@ -39,7 +39,7 @@ def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tm
     """As in one process, bit for bit; what is saved loads into a plain model and gives its loss; they merge."""
     peft = pytest.importorskip("peft")
     jobs = [
-        Job(adapted, loss_of_text, precision=precision, units=units, micro_batches=2)
+        Job(model=adapted, loss_of=loss_of_text, precision=precision, units=units, micro_batches=2)
         for units in (LlamaDecoderLayer, None)
     ]
     expected = run_ranks(lambda rank: train_reference(jobs[0], 2), 1)[0]

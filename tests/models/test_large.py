@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
-from tests.core.models import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.collectives import Collectives
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks

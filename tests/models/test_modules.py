@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.core.models import (
+from tests.core.test_graphs import cross_entropy, data, expect_reference
+from tests.kit import (
     PLANS,
     WIDTH,
     Block,
@@ -29,7 +30,6 @@ from tests.core.models import (
     train,
     train_reference,
 )
-from tests.core.test_graphs import cross_entropy, data, expect_reference
 from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks
 from zeroshard.trees import map_tensors, tensors_in

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import Block, Net, loss_of_tokens, make
+from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE
 from zeroshard.testing import run_ranks
 

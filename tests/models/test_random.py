@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.core.models import PLANS, Job, same_bits, train, train_reference
+from tests.kit import PLANS, Job, same_bits, train, train_reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
 NUM_CASES = 500

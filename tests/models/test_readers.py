@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Job, same_bits, train, train_reference
+from tests.kit import PLANS, Job, same_bits, train, train_reference
 from zeroshard.readers import is_whole, readers
 from zeroshard.testing import expect_same_logs, run_ranks
 from zeroshard.unit import choose_units

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils import _pytree as pytree
 
 import zeroshard
-from tests.core.models import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from zeroshard.testing import expect_same_logs, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, when it loads forward mode

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import zeroshard
-from tests.core.models import PLANS, Job, make, same_bits, train, train_reference
+from tests.kit import PLANS, Job, make, same_bits, train, train_reference
 from zeroshard.testing import run_ranks
 
 WIDTH = 12

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.core.models import PLANS, State, make, same_bits
+from tests.kit import PLANS, State, make, same_bits
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.core.models import LAST_BITS, Net, loss_of_tokens, make, same_bits
+from tests.kit import LAST_BITS, Net, loss_of_tokens, make, same_bits
 from tests.precision.common import ELEMENTWISE, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.optim import Lamb

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from tests.grids import at, grid
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits, train
 from tests.precision.common import (
     BF16,
     FP16,
@@ -21,7 +21,6 @@ from tests.precision.common import (
     all_references,
     expect_identical,
     expect_logs_of_ranks,
-    train,
 )
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.core.models import LAST_BITS, PLANS, VOCAB, Block, Net, loss_of_tokens, make, same_bits
-from tests.precision.common import expect_equal_logs, largest_difference
+from tests.kit import LAST_BITS, PLANS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, same_bits
+from tests.precision.common import expect_equal_logs
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
 

@@ -12,9 +12,21 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import CANCELLED, PLANS, Block, Net, State, loss_of_tokens, make, same_bits
 from tests.grids import at, grid
-from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs, largest_difference, train, train_reference
+from tests.kit import (
+    CANCELLED,
+    PLANS,
+    Block,
+    Net,
+    State,
+    largest_difference,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+    train_reference,
+)
+from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs
 from zeroshard.kinds import Kind, kind_of
 from zeroshard.optim import Lamb
 from zeroshard.placement import Plan

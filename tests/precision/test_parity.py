@@ -20,21 +20,29 @@ import pytest
 import torch
 
 import zeroshard
-from tests.core.models import CANCELLED, PLANS, Counting, Net, loss_of_integers, loss_of_tokens, same_bits
 from tests.grids import at, grid
+from tests.kit import (
+    CANCELLED,
+    PLANS,
+    SCHEDULES,
+    Counting,
+    Net,
+    Outcome,
+    largest_difference,
+    loss_of_integers,
+    loss_of_tokens,
+    same_bits,
+    train,
+)
 from tests.precision.common import (
     ELEMENTWISE,
     FP32,
     PRECISIONS,
-    SCHEDULES,
     Job,
-    Outcome,
     all_plans,
     all_references,
     expect_identical,
     expect_logs_of_ranks,
-    largest_difference,
-    train,
 )
 from zeroshard.loss_scale import ConstantScale, DynamicScale
 from zeroshard.precision import MixedPrecision

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from tests.precision.common import expect_equal_logs
 from zeroshard.interval import Interval
 from zeroshard.main_weights import MainWeights

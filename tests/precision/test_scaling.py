@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from tests.precision.common import FP16, FP32, Job, expect_equal_logs, train
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits, train
+from tests.precision.common import FP16, FP32, Job, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale
 from zeroshard.optim import Lamb
 from zeroshard.precision import MixedPrecision

@@ -14,18 +14,29 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.models import PLANS, Block, Counting, Net, State, loss_of_integers, loss_of_tokens, make, same_bits
 from tests.grids import at, grid
+from tests.kit import (
+    PLANS,
+    SCHEDULES,
+    Block,
+    Counting,
+    Net,
+    Outcome,
+    State,
+    loss_of_integers,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+)
 from tests.precision.common import (
     BF16,
     Job,
-    Outcome,
     all_plans,
     all_references,
     expect_equal_logs,
     expect_identical,
     expect_logs_of_ranks,
-    train,
 )
 from zeroshard.optim import Lamb, Lars
 from zeroshard.owner_step import OwnerStep
@@ -48,7 +59,6 @@ PRECISIONS = {
     "fp16": "fp16",
     "remainder": "bf16-remainder",
 }
-SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
 
 
 class Matrices(nn.Module):
@@ -180,7 +190,7 @@ def train_both(rank: int, plan: Any, precision: Any, steps: int = 4) -> Outcome:
         frozenset({"momentum_buffer"}),
         frozenset({"step", "exp_avg", "exp_avg_sq"}),
     }
-    return Outcome(losses, weights, main, [], [], handle.comm_log)
+    return Outcome(losses, weights, handle.comm_log, main=main)
 
 
 def both_in_one_process(rank: int, num_ranks: int, steps: int = 4) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.core.models import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.main_weights import follow_weights, join_remainder
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks

@@ -97,20 +97,28 @@ def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, m
     return model(tokens, x, y)
 
 
+SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
+"""Micro-batches, and whether each of them is reduced."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """What to train and how, but for the plan."""
+    """What to train and how, but for the plan. `groups(model)`: param groups; `scale`: the loss scale's policy; `main`:
+    whether the outcome has it."""
 
-    model: Callable[[], nn.Module] = Net
-    loss_of: Callable[..., Tensor] = loss_of_tokens
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     defaults: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "foreach": False})
     precision: Any = None
+    model: Callable[[], nn.Module] = Net
+    loss_of: Callable[..., Tensor] = loss_of_tokens
     units: Any = Block
     steps: int = 3
     micro_batches: int = 1
     reduce_every_micro_batch: bool = False
     max_norm: float | None = None
+    scale: Any = None
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    main: bool = False
 
     def loss(self, model: nn.Module, rank: int, micro_batch: int, step: int) -> Tensor:
         return self.loss_of(model, rank, micro_batch, step, self.micro_batches)
@@ -124,20 +132,25 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a run leaves: one rank's losses, the full weights, the log."""
+    """What a run leaves: one rank's losses, the full weights, the log. `applied`: which steps were not skipped;
+    `scales`: the loss scale of each."""
 
     losses: list[float]
     weights: State
     log: CommLog
     norms: list[float] = field(default_factory=list)
+    main: State = field(default_factory=dict)
+    applied: list[bool] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
 
 
 def train(job: Job, plan: Plan, rank: int, mesh: Any = None) -> Outcome:
     """Train under the engine. Collective."""
     model = make(job.model)
     handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision, mesh=mesh)
-    optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, **job.defaults)
-    losses, norms = [], []
+    target = handle if job.groups is None else job.groups(model)
+    optimizer = zeroshard.ShardedOptimizer(target, job.optimizer, loss_scale=job.scale, **job.defaults)
+    losses, norms, applied, scales = [], [], [], []
     for step in range(job.steps):
         optimizer.zero_grad()
         for micro_batch, scope in enumerate(job.micro_scopes(handle)):
@@ -145,31 +158,63 @@ def train(job: Job, plan: Plan, rank: int, mesh: Any = None) -> Outcome:
                 loss = job.loss(model, rank, micro_batch, step)
                 optimizer.backward(loss)
             losses.append(loss.item())
-        if job.max_norm is not None:
-            norms.append(optimizer.clip_grad_norm_(job.max_norm).item())
+        clipped = None if job.max_norm is None else optimizer.clip_grad_norm_(job.max_norm).item()
         result = optimizer.step()
-        if job.max_norm is None:
-            norms.append(result.grad_norm)
-    return Outcome(losses, handle.full_state_dict(), handle.comm_log, norms)
+        norms.append(result.grad_norm if clipped is None else clipped)
+        applied.append(result.applied)
+        scales.append(result.loss_scale)
+    weights = handle.full_state_dict()
+    main = handle.full_state_dict(main=True) if job.main else {}
+    return Outcome(losses, weights, handle.comm_log, norms, main, applied, scales)
+
+
+class ScaledReference(Reference):
+    """The truth with a loss scale: gradients are those of the loss times the scale; one that is not finite skips."""
+
+    scaler: zeroshard.LossScaler | None = None
+    applied = True
+
+    def _update(self, sums: dict[nn.Parameter, Tensor], factor: float) -> None:
+        self.applied = all(bool(torch.isfinite(total).all()) for total in sums.values())
+        if self.applied:
+            super()._update(sums, factor / self.scale)  # a scale is a power of two here: divided exactly
+        if self.scaler is not None:
+            self.scaler.update(not self.applied)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else loss.float() * self.scale
 
 
 def train_reference(job: Job, num_ranks: int) -> list[Outcome]:
     """Train the same in one process: what each rank should have seen."""
     model = make(job.model)
-    reference = Reference(model, job.optimizer, num_ranks=num_ranks, precision=job.precision, **job.defaults)
+    params = None if job.groups is None else job.groups(model)
+    reference = ScaledReference(
+        model, job.optimizer, num_ranks=num_ranks, precision=job.precision, params=params, **job.defaults
+    )
+    reference.scaler = None if job.scale is None else zeroshard.LossScaler(job.scale)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
-    norms = []
+    norms, applied, scales = [], [], []
     for step in range(job.steps):
+        scale = reference.scale
         result = reference.step(
-            lambda model, rank, micro_batch, step=step: job.loss(model, rank, micro_batch, step),
+            lambda model, rank, micro_batch, step=step: reference.scaled(job.loss(model, rank, micro_batch, step)),
             micro_batches=job.micro_batches,
             reduce_every_micro_batch=job.reduce_every_micro_batch,
             max_norm=job.max_norm,
         )
         norms.append(result.grad_norm)
+        applied.append(reference.applied)
+        scales.append(scale)
         for rank, of_rank in enumerate(result.losses):
-            losses[rank] += of_rank
-    return [Outcome(of_rank, reference.state_dict(), CommLog(), norms) for of_rank in losses]
+            losses[rank] += [loss / scale for loss in of_rank]
+    weights, parameters = reference.state_dict(), model.state_dict(keep_vars=True)
+    main = {name: reference.main[p].detach().clone() for name, p in parameters.items()} if job.main else {}
+    return [Outcome(of_rank, weights, CommLog(), norms, main, applied, scales) for of_rank in losses]
 
 
 def same_bits(a: State, b: State) -> bool:

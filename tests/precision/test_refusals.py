@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.core.models import make
+from tests.kit import make
 from tests.patience import AT_ONCE
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision, as_precision
