@@ -70,5 +70,10 @@ class PlainModel:
         """Of parameters that it lists under several names: further name -> the one in `units`."""
         if self._model is None:
             return {}
-        first = {id(p): s.name for unit in units for p, s in zip(unit.parameters, unit.layout.slots, strict=True)}
+        first = names_by_id(units)
         return {name: first[id(v)] for name, v in self.state().items() if first.get(id(v), name) != name}
+
+
+def names_by_id(units: Sequence[Unit]) -> dict[int, str]:
+    """id of each sharded parameter -> its name in the `state_dict()`, the first one where it has several."""
+    return {id(p): slot.name for unit in units for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)}

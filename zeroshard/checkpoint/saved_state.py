@@ -22,6 +22,7 @@ from zeroshard.engine import Engine
 from zeroshard.inner import is_elementwise_state
 from zeroshard.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.plain_model import names_by_id
 from zeroshard.precision import precision_for
 from zeroshard.stepper import SavedTensor
 from zeroshard.values import decode
@@ -82,12 +83,7 @@ def plain_value(reader: Reader, entry: SavedEntry) -> Any:
 
 def names_of(engine: Engine) -> dict[int, str]:
     """id of each parameter of the engine or its optimizer -> its name."""
-    names = {id(parameter): name for name, parameter in engine.untaken.items()}
-    return names | {
-        id(parameter): slot.name
-        for unit in engine.units
-        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
-    }
+    return {id(parameter): name for name, parameter in engine.untaken.items()} | names_by_id(engine.units)
 
 
 class StateKinds:
