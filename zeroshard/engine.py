@@ -197,8 +197,7 @@ class Engine(NotCopied):
             )
         self.gatherer.settle()  # the next gatherer knows nothing of what is arriving
         for unit in self.units:
-            if not unit.weights.buffer.owns_full:
-                unit.weights.drop(forget=True)
+            unit.weights.rest()
         for unit in frozen:
             unit.unfreeze(self.collectives)
         local = self.reducer.local

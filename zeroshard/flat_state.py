@@ -19,7 +19,7 @@ from zeroshard.interval import Interval
 from zeroshard.layout import Fragment, Slot
 from zeroshard.low_bit import dense, quantise
 from zeroshard.pieces import Piece, cut, slots_in
-from zeroshard.placement import SHARDED
+from zeroshard.placement import REPLICATED
 from zeroshard.stepper import (
     FullState,
     Groups,
@@ -252,14 +252,14 @@ class FlatState:
 
     def _gather_key(self, unit: Unit, key: str, dtype: torch.dtype) -> Tensor:
         """[layout.numel]: an elementwise item of each piece's state in its place, from all ranks."""
-        full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.weights.own().device)
+        gathered = unit.new_buffer(dtype, unit.plan.main)
+        assert gathered.full is not None
         for piece in self.of_unit(unit):
             value = self.inner.state_of(piece.tensor).get(key)
             if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
-                full[piece.world.slice] = dense(value)
-        if unit.plan.main is SHARDED:
-            self._collectives.all_gather(full, unit=unit.name, phase="state").wait()
-        return full
+                gathered.full[piece.world.slice] = dense(value)
+        gathered.redistribute(REPLICATED, self._collectives, unit=unit.name, phase="state").wait()
+        return gathered.full
 
 
 def main_tensor(unit: Unit, world: Interval) -> Tensor:

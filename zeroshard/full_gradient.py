@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zeroshard.engine import Engine
 from zeroshard.gradients import Gradients, GradState
+from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.same import expect_same
 from zeroshard.unit import Unit
 
@@ -22,12 +22,12 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     engine.reducer.notice()
     if grads.state is not GradState.REDUCED:
         raise RuntimeError(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
-    slot = unit.layout.slots[index]
-    full = torch.zeros(unit.layout.numel, dtype=grads.buffer.dtype, device=unit.weights.own().device)
-    own = slot.world & unit.own_shard()
-    grads.read(own, full[own.slice])
-    engine.collectives.all_gather(full, unit=unit.name, phase="unshard", portions=unit.layout.portions({index})).wait()
-    return full[slot.world.slice].view(slot.shape).div(engine.ledger.scale)
+    own = unit.layout.slots[index].world & unit.own_shard()
+    mean = unit.new_buffer(grads.buffer.dtype, SHARDED)
+    grads.read(own, mean.own_part_of_full()[own.relative_to(unit.own_shard().start).slice])
+    portions = unit.layout.portions({index})
+    mean.redistribute(REPLICATED, engine.collectives, unit=unit.name, phase="unshard", portions=portions).wait()
+    return mean.views()[index].div(engine.ledger.scale)
 
 
 def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zeroshard.collectives import Collectives, Pending
 from zeroshard.pool import Pool, PoolBuffer, Turns
@@ -49,12 +48,10 @@ class Gatherer:
         self._begun: list[Unit] = []  # updated, and perhaps not read from the peers yet
         self._read_by_peers = Pending()  # what this rank gave them then
         self._own_thread = os.getpid(), threading.get_ident()
-        requests = {
-            unit: unit.spec.weight_request(unit.layout.numel) for unit in units if not unit.weights.buffer.owns_full
-        }
+        requests = {unit: unit.spec.weight_request(unit.layout.numel) for unit in units if unit.weights.buffer.borrows}
         self._turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
         for unit in units:
-            if unit.weights.buffer.owns_full:
+            if unit not in requests:
                 unit.weights.absent.bring = partial(_bring, weakref.ref(self), unit)
 
     def begin_forward(self) -> None:
@@ -62,7 +59,7 @@ class Gatherer:
         other modules (a head that uses the weight of a layer): nobody else would wait for them."""
         self._wait_for_readers()
         for unit in self._uncalled:
-            if unit.weights.state is Residency.GATHERING and unit.weights.buffer.owns_full:
+            if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
                 unit.weights.show()
 
@@ -77,14 +74,13 @@ class Gatherer:
                     self._unshard(unit, "backward" if in_backward() else "forward")
 
     def leave(self, units: Sequence[Unit]) -> list[Unit]:
-        """That forward is over. Returns the units that no forward needs any more."""
-        free = []
+        """That forward is over. Returns the units that no forward needs any more, and backward may have to gather."""
         for unit in units:
             unit.weights.in_use -= 1
-            if unit.weights.in_use == 0:
-                free.append(unit)
-                if not unit.weights.buffer.owns_full and not in_backward():
-                    unit.weights.hide()
+        free = [unit for unit in units if unit.weights.is_passing]
+        if not in_backward():
+            for unit in free:
+                unit.weights.put_away()
         return free
 
     def start_backward(self, units: Sequence[Unit]) -> None:
@@ -120,19 +116,19 @@ class Gatherer:
     def end_backward(self) -> None:
         self._protected = ()
         for unit in self.units:
-            if unit.weights.shown and not unit.weights.buffer.owns_full and unit.weights.in_use == 0:
-                unit.weights.hide()
+            if unit.weights.is_passing:
+                unit.weights.put_away()
 
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """The optimizer has changed the own interval, or just what these slots have of it: weights that rest in full
         start arriving from the others."""
-        (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
-        self._called.discard(unit)
         were_there = unit.weights.state is not Residency.SHARDED
         unit.weights.drop()
-        if unit.weights.buffer.owns_full:
+        if unit.weights.buffer.rests_in_full:
             unit.weights.gather(self.collectives, "step", slots=slots if were_there else None)
             self._begun.append(unit)
+            (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
+        self._called.discard(unit)
 
     def read(self) -> None:
         """All ranks have updated their intervals, and are still in the same call. In shared memory nothing moves by
@@ -174,17 +170,17 @@ class Gatherer:
         self.finish()
         self._wait_for_readers()
         for unit in self.units:
-            if unit.weights.buffer.owns_full and unit.weights.state is Residency.RESIDENT:
+            if unit.weights.is_resting_in_full:
                 unit.weights.expect_in_place()
                 unit.weights.show()
 
-    def unshard(self, unit: Unit, full: Tensor | None = None) -> None:
-        """Gather one unit outside of any forward; `full` [numel] instead of the unit's pool buffer."""
+    def unshard(self, unit: Unit, *, apart: bool = False) -> None:
+        """Gather one unit outside of any forward. `apart`: not in a pool buffer, which others may need meanwhile."""
         self._wait_for_readers()
         unit.weights.expect_in_place()
-        if full is not None and not unit.weights.buffer.owns_full:
+        if apart and unit.weights.buffer.borrows:
             unit.weights.drop()
-            unit.weights.gather(self.collectives, "unshard", full)
+            unit.weights.gather(self.collectives, "unshard", unit.weights.own().new_empty(unit.layout.numel))
         elif unit.weights.state is Residency.SHARDED:
             self.start(unit, "unshard")
         unit.weights.arrive()
@@ -215,7 +211,7 @@ class Gatherer:
 
     def _prefetch(self, unit: Unit, phase: str, current: Unit) -> None:
         """Start gathering unless the buffer is needed now."""
-        occupant = None if unit.weights.buffer.owns_full else self._turns.assigned(unit).occupant
+        occupant = self._turns.assigned(unit).occupant if unit.weights.buffer.borrows else None
         if occupant is None or occupant is unit or not self._needed(occupant, current):
             self.start(unit, phase)
 
@@ -223,7 +219,7 @@ class Gatherer:
         """Let the weights of a unit that is SHARDED arrive, in its buffer."""
         if phase in ("forward", "backward"):
             self.collectives.give_order("gather", unit.name, phase)
-        if unit.weights.buffer.owns_full:
+        if unit.weights.buffer.rests_in_full:
             unit.weights.gather(self.collectives, phase)
             return
         buffer = self._turns.assigned(unit)  # the same each time: autograd may hold views of it

@@ -22,10 +22,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.buffer import FlatBuffer
+from zeroshard.buffer import FlatBuffer, Reduction
 from zeroshard.collectives import Collectives, Pending
 from zeroshard.interval import Interval
-from zeroshard.placement import PARTIAL, REPLICATED, SHARDED
+from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
 from zeroshard.sums import add
 
 
@@ -45,7 +45,7 @@ class Gradients:
             REDUCED: the mean over ranks of such sums.
         num_ranks: that the mean is over.
         carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
-        replicates: whether all of the mean is gathered on every rank once it has been reduced.
+        mean: where the mean is once gradients have been reduced: REPLICATED is gathered then.
         state: the life cycle above.
         summed: slots that reductions sum; the same on every rank.
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
@@ -64,10 +64,10 @@ class Gradients:
         *,
         num_ranks: int = 1,
         carries: bool = True,
-        replicates: bool = False,
+        mean: Placement = SHARDED,
     ) -> None:
         self._unit, self._wire = unit, wire
-        self.num_ranks, self.carries, self.replicates = num_ranks, carries, replicates
+        self.num_ranks, self.carries, self.mean = num_ranks, carries, mean
         self._pending = Pending()
         self._carry = False
         self._reduced_before = False
@@ -90,7 +90,7 @@ class Gradients:
     @property
     def needs_bucket(self) -> bool:
         """Whether the next accumulation has to borrow a full-size bucket first."""
-        return self.buffer.full is None and not self.buffer.owns_full
+        return self.buffer.full is None and self.buffer.borrows
 
     def open(self, bucket: Tensor | None = None) -> None:
         """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
@@ -106,8 +106,8 @@ class Gradients:
         assert self.buffer.full is not None, "accumulation needs a bucket"
         if padding := self.buffer.padding():  # borrowed buckets and unparked ones have any values there
             torch._foreach_zero_(padding)
-        self._carry = carries and not self.buffer.owns_full
-        if carries and self.buffer.owns_full:  # the own interval carries the sum so far, the others start anew
+        self._carry = carries and self.buffer.borrows
+        if carries and self.buffer.rests_in_full:  # the own interval carries the sum so far, the others start anew
             own = self.buffer.layout.shard(self.buffer.rank)
             self.buffer.full[: own.start].zero_()
             self.buffer.full[own.stop :].zero_()
@@ -140,34 +140,26 @@ class Gradients:
     @property
     def may_move(self) -> bool:
         """Whether the shard is all that is held, and not where somebody else's storage is already."""
-        return (
-            self.state is GradState.REDUCED
-            and self.buffer.full is None
-            and not self.buffer.owns_full
-            and not self.buffer.is_guest
-        )
+        return self.state is GradState.REDUCED and self.buffer.full is None and not self.buffer.is_guest
 
     def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
         """PARTIAL -> REDUCING. Summed slots without a gradient take part with zeros."""
         self._expect((GradState.PARTIAL,), "reduce")
-        assert self.buffer.full is not None, "reducing needs the bucket"
-        for index in self.stale if self.buffer.owns_full else self.stale & self.summed:
+        for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
             self.buffer.views()[index].zero_()
         self.stale.clear()
         self.buffer.hold()
-        if not self.buffer.owns_full and not self._portions.is_whole:
+        if self.buffer.borrows and not self._portions.is_whole:
             self._clear_between_portions()
         if self._carry:
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.num_ranks))
-        self._pending = collectives.reduce_scatter(
-            self.buffer.full,
-            self.buffer.shard,
-            scratch,
-            wire=self._wire,
+        self._pending = self.buffer.redistribute(
+            SHARDED,
+            collectives,
             unit=self._unit,
             phase="backward",
-            divisor=self.num_ranks,
             portions=self._portions,
+            reduction=Reduction(scratch, self._wire, self.num_ranks),
         )
         self.state = GradState.REDUCING
 
@@ -184,7 +176,6 @@ class Gradients:
         self._expect((GradState.REDUCING,), "wait for")
         self._pending.wait()
         self._carry = False
-        self.buffer.placement = SHARDED
         self.state = GradState.REDUCED
 
     def release(self) -> None:
@@ -193,19 +184,15 @@ class Gradients:
 
     def close(self, *, forget: bool = False) -> None:
         """Give a borrowed bucket back."""
-        if not self.buffer.owns_full:
-            self.buffer.detach(forget=forget)
+        self.buffer.detach(forget=forget)
 
     def replicate(self, collectives: Collectives) -> None:
-        """SHARDED -> REPLICATED, started, where the plan's gradients rest in full: then `release` waits for it. No peer
-        may still be reading the bucket."""
+        """The mean goes where the plan wants it, started: `release` waits for it. No peer may still be reading the
+        bucket."""
         self._expect((GradState.REDUCED,), "replicate")
-        if self.replicates:
-            assert self.buffer.full is not None, "replicated gradients own their buffer"
-            self.buffer.placement = REPLICATED
-            self._pending = collectives.all_gather(
-                self.buffer.full, unit=self._unit, phase="backward", acknowledge=True, portions=self._portions
-            )
+        self._pending = self.buffer.redistribute(
+            self.mean, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
+        )
 
     def consume(self, slots: set[int]) -> None:
         """-> EMPTY for these slots: the step has used them, or somebody discards them."""
@@ -230,7 +217,7 @@ class Gradients:
             for held in (self.buffer.shard, self.buffer.full):
                 held.zero_() if held is not None else None
             self.stale.clear()
-            self.buffer.placement = REPLICATED if self.replicates else SHARDED
+            self.buffer.placement = self.mean
             self.state = GradState.REDUCED
         self._expect((GradState.REDUCED,), "assign")
         if index not in self.summed:  # frozen; a backward before the step adds to it
@@ -240,13 +227,18 @@ class Gradients:
         self.waiting.add(index)
 
     @property
+    def means_in_full(self) -> bool:
+        """Whether every rank holds all of what has been reduced."""
+        return self.mean is REPLICATED
+
+    @property
     def own_interval(self) -> Interval:
         return self.buffer.layout.shard(self.buffer.rank)
 
     @property
     def held_interval(self) -> Interval:
         """Where reduced values are valid on this rank."""
-        return Interval(0, self.buffer.layout.numel) if self.replicates else self.own_interval
+        return Interval(0, self.buffer.layout.numel) if self.means_in_full else self.own_interval
 
     def own_part(self, index: int) -> Tensor:
         """Flat: what this rank's shard has of the reduced gradient of one slot; perhaps nothing."""
@@ -255,7 +247,7 @@ class Gradients:
 
     def held_part(self, index: int) -> Tensor:
         """Flat: what this rank holds of the reduced gradient of one slot."""
-        return self.buffer.views()[index].view(-1) if self.replicates else self.own_part(index)
+        return self.buffer.views()[index].view(-1) if self.means_in_full else self.own_part(index)
 
     def piece(self, world: Interval) -> Tensor:
         """[world.numel] of the reduced gradient; `world` must lie in what this rank holds."""

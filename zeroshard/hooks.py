@@ -223,7 +223,7 @@ class Schedule(NotCopied):
         if not torch.is_grad_enabled() or not under_transform():
             return
         for unit in units:
-            if not unit.weights.in_use and not unit.weights.buffer.owns_full:
+            if unit.weights.is_passing:
                 raise RuntimeError(
                     f"unit {unit.name} is called inside a torch.func transform (grad, vmap, jvp, ...), and under this "
                     "plan its weights are here for the time of the call only: transform inside `with "
@@ -236,7 +236,7 @@ class Schedule(NotCopied):
         given = given_tensors(module)
         for unit in units if given else ():
             unit.weights.expect_present(given)
-        begins = [unit for unit in units if not unit.weights.in_use and not unit.weights.buffer.owns_full]
+        begins = [unit for unit in units if unit.weights.is_passing]
         if begins and torch.is_grad_enabled():
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
@@ -252,7 +252,7 @@ class Schedule(NotCopied):
         if index is None:  # something raised before they had been entered
             return
         del self._running[index]
-        free = [unit for unit in self.gatherer.leave(units) if not unit.weights.buffer.owns_full]
+        free = self.gatherer.leave(units)
         entries = {unit: self._entered.pop(unit, None) for unit in free}
         if not torch.is_grad_enabled():
             for unit in free:

@@ -145,7 +145,7 @@ class OwnerStep:
         self._edits = {}
         for whole, value in self.state.values.items():
             main, buffer = whole.unit.main, whole.unit.weights.buffer
-            if buffer.owns_full:  # see [Note: written weights]
+            if buffer.rests_in_full:  # see [Note: written weights]
                 follow_weights(value, buffer.views()[whole.index], main.rounded)
 
     def _to_owners(

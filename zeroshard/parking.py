@@ -37,7 +37,7 @@ class Parking:
         kept: list[Tensor] = []
         emptied: list[Tensor] = []
         for unit in units:
-            if unit.weights.buffer.owns_full:
+            if unit.weights.buffer.rests_in_full:
                 self._shards[unit] = unit.weights.own().to(device, copy=True)
                 emptied += unit.weights.buffer.storages()
             else:

@@ -8,8 +8,7 @@
 | ZERO3          | SHARDED    | SHARDED                            | SHARDED                                  |
 | OPTIMIZER_ONLY | REPLICATED | REPLICATED, by someone else        | SHARDED                                  |
 
-A change of placement is a collective: SHARDED -> REPLICATED is an all-gather, PARTIAL -> SHARDED a reduce-scatter,
-REPLICATED -> SHARDED a slice, for which nothing moves; PARTIAL -> REPLICATED is the first two (an all-reduce is that).
+A change of placement is a collective (`TRANSITIONS`), which `FlatBuffer.redistribute` issues: nobody else asks for one.
 
 The stages are those of the ZeRO paper (Rajbhandari et al., 2020); placements as data are Megatron-FSDP v2's.
 """
@@ -30,6 +29,32 @@ class Placement(Enum):
 
 
 REPLICATED, SHARDED, PARTIAL = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
+
+
+class Move(Enum):
+    """What ranks exchange of a flat buffer."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+TRANSITIONS: dict[tuple[Placement, Placement], tuple[Move, ...]] = {
+    (SHARDED, REPLICATED): (Move.ALL_GATHER,),
+    (PARTIAL, SHARDED): (Move.REDUCE_SCATTER,),
+    (PARTIAL, REPLICATED): (Move.REDUCE_SCATTER, Move.ALL_GATHER),  # an all-reduce is that
+    (REPLICATED, SHARDED): (),
+}
+"""What each change of placement moves; all others are impossible."""
+
+
+def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
+    """Raises:
+    ValueError: values that are known do not become terms of a sum."""
+    if before is after:
+        return ()
+    if (before, after) not in TRANSITIONS:
+        raise ValueError(f"{before.value} values cannot become {after.value}")
+    return TRANSITIONS[before, after]
 
 
 @dataclass(frozen=True, slots=True)

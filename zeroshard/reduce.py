@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from zeroshard.buffer import Reduction
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.loss_ledger import LossLedger
 from zeroshard.origins import Origins
+from zeroshard.placement import PARTIAL
 from zeroshard.pool import Pool
 from zeroshard.reductions import Reductions, scratch_bytes
 from zeroshard.unit import Unit
@@ -159,33 +161,26 @@ class Reducer:
     def _reduce_slots(self, unit: Unit, terms: dict[int, Tensor | None]) -> None:
         """In storage of its own: this is rare, and buckets may hold what other slots wait with."""
         grads = self.grads[unit]
-        dtype, device, numel = grads.buffer.dtype, unit.weights.own().device, unit.layout.numel
-        storage = self.collectives.allocate(numel * dtype.itemsize, device)  # peers can read it as long as this lives
-        full = storage.view(dtype)
+        # Peers can read it as long as this lives.
+        sums = unit.new_buffer(grads.buffer.dtype, PARTIAL, self.collectives.allocate)
+        assert sums.full is not None
         for index, term in terms.items():
             if term is not None:
-                view = full[unit.layout.slots[index].world.slice].view(term.shape)
-                view.copy_(term.to_dense() if term.layout is not torch.strided else term)
-        own = full[grads.own_interval.slice]
-        scratch = torch.empty(scratch_bytes(unit, self.collectives, in_place=True), dtype=torch.uint8, device=device)
+                sums.views()[index].copy_(term.to_dense() if term.layout is not torch.strided else term)
+        num_bytes = scratch_bytes(unit, self.collectives, in_place=True)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=sums.full.device)
         self.collectives.meet()
-        portions = unit.layout.portions(terms)
-        self.collectives.reduce_scatter(
-            full,
-            own,
-            scratch,
-            wire=unit.spec.precision.wire,
+        sums.redistribute(
+            grads.mean,
+            self.collectives,
             unit=unit.name,
             phase="step",
-            divisor=grads.num_ranks,
-            portions=portions,
+            portions=unit.layout.portions(terms),
+            reduction=Reduction(scratch, unit.spec.precision.wire, grads.num_ranks),
+            acknowledge=True,
         ).release()
-        if grads.replicates:
-            self.collectives.all_gather(
-                full, unit=unit.name, phase="step", acknowledge=True, portions=portions
-            ).release()
         for index in terms:
-            self._assign(unit, index, full[(unit.layout.slots[index].world & grads.held_interval).slice])
+            self._assign(unit, index, sums.full[(unit.layout.slots[index].world & grads.held_interval).slice])
         self.collectives.exchange_objects(None)  # nobody reads any more what is freed here
 
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:

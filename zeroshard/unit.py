@@ -27,7 +27,7 @@ from zeroshard.layout import BufferLayout
 from zeroshard.main_weights import MainWeights
 from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.messages import labels
-from zeroshard.placement import REPLICATED, SHARDED, Plan
+from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan
 from zeroshard.pool import plain_bytes
 from zeroshard.pool_plan import Request
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
@@ -117,7 +117,7 @@ class Unit:
         held = buffer.full if replicated else buffer.shard
         assert held is not None, "a replicated main needs replicated weights"
         interval = Interval(0, self.layout.numel) if replicated else self.own_shard()
-        self.main = MainWeights(interval, held, self.spec.precision, exposed=buffer.owns_full)
+        self.main = MainWeights(interval, held, self.spec.precision, exposed=buffer.rests_in_full)
         if self.plan.external_gradients:
             self.grads = ExternalGradients(self.layout, self.parameters)
         else:
@@ -135,7 +135,7 @@ class Unit:
             precision.wire,
             num_ranks=mesh.world.size,
             carries=mesh.replicate.rank == 0,
-            replicates=self.plan.mean is REPLICATED,
+            mean=self.plan.mean,
         )
 
     @torch.no_grad()
@@ -210,12 +210,23 @@ class Unit:
     def gather_main(self, collectives: Collectives) -> Tensor:
         """[layout.numel] main of all ranks in a new tensor. Collective."""
         assert self.trainable, f"unit {self.name} is frozen"
-        full = torch.zeros(self.layout.numel, dtype=self.main.dtype, device=self.main.weights.device)
-        own = full[self.main.interval.slice]
-        own.copy_(self.main.read(self.main.interval, own))
-        if self.plan.main is SHARDED:
-            collectives.all_gather(full, unit=self.name, phase="unshard").wait()
-        return full
+        gathered = self.new_buffer(self.main.dtype, self.plan.main)
+        assert gathered.full is not None
+        own = gathered.full[self.updated.slice]
+        own.copy_(self.main.read(self.updated, own))
+        gathered.redistribute(REPLICATED, collectives, unit=self.name, phase="unshard").wait()
+        return gathered.full
+
+    def new_buffer(
+        self, dtype: torch.dtype, placement: Placement, allocate: Callable[..., Tensor] | None = None
+    ) -> FlatBuffer:
+        """Zeros of full size beside the unit's own buffers, for values that are `placement` now. `allocate`: number of
+        bytes, device -> uint8 zeros."""
+        allocate = allocate or partial(torch.zeros, dtype=torch.uint8)
+        device, rank = self.weights.own().device, self.weights.buffer.rank
+        buffer = FlatBuffer(self.layout, rank, dtype, REPLICATED, partial(allocate, device=device))
+        buffer.placement = placement
+        return buffer
 
     def _values(self, name: str, param: Interval) -> Tensor:
         parameter = self.parameters[self.slot_index(name)]

@@ -111,8 +111,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
 def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
     for unit in units:
         if not unit.weights.in_use:  # else they are here: a scope around this one has gathered them
-            full = None if unit.weights.buffer.owns_full else unit.weights.own().new_empty(unit.layout.numel)
-            gatherer.unshard(unit, full)
+            gatherer.unshard(unit, apart=True)
             unit.weights.show()
         unit.weights.in_use += 1  # a forward inside leaves them as they are
     try:
@@ -120,8 +119,8 @@ def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
     finally:
         for unit in units:
             unit.weights.in_use -= 1
-            if not unit.weights.in_use and not unit.weights.buffer.owns_full:
-                unit.weights.drop(forget=True)
+            if not unit.weights.in_use:
+                unit.weights.rest()
 
 
 def _full(unit: Unit) -> Tensor:
@@ -132,13 +131,12 @@ def _full(unit: Unit) -> Tensor:
 
 def _before(unit: Unit) -> Tensor:
     """[unit.updated.numel] the weights that this rank updates, as they are now."""
-    return unit.weights.own() if not unit.weights.buffer.owns_full else _full(unit)[unit.updated.slice].clone()
+    return _full(unit)[unit.updated.slice].clone() if unit.weights.buffer.rests_in_full else unit.weights.own()
 
 
 def _restore(unit: Unit, before: Tensor) -> None:
     """Not collective: what this rank does not update is gathered when it is needed next."""
-    if unit.weights.buffer.owns_full:
-        _full(unit)[unit.updated.slice] = before
+    _full(unit)[unit.updated.slice] = before
     if unit.updated.numel < unit.layout.numel:
         unit.weights.drop()
 

@@ -33,6 +33,7 @@ from zeroshard.absent import as_tensors
 from zeroshard.collectives import Collectives
 from zeroshard.gradients import Gradients, GradState
 from zeroshard.loss_ledger import LossLedger
+from zeroshard.placement import REPLICATED
 from zeroshard.settings import Items, plain
 from zeroshard.sharded_gradient import ShardedGradient
 from zeroshard.unit import Unit
@@ -64,7 +65,7 @@ class VisibleGradients:
 
     @property
     def version(self) -> tuple[int, ...]:
-        buckets = (grads.buffer.full for grads in self._grads.values() if grads.replicates)
+        buckets = (grads.buffer.full for grads in self._grads.values() if grads.means_in_full)
         return self._edits, sum(full._version for full in buckets if full is not None)
 
     def changed(self) -> None:
@@ -83,7 +84,7 @@ class VisibleGradients:
                     self._show(unit, grads)
 
     def _show(self, unit: Unit, grads: Gradients) -> None:
-        in_full = grads.is_local or (grads.state is GradState.REDUCED and grads.replicates and self.final)
+        in_full = grads.is_local or (grads.buffer.placement is REPLICATED and self.final)
         for index in sorted(grads.present if grads.is_local else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
@@ -154,7 +155,7 @@ class VisibleGradients:
             return False
         for index in slots:
             del shown[index]
-        if not grads.is_local and not grads.replicates:  # a rank that keeps its part would go another way
+        if not grads.is_local and not grads.means_in_full:  # a rank that keeps its part would go another way
             names = ", ".join(unit.layout.slots[index].name for index in sorted(slots))
             self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
         grads.consume(slots if shown else set(grads.waiting))

@@ -47,6 +47,7 @@ class Weights:
         self._pending = Pending()
         self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
+        buffer.placement = SHARDED  # until they are filled
         self.state = Residency.SHARDED
         self.in_use = 0
         self.shown = False
@@ -58,10 +59,10 @@ class Weights:
         Args:
             rounded: as main rounds: a remainder takes ties another way than `copy_` does.
         """
-        if self.buffer.owns_full:
+        if self.buffer.rests_in_full:
             for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
                 view.copy_(rounded(parameter.detach()))
-            self.state = Residency.RESIDENT
+            self.buffer.placement, self.state = REPLICATED, Residency.RESIDENT
             self.show()
         else:
             for fragment in self.buffer.layout.fragments(self.buffer.rank):
@@ -87,10 +88,9 @@ class Weights:
         if full is not None:
             self.buffer.attach(full)
             self.buffer.own_part_of_full().copy_(self.buffer.shard)
-        assert self.buffer.full is not None, "gathering needs a full buffer"
         portions = self.buffer.layout.portions(slots) if slots is not None else None
-        self._pending = collectives.all_gather(
-            self.buffer.full, self.buffer.shard, unit=self._unit, phase=phase, portions=portions
+        self._pending = self.buffer.redistribute(
+            REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions
         )
         self.state = Residency.GATHERING
 
@@ -107,7 +107,6 @@ class Weights:
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
             )
             raise
-        self.buffer.placement = REPLICATED
         self.state = Residency.RESIDENT
 
     def drop(self, *, forget: bool = False) -> None:
@@ -115,10 +114,19 @@ class Weights:
         if self.state is Residency.GATHERING:
             self.arrive(stale=True)
         self.hide()
-        if not self.buffer.owns_full:
-            self.buffer.detach(forget=forget)
-        self.buffer.placement = SHARDED
+        self.buffer.detach(forget=forget)
+        self.buffer.placement = SHARDED  # nothing moves
         self.state = Residency.SHARDED
+
+    def rest(self) -> None:
+        """Back to where they rest: what is borrowed is given back, for good."""
+        if self.buffer.borrows:
+            self.drop(forget=True)
+
+    def put_away(self) -> None:
+        """Nobody needs them for now, and they need not be shown: hidden, but the values stay until they are dropped."""
+        if self.shown:
+            self.hide()
 
     def show(self) -> None:
         """Point the parameters at their values."""
@@ -137,8 +145,13 @@ class Weights:
             self._pointed(shown=False)
 
     @property
+    def is_passing(self) -> bool:
+        """Whether they come for the time of a forward or backward alone, and no forward needs them now."""
+        return self.buffer.borrows and not self.in_use
+
+    @property
     def is_resting_in_full(self) -> bool:
-        return self.buffer.owns_full and self.state is Residency.RESIDENT
+        return self.buffer.rests_in_full and self.state is Residency.RESIDENT
 
     def own(self) -> Tensor:
         """[shard_numel] the interval that is valid in every state."""

@@ -112,7 +112,7 @@ class ShardStep:
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         for unit in self.groups:
-            for tensor in unit.gradient_views(unit.own_shard()):
+            for tensor in unit.grads.views(unit.own_shard()):
                 yield 0, tensor
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
@@ -131,7 +131,7 @@ class ShardStep:
             own, main = unit.own_shard(), unit.main
             assert main is not None
             gradient = torch.empty(own.numel)
-            unit.read_gradient(own, gradient)
+            unit.grads.read(own, gradient)
             momentum = self.state.momentum.setdefault(unit, torch.zeros(own.numel))
             momentum.mul_(0.9).add_(update.apply(gradient))
             self.state.counts[unit] = self.state.counts.get(unit, 0) + 1

@@ -80,7 +80,7 @@ def spoil(handle: zeroshard.Handle) -> None:
     for storage in handle.engine.pool.tensors("buckets"):
         storage.view(torch.float32).fill_(torch.nan)
     for unit in handle.engine.units:
-        if unit.grads.storages() and unit.grads.buffer.owns_full and unit.grads.buffer.full is not None:
+        if unit.grads.storages() and unit.grads.buffer.rests_in_full and unit.grads.buffer.full is not None:
             unit.grads.buffer.full.fill_(torch.nan)
     collectives.exchange_objects(None)
 

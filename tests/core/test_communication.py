@@ -173,7 +173,7 @@ def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Gatherer, units: Any) -> Any:
         free = leave(self, units)
         for unit in free:
-            if not unit.weights.buffer.owns_full:
+            if not unit.weights.buffer.rests_in_full:
                 unit.weights.drop()
         return free
 

@@ -20,7 +20,7 @@ Verb = Callable[[Unit, Any], None]
 
 
 def _gather(unit: Unit, collectives: Any) -> None:
-    full = None if unit.weights.buffer.owns_full else torch.zeros(unit.layout.numel)
+    full = None if unit.weights.buffer.rests_in_full else torch.zeros(unit.layout.numel)
     unit.weights.gather(collectives, "forward", full)
 
 
