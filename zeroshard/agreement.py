@@ -242,13 +242,13 @@ _REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
 """Whatever else there is."""
 
 _NOT_READY = {
-    Status.HALF_DONE: "an earlier update has raised half way, so that some weights are a step ahead of others. Load "
+    Status.HALF_DONE: "an earlier update raised half way, so some weights are one step ahead of others. Load "
     "weights and optimizer state again (a checkpoint, or load_full_state_dict and load_state_dict)",
     Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
     "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
     "backward outside of no_sync()",
-    Status.USED_UP: "the step before has used the gradients up (a plain optimizer would apply them once more). Call "
+    Status.USED_UP: "the previous step has consumed the gradients (a plain optimizer would apply them once more). Call "
     "backward before step or clip_grad_norm_, or zero_grad() if this step is to do nothing",
-    Status.NO_GRADIENTS: "there are no gradients, and other ranks have some. Call backward on every rank, or on none",
+    Status.NO_GRADIENTS: "no gradients, although other ranks have some. Call backward on every rank, or on none",
 }

@@ -16,7 +16,7 @@ COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
 )
-_LEFT = "come to the end of its program, without an error"
+_LEFT = "reached the end of its program without an error"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
 
 
@@ -69,13 +69,13 @@ def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list
         elif seen.is_silent and state == "unknown" and _is_whole_host_silent(theirs, who, others):
             unheard.setdefault((theirs.host, theirs.name), []).append(other)
         elif seen.is_silent:
-            lines.append(f"{name} has stopped: it stands still, last seen {seen.where}")
+            lines.append(f"{name} has stopped (no heartbeat), last seen {seen.where}")
         elif seen.where != GIVING_UP:
             elsewhere.append(f"{name} is {seen.where}")
     for (_, name), ranks in unheard.items():
         seconds = min(others[one].silent_seconds for one in ranks)
         lines.append(
-            f"nothing has been heard of {name} ({_ranks(ranks)}) for {seconds:.0f} s: the network between {me.name} "
+            f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s: the network between {me.name} "
             f"and {name} is the likely cause, not a process"
         )
     return lines or elsewhere
@@ -99,7 +99,7 @@ def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where
         else:
             some_left = True
             sentences.append(f"rank {rank} has {_LEFT}{_last_seen(where[rank])}")
-    text = f"ranks wait for each other without end: {'; '.join(sentences)}. {COLLECTIVE}"
+    text = f"ranks wait for each other (deadlock): {'; '.join(sentences)}. {COLLECTIVE}"
     return f"{text}. {UNEVEN}" if some_left else text
 
 

@@ -121,7 +121,7 @@ def _option(key: str, info: FieldInfo) -> click.Option:
     "--resume",
     metavar="auto|never|FOLDER",
     default="never",
-    help="the run to go on with, from its newest good step; auto: the one in --out, if it has saved a step",
+    help="the run to continue, from its newest good step; auto: the one in --out, if it has saved a step",
 )
 @click.pass_context
 def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **values: Any) -> int:

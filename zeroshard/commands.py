@@ -44,7 +44,7 @@ class _Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]|[kmg]i)b?", str(value).lower())
         if not match or int(float(match[1]) * _UNITS[match[2]]) < 1:
-            self.fail(f"{value!r} is no size: expected bytes, or a number with MB, GB, GiB, ...", param, context)
+            self.fail(f"{value!r} is not a size: expected bytes, or a number with MB, GB, GiB, ...", param, context)
         return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -54,7 +54,7 @@ def printable(text: object) -> str:
 
 
 PATH = click.Path(path_type=Path)
-_step = click.option("--step", type=click.IntRange(0), help="which; without it the latest")
+_step = click.option("--step", type=click.IntRange(0), help="the step; by default the latest")
 _force = click.option("--force", is_flag=True, help="replace what is there")
 _keys = [
     click.option(
@@ -80,7 +80,7 @@ def find(path: Path, step: int | None) -> Path:
         return path
     known = folders.steps(path)
     if not known:
-        raise click.ClickException(f"{path} is no checkpoint, and holds none")
+        raise click.ClickException(f"{path} is not a checkpoint, and contains none")
     if step is not None and step not in known:
         raise click.ClickException(f"{path} holds no step {step}; it has the steps {sorted(known)}")
     return folders.find(path, step)
@@ -220,9 +220,9 @@ def verify(path: Path, step: int | None, every: bool) -> None:
 
 @click.command(cls=_Command)
 @click.argument("directory", type=PATH)
-@click.option("--keep-last", type=click.IntRange(1), required=True, help="how many of the newest stay")
-@click.option("--keep-every", type=click.IntRange(1), help="multiples of it stay, too")
-@click.option("--dry-run", is_flag=True, help="say what would go, and leave it")
+@click.option("--keep-last", type=click.IntRange(1), required=True, help="how many of the newest steps are kept")
+@click.option("--keep-every", type=click.IntRange(1), help="steps that are multiples of it are kept, too")
+@click.option("--dry-run", is_flag=True, help="print what would be removed, and remove nothing")
 def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
     """Remove old steps.
 
@@ -276,7 +276,7 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
 @click.command("import", cls=_Command)
 @click.argument("source", type=PATH)
 @click.argument("directory", type=PATH)
-@click.option("--step", type=click.IntRange(0), required=True, help="the number that it gets")
+@click.option("--step", type=click.IntRange(0), required=True, help="the number of the new step")
 @click.option("--allow-pickle", is_flag=True, help="dcp: read its pickles (as data: nothing in them is run)")
 @click.option("--optimizer-class", default="AdamW", show_default=True, help="dcp: whose state it is")
 @_with_keys

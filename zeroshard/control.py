@@ -217,10 +217,10 @@ def _expect_same_samples(collectives: Collectives) -> None:
         collectives.samples.forget()
         rank, unit = difference
         raise RuntimeError(
-            f"the ranks have trained apart: unit {unit} has other values on rank {rank} than on rank 0, and they must "
+            f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
             "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
             "`with handle.unsharded(write=True):`), or does the optimizer draw random numbers? If not, what is sent "
-            "between the ranks does not arrive as it was. Go on from a checkpoint"
+            "between the ranks does not arrive as it was. Continue from a checkpoint"
         )
 
 

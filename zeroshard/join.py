@@ -58,7 +58,7 @@ def join(
     if len({id(engine) for engine in engines}) < len(engines):
         raise ValueError("join: the same handle twice")
     if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
-        raise ValueError("join: the handles are of different ranks; all of them must have the same")
+        raise ValueError("join: the handles have different ranks: all of them must have the same")
     one = Join(engines, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield

@@ -66,7 +66,7 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
         together, one_by_one = (_try_out(optimizer_class, options, apart=apart) for apart in (False, True))
     except Exception as error:
         raise ValueError(
-            f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Say "
+            f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
     if not _close(together, one_by_one):

@@ -191,7 +191,7 @@ def _dims(names: Sequence[str] | None) -> tuple[int, int]:
             return replicate, shard
     raise ValueError(
         "a 2-D mesh needs the axes 'replicate' and 'shard' (or 'dp_replicate' and 'dp_shard'), found "
-        f"{tuple(names)}: name them so, or pass the part of the mesh that the model is sharded over"
+        f"{tuple(names)}: use these names, or pass the part of the mesh that the model is sharded over"
     )
 
 

@@ -71,8 +71,8 @@ class Orders:
                     current.expect_alive([self._ranks[self.leader]])
                 elif time.monotonic() - since > self._timeout:
                     raise RuntimeError(
-                        f"join: rank {self._ranks[self.leader]} has inputs left, and has not been heard of for "
-                        f"{self._timeout:.0f} s (with zeroshard.init() it could be told why)"
+                        f"join: rank {self._ranks[self.leader]} has inputs left, and has sent no order for "
+                        f"{self._timeout:.0f} s (zeroshard.init() would report the reason)"
                     )
         order: list[Any] = json.loads(self._store.get(self._key(self._next)))
         self._next += 1

@@ -160,7 +160,7 @@ def difference(by_rank: Sequence[Words]) -> str:
 
 
 def _advice(key: str) -> str:
-    done = "The step before has used it: go on from a checkpoint" if key.startswith(_LATE) else _NOTHING
+    done = "The previous step has used it: continue from a checkpoint" if key.startswith(_LATE) else _NOTHING
     if " of group " in key and "class" not in key:
         return (
             f"{done}. Every rank must step with the same hyper-parameters: give the scheduler the same number on every "

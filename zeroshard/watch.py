@@ -49,7 +49,7 @@ FAILED = 1
 """Exit status of a rank that its watch has ended."""
 
 _OF_OTHERS = re.compile(
-    r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|not been heard of|gone", re.IGNORECASE
+    r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
 )
 """Messages of an error that another rank's end may have caused."""
 _HERE = os.path.dirname(__file__) + os.sep
@@ -63,7 +63,7 @@ T = TypeVar("T")
 _Cause = list[Any]
 """[whose fault it is: a rank, the launcher (None) or nobody's ("")], [what became of it]: a sentence in two parts."""
 
-_SEE_ELSEWHERE = "its own output, and its exit status (as the launcher reports it), say more"
+_SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
 """A process that is no child of ours: we cannot know whether a signal has ended it."""
 
 _current: Watch | None = None
@@ -134,8 +134,8 @@ class Watch:
             found = lost.found if lost is not None else []
             if self._is_first(mine):
                 if found:
-                    mine[1] = f"waited in vain: {'; '.join(found)}"
-                    _tell(f"rank {self.rank} of {self.world_size} has waited in vain for another rank:", *found)
+                    mine[1] = f"failed while waiting: {'; '.join(found)}"
+                    _tell(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
                 elif show is not None:
                     _tell(f"rank {self.rank} of {self.world_size} failed first:")
                 if show is not None:
@@ -218,8 +218,8 @@ class Watch:
         self._meet(store)
         for rank, who in self._neighbours.items():
             if who.state == "ended" and not store.check([f"left-{rank}"]):
-                text = f"has ended, and has reported no error (its process was {who.pid}): {_SEE_ELSEWHERE}"
-                self._claim(store, [rank, text])
+                died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
+                self._claim(store, [rank, f"{died}: {_SEE_ELSEWHERE}"])
                 return
         if position is not None:
             self._look_around(store, position)
@@ -322,7 +322,7 @@ class Watch:
     def _say(self, cause: _Cause | None) -> None:
         said, self._said = self._said, True  # the main thread, or the guard
         if cause is not None and cause[0] != self.rank and not said:
-            _tell(f"rank {self.rank} leaves, because {_sentence(cause)}")
+            _tell(f"rank {self.rank} exits because {_sentence(cause)}")
 
     # Who it was ------------------------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class Watch:
         stopped = [f"rank {rank} ({who})" for rank, who in self._neighbours.items() if who.state == "stopped"]
         why = f"the network between {me.name} and its host is the likely cause, not a process"
         if stopped:
-            why = f"{' and '.join(stopped)} has stopped: it stands still"
+            why = f"{' and '.join(stopped)} has stopped (no heartbeat)"
         seconds = self.line.silent_for()
         return f"the store of the process group{self._address} has not answered for {seconds:.0f} s: {why}"
 
@@ -393,7 +393,7 @@ def explain(error: BaseException) -> LostPeer | None:
         return None
     lost = _current.what_happened()
     wait = HERE.wait
-    text = f"waited in vain{f' in {wait.text}' if wait is not None else ''}: {lost}"
+    text = f"failed while waiting{f' in {wait.text}' if wait is not None else ''}: {lost}"
     return LostPeer(text, lost.cause, lost.found)
 
 

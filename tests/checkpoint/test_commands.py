@@ -156,15 +156,15 @@ def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("inspect /nowhere", "/nowhere is no checkpoint, and holds none"),
+        ("inspect /nowhere", "/nowhere is not a checkpoint, and contains none"),
         ("inspect /nowhere/step-3", "there is no folder /nowhere/step-3"),
         ("verify {} --step 9", "holds no step 9; it has the steps [1, 2, 3]"),
         ("verify {}/step-2 --step 1", "--step 1: {}/step-2 is one step already"),
         ("verify /nowhere --all", "/nowhere holds no checkpoint"),
         ("inspect {} --tensor", "unknown option --tensor; did you mean --tensors?"),
         ("export {} /proc/none", "No such file or directory"),
-        ("export {} /tmp/x --max-file-size many", "'many' is no size"),
-        ("export {} /tmp/x --max-file-size 0", "'0' is no size"),
+        ("export {} /tmp/x --max-file-size many", "'many' is not a size"),
+        ("export {} /tmp/x --max-file-size 0", "'0' is not a size"),
         ("export {} /tmp/x/model.safetensors", "looks like a file: expected a folder"),
         ("export {} /tmp/x --no-optimizer", "go with --format dcp"),
         ("export {} /tmp/x --format dcp --copies", "go with --format safetensors"),

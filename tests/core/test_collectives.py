@@ -306,9 +306,7 @@ def test_forgetting_the_replicas_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
             self.mesh = mesh
 
     monkeypatch.setattr(Collectives, "reduce_scatter", within_the_node)
-    with pytest.raises(
-        RankError, match=r"the ranks have trained apart: unit .* has other values on rank 2 than on rank 0"
-    ):
+    with pytest.raises(RankError, match=r"the ranks have diverged: unit .* has other values on rank 2 than on rank 0"):
         run_ranks(on_mesh((2, 2), [(exact(), plan) for plan in PLANS]), 4)
 
 

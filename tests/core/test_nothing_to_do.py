@@ -69,7 +69,7 @@ def test_what_is_a_mistake_still_raises() -> None:
             loss_of_tokens(model, rank, 0, 0).backward()
             optimizer.step()
             for call in (optimizer.step, lambda optimizer=optimizer: optimizer.clip_grad_norm_(1.0)):
-                with pytest.raises(RuntimeError, match="the step before has used the gradients up"):
+                with pytest.raises(RuntimeError, match="the previous step has consumed the gradients"):
                     call()
             optimizer.zero_grad()
             assert not optimizer.step().applied
@@ -84,7 +84,7 @@ def test_gradients_on_some_ranks_alone_are_a_mistake() -> None:
         assert not optimizer.step().applied
         if rank == 1:
             model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(RuntimeError, match="rank 0, 2: there are no gradients, and other ranks have some"):
+        with pytest.raises(RuntimeError, match="rank 0, 2: no gradients, although other ranks have some"):
             optimizer.step()
 
     run_ranks(check, 3)

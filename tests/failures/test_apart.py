@@ -31,7 +31,7 @@ def steps_until_it_raises(
         try:
             optimizer.step()
         except RuntimeError as error:
-            if "the ranks have trained apart: unit" not in str(error):
+            if "the ranks have diverged: unit" not in str(error):
                 raise
             return step
     return most

@@ -66,23 +66,23 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
         if case == "ends":
             expect(
                 ended,
-                r"rank 0 of 2 has waited in vain for another rank:\nzeroshard: rank 1 .*has come to the end of",
-                r"waited in vain( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\) has "
-                r"come to the end of its program, without an error; it was last seen .*are collective: every rank has",
+                r"rank 0 of 2 failed while waiting for another rank:\nzeroshard: rank 1 .*has reached the end of",
+                r"failed while waiting( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\) "
+                r"has reached the end of its program without an error; it was last seen .*are collective: every rank",
                 r"use `with handle.join\(\):`",
             )
         elif case == "meets":
             expect(
                 ended,
-                r"leaves, because ranks wait for each other without end: rank 0 waits in \w+ of unit \S+ \(\w+\), "
-                r"at test_left_alone.py:\d+ in early|leaves, because ranks wait .*rank 0 waits in \w+ of unit",
+                r"exits because ranks wait for each other \(deadlock\): rank 0 waits in \w+ of unit \S+ \(\w+\), "
+                r"at test_left_alone.py:\d+ in early|exits because ranks wait .*rank 0 waits in \w+ of unit",
                 r"rank 1 waits in torch.distributed.barrier, at test_left_alone.py:\d+ in in_its_own_way",
                 r"are collective: every rank has to call them",
             )
         else:
             assert 0 not in ended.statuses and max(ended.seconds) < AT_ONCE, ended
             assert re.search(
-                r"ranks wait for each other without end: .*are collective|is at unit .*must run the same units",
+                r"ranks wait for each other \(deadlock\): .*are collective|is at unit .*must run the same units",
                 ended.said,
             ), (plan, case, ended.said)
         if case.startswith("asks"):  # the call, and its line

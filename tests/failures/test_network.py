@@ -47,7 +47,7 @@ def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, p
     here, there = ("node0", "node1") if store_on == 0 else ("node1", "node0")
     ranks = r"\(rank 2\)" if store_on == 0 else r"\(ranks 0, 1\)"
     likely = "is the likely cause, not a process"
-    heard = rf"nothing has been heard of {there} {ranks} for \d+ s: the network between {here} and {there} {likely}"
+    heard = rf"no heartbeat from {there} {ranks} for \d+ s: the network between {here} and {there} {likely}"
     store = rf"the store of the process group at 10.77.0.1{store_on}:\d+ has not answered for \d+ s"
     assert re.search(heard, ended.said), ended.said
     assert re.search(rf"{store}: the network between {there} and its host {likely}", ended.said), ended.said
@@ -72,13 +72,13 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
     everybody = {0: who(HERE, "a"), 1: who(ELSEWHERE, "b"), 2: who(ELSEWHERE, "b"), 3: who("third", "c")}
     network = blame(0, everybody, {1: seen(9.0), 2: seen(8.4), 3: seen(0.2)})
     likely = "the network between a and b is the likely cause, not a process"
-    assert network == [f"nothing has been heard of b (ranks 1, 2) for 8 s: {likely}"]
+    assert network == [f"no heartbeat from b (ranks 1, 2) for 8 s: {likely}"]
     process = blame(0, everybody, {1: seen(9.0), 2: seen(0.3), 3: seen(0.2)})
-    assert process == ["rank 1 (process 999999999 on b) has stopped: it stands still, last seen at train.py:3 in main"]
+    assert process == ["rank 1 (process 999999999 on b) has stopped (no heartbeat), last seen at train.py:3 in main"]
     nobody = blame(0, everybody, {1: seen(0.1), 2: seen(0.3), 3: seen(0.2)})
     assert len(nobody) == 3 and all("is at train.py:3" in line for line in nobody)
     left = blame(0, everybody, {1: seen(9.0, left=True), 2: seen(0.3), 3: seen(0.2)})
-    assert len(left) == 1 and "rank 1 (process 999999999 on b) has come to the end of its program" in left[0]
+    assert len(left) == 1 and "rank 1 (process 999999999 on b) has reached the end of its program" in left[0]
 
 
 def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:

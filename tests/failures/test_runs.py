@@ -175,7 +175,7 @@ def test_told_twice_they_leave_at_once(calm: tuple[Path, Path, float], tmp_path:
     ended = ranks.finish()
     assert ended.statuses == [1, 128 + signal.SIGTERM], ended
     assert (
-        "zeroshard: rank 0 leaves, because rank 1 failed: KeyboardInterrupt: told to stop twice (SIGTERM)" in ended.said
+        "zeroshard: rank 0 exits because rank 1 failed: KeyboardInterrupt: told to stop twice (SIGTERM)" in ended.said
     )
     assert not steps(tmp_path / "run")
 

@@ -101,7 +101,7 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> 
     assert max(ended.seconds) < AT_ONCE, ended
     said = ended.said
     if way == "dies":
-        assert f"because rank {culprit} has ended, and has reported no error" in said, said
+        assert f"because rank {culprit} died without reporting an error" in said, said
         return
     first = next(line for line in said.splitlines() if line)
     if place in ("save", "load"):  # these raise together, with the first rank's reason
@@ -110,9 +110,9 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> 
     else:
         assert re.fullmatch(rf"zeroshard: rank {culprit} of \d failed first:", first), said
         assert said.count("Traceback") == 1, said
-        assert f"Injected: injected into {place}" in said.split("leaves, because")[0], said
+        assert f"Injected: injected into {place}" in said.split("exits because")[0], said
         others = len(ended.statuses) - 1
-        assert len(re.findall(rf"leaves, because rank {culprit} failed: .*injected into {place}", said)) == others, said
+        assert len(re.findall(rf"exits because rank {culprit} failed: .*injected into {place}", said)) == others, said
 
 
 def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> Non
     unwatched = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5, awaited=[0])
     stopped, elsewhere, control = finish_all([*groups, unwatched])
     for ended, names in (
-        (stopped, r"rank 1 \(process \d+ on .*\) has stopped: it stands still, last seen at "),
+        (stopped, r"rank 1 \(process \d+ on .*\) has stopped \(no heartbeat\), last seen at "),
         (elsewhere, r"rank 1 \(process \d+ on .*\) is at test_watch.py:\d+ in elsewhere"),
     ):
         assert ended.statuses == [1, 1, 1]
         assert max(ended.seconds) < timeout + AT_ONCE, ended
         assert re.search(f"zeroshard: {names}", ended.said), ended
-        assert len(re.findall(f"leaves, because rank . waited in vain: {names}", ended.said)) >= 1, ended
+        assert len(re.findall(f"exits because rank . failed while waiting: {names}", ended.said)) >= 1, ended
     assert control.seconds[0] > 5.0 and control.statuses[1] is None
 
 
@@ -253,4 +253,4 @@ def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(ranks, timeout=AT_ONCE)
         assert alive == []
         said.seek(0)
-        assert "leaves, because the launcher is gone" in said.read()
+        assert "exits because the launcher is gone" in said.read()

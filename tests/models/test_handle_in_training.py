@@ -354,7 +354,7 @@ def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.Monke
                 optimizer.step()
             optimizer.zero_grad()
             optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-            with pytest.raises(RuntimeError, match="an earlier update has raised half way"):
+            with pytest.raises(RuntimeError, match="an earlier update raised half way"):
                 optimizer.step()
             handle.load_full_state_dict(weights)
             optimizer.load_state_dict(state)

@@ -136,7 +136,7 @@ class Meeting:
                 self.beat()
             seen.note(time.monotonic(), beats=self._store.add(f"beat-{rank}", 0))
             if seen.silent_seconds > self._timeout:
-                raise CheckpointError(f"rank {rank} has not been heard of for {self._timeout:.0f} s: it died, or hangs")
+                raise CheckpointError(f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs")
 
     def _put(self, key: str, value: Any) -> None:
         text = json.dumps(value)

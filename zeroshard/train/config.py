@@ -76,7 +76,7 @@ class ParallelConfig(_Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16-remainder"] = Field("fp32", description="of the weights")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     max_transient_bytes: int | None = Field(None, ge=1, description="cap on gather and reduce buffers per rank")
-    timeout: float = Field(120.0, gt=0, description="seconds until a silent peer is given up")
+    timeout: float = Field(120.0, gt=0, description="seconds without an answer until a peer counts as lost")
     max_restarts: int = Field(0, ge=0, description="times to start all ranks again after one has failed (with --nproc)")
 
 
@@ -94,8 +94,8 @@ class RunConfig(_Section):
     out: str = Field("", description="run folder; default: runs/<date>-<time>")
     log_every: int = Field(10, ge=1, description="steps between lines when the output is not a terminal")
     save_every: int = Field(0, ge=0, description="steps between saves; 0: at the end and on request (SIGUSR1)")
-    keep_last: int = Field(2, ge=1, description="how many of the newest saved steps stay")
-    keep_every: int | None = Field(None, ge=1, description="saved steps that are multiples of it stay, too")
+    keep_last: int = Field(2, ge=1, description="how many of the newest saved steps are kept")
+    keep_every: int | None = Field(None, ge=1, description="saved steps that are multiples of it are kept, too")
 
 
 class Config(_Section):
