@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -29,7 +29,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from zeroshard.comm_log import CommLog
 from zeroshard.mesh import Axis, Mesh, problem_of
@@ -39,6 +38,7 @@ from zeroshard.packets import HEAD_BYTES, ROOM_BYTES, Elsewhere, expect_same, pa
 from zeroshard.patience import wait_for_all
 from zeroshard.portions import Portions, everything
 from zeroshard.positions import HERE, Wait
+from zeroshard.profiling import span
 from zeroshard.samples import Samples
 from zeroshard.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.sums import carve, divide, in_shards, parts, split_like, sum_in_rank_order
@@ -251,7 +251,7 @@ class Collectives:
         if location is None or axis.size == 1 or not full.numel():
             return self._all_gather(axis, full, "all_gather", unit, phase, moved).then(sample, at)
         self._record_gather(axis, "all_gather", unit, phase, moved, full.element_size())
-        with _trace(f"zeroshard::all_gather({unit})"):
+        with span(f"all_gather({unit})"):
             num_bytes = moved.total * full.element_size()
             told = self.messages.tell(axis, location, "all_gather", label(unit, phase), num_bytes)
 
@@ -297,7 +297,7 @@ class Collectives:
         if axis.size > 1 and full.numel():
             num_bytes = moved.sent_to_reduce(axis.rank) * wire.itemsize
             self.log.record("reduce_scatter", unit, phase, num_bytes, common=moved.total * wire.itemsize)
-            with _trace(f"zeroshard::reduce_scatter({unit})"):
+            with span(f"reduce_scatter({unit})"):
                 sum_ = Sum(axis, moved, full, out, scratch, of_shards)
                 shared = self._reduce_shared(sum_, unit) if wire == full.dtype else None
                 start = self._reduce_pairwise if self.pairwise else self._reduce_native
@@ -344,7 +344,7 @@ class Collectives:
         total = sum(sent)
         parts, places = torch.split(data[:total], list(sent)), torch.split(out[: sum(received)], list(received))
         self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), common=0)
-        with _trace(f"zeroshard::all_to_all({unit})"):
+        with span(f"all_to_all({unit})"):
             if not self.pairwise and axis.size > 1:
                 arguments = out[: sum(received)], data[:total], list(received), list(sent)
                 return Pending(self, [dist.all_to_all_single(*arguments, group=axis.group, async_op=True)]).at_place(at)
@@ -478,7 +478,7 @@ class Collectives:
             return Pending()
         if log:
             self._record_gather(axis, kind, unit, phase, moved, full.element_size())
-        with _trace(f"zeroshard::{kind}({unit})"):
+        with span(f"{kind}({unit})"):
             if not self.pairwise:
                 return Pending(self, self._gather_native(axis, full, moved))
             told = None
@@ -619,11 +619,6 @@ class Collectives:
         work = dist.all_to_all_single(into, sent, [own] * axis.size, sizes, group=axis.group, async_op=True)
         of_peers = [split_like(term, sum_.places) for rank, term in enumerate(received) if rank != axis.rank]
         return Pending(self, [work], lambda: sum_.take(of_peers, sum_.totals_in(sum_.scratch)))
-
-
-def _trace(name: str) -> AbstractContextManager[Any]:
-    """A named range in the profiler's trace, where one is on."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 def _is_in_place(out: Tensor, own: Tensor) -> bool:

@@ -25,6 +25,7 @@ import torch
 from zeroshard.collectives import Collectives, Pending
 from zeroshard.pool import Pool, PoolBuffer, Turns
 from zeroshard.pool_plan import PoolPlan
+from zeroshard.profiling import of_unit, phase
 from zeroshard.unit import Unit
 from zeroshard.weights import Residency
 
@@ -119,6 +120,7 @@ class Gatherer:
             if unit.weights.is_passing:
                 unit.weights.put_away()
 
+    @phase(of_unit("step: updated"))
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """The optimizer has changed the own interval, or just what these slots have of it: weights that rest in full
         start arriving from the others."""
@@ -130,6 +132,7 @@ class Gatherer:
             (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
         self._called.discard(unit)
 
+    @phase("step: read from peers")
     def read(self) -> None:
         """All ranks have updated their intervals, and are still in the same call. In shared memory nothing moves by
         itself, and a peer's weights lie where its user may write to them once they are shown: so they are read now.
@@ -195,6 +198,7 @@ class Gatherer:
         unit.weights.drop()
         return True
 
+    @phase(of_unit("gather"))
     def _unshard(self, unit: Unit, phase: str) -> None:
         weights = unit.weights
         if weights.state is Residency.SHARDED:

@@ -29,6 +29,7 @@ from zeroshard.loss_ledger import LossAccount
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
 from zeroshard.optimizer_state import OptimizerState
 from zeroshard.placement import SHARDED
+from zeroshard.profiling import phase
 from zeroshard.right_call import expect_class, expect_parameters
 from zeroshard.same import expect_same
 from zeroshard.settings import Items, Members, Settings, plain
@@ -674,6 +675,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
+    @phase("step: agree")
     def _agree(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> Control:
         if not self._uneven.follows:
             self.look_for_newcomers()
@@ -721,6 +723,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for stepper in self._state.steppers:
             yield from stepper.own_gradients()
 
+    @phase("step: update")
     def _update(self, control: Control, update: Update, arguments: Options) -> None:
         units, active = self.agreement.units, self.agreement.active(control)
         steppers_left = {unit: sum(unit in stepper.groups for stepper in self._state.steppers) for unit in units}

@@ -22,6 +22,7 @@ from zeroshard.loss_ledger import LossLedger
 from zeroshard.origins import Origins
 from zeroshard.placement import PARTIAL
 from zeroshard.pool import Pool
+from zeroshard.profiling import of_unit, phase
 from zeroshard.reductions import Reductions, scratch_bytes
 from zeroshard.unit import Unit
 from zeroshard.visible import VisibleGradients
@@ -235,6 +236,7 @@ class Reducer:
         return True
 
     @torch.no_grad()
+    @phase("end of backward")
     def end_backward(self) -> None:
         """Reduce what is left, with zeros for what is missing, and wait for all of it. Then `p.grad` shows it."""
         for index, unit in enumerate(self.order):
@@ -316,6 +318,7 @@ class Reducer:
         if grads.state is GradState.PARTIAL:
             self.origins.look(unit, grads)
 
+    @phase(of_unit("reduce"))
     def _launch(self, unit: Unit) -> None:
         grads = self.grads[unit]
         self._take_all(unit)

@@ -20,6 +20,7 @@ from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import together
 from zeroshard.handle import Handle
+from zeroshard.profiling import phase
 from zeroshard.right_call import expect_handle
 
 
@@ -35,6 +36,7 @@ class Loaded:
     bytes_read: int
 
 
+@phase("load")
 @torch.no_grad()
 def load(
     directory: Path | str,
@@ -76,12 +78,14 @@ def load(
     directory = Path(directory).absolute()
     with ExitStack() as stack:
         # 1. One step, one manifest; whatever does not fit is found before anything is changed.
+        @phase("load: find")
         def find() -> tuple[None, list[str]]:
             engine.expect_no_gradients("load")
             expect_stateful(extra)
             first = engine.collectives.mesh.world.rank == 0
             return None, [os.path.relpath(folders.find(directory, step), directory) if first else "", folders.new_id()]
 
+        @phase("load: compare")
         def check() -> tuple[tuple[Reader, Compatibility], str]:
             reader = stack.enter_context(Reader(directory / name))
             reader.manifest = under_names_here(reader.manifest, engine)
@@ -99,6 +103,7 @@ def load(
         # A failure lets the others stop.
         meeting = Meeting(engine.collectives, unique)
 
+        @phase("load: restore")
         def restore() -> None:
             reader.num_bytes = 0
             restore_weights(reader, engine, meeting)
@@ -117,6 +122,7 @@ def load(
             engine.gatherer.updated(unit)
         engine.gatherer.settle()
 
+        @phase("load: restore what is whole")
         def restore_what_is_whole() -> tuple[None, None]:
             restore_rest(reader, engine, pairs, extra)
             return None, None

@@ -21,6 +21,7 @@ from zeroshard.engine import Engine
 from zeroshard.interval import Interval
 from zeroshard.layout import Fragment
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.profiling import phase
 from zeroshard.stepper import SavedTensor, stepped
 from zeroshard.unit import Unit
 from zeroshard.values import decode
@@ -28,6 +29,7 @@ from zeroshard.values import decode
 # Before anything is changed -------------------------------------------------------------------------------------------
 
 
+@phase("load: preflight")
 def preflight(reader: Reader, engine: Engine, pairs: Pairs, meeting: Meeting) -> None:
     """Read, and so check, all that this rank is going to restore.
 

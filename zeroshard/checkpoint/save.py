@@ -34,6 +34,7 @@ from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.engine import Engine
 from zeroshard.handle import Handle
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.profiling import phase
 from zeroshard.right_call import expect_handle
 from zeroshard.together import tell_together
 
@@ -97,6 +98,7 @@ class Saving:
             os._exit(1)
 
 
+@phase("save")
 @torch.no_grad()
 def save(
     directory: Path | str,
@@ -189,6 +191,7 @@ class _Own:
     buffers: EncodedState
 
 
+@phase("save: collect")
 def _collect(engine: Engine, optimizers: list[ShardedOptimizer], extra: Extra, step: int) -> tuple[_Own, list[Any]]:
     """And for all to know: the step, a new id, digests of what ranks may have different values of."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
@@ -210,6 +213,7 @@ def _collect(engine: Engine, optimizers: list[ShardedOptimizer], extra: Extra, s
     return own, [step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
 
 
+@phase("save: plan")
 def _plan(engine: Engine, own: _Own, same: list[bool], mark: str, copy: bool) -> tuple[FilePlan, list[int]]:
     """And for all to know: bytes of the file, and of its part of the manifest. `mark`: no two files have the same."""
     rank = engine.collectives.mesh.world.rank
