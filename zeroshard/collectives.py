@@ -81,6 +81,7 @@ class Pending:
             look()
 
     def _arrive(self) -> None:
+        # Taken before anything can raise: `__del__` must not wait a second time for what has failed.
         works, self._works = self._works, ()
         told, self._told = self._told, None
         finish, self._finish = self._finish, None
@@ -88,6 +89,8 @@ class Pending:
             return
         start = time.perf_counter()
         with self._failing():
+            # Messages first: they say whether the peers are in this very collective. If they are not, what has been
+            # posted for the data belongs to another one, and to wait for it would be to wait without end.
             if told is not None:
                 self._owner.messages.hear(told)
             for work in works:
@@ -123,8 +126,9 @@ class Pending:
                 yield
 
     def __del__(self) -> None:
-        """A receive that is dropped before its message arrives would block the connection for everything after it. Once
-        something has failed nobody may wait for what will never come."""
+        # gloo: a message whose receive is gone has nowhere to go, and blocks its connection for everything after it,
+        # whatever the tag ("Timed out waiting ... for send operation to complete"). So a result that nobody wants is
+        # waited for all the same; but once something has failed, nobody may wait for what will never come.
         if self._owner is not None and not self._owner.messages.failed:
             with suppress(RuntimeError):
                 if self._told is not None:
@@ -245,6 +249,11 @@ class Collectives:
         axis = self.mesh.shard
         moved = portions or everything(full.numel(), axis.size)
         at = self._begin("all_gather", axis, f"all_gather of unit {unit} ({phase})")
+        # [Note: who may write to shared memory]
+        # A peer reads here, when it wants, what this rank has only announced. Nothing may write to it before the peers
+        # have answered (`release`), or before all ranks have met otherwise: shards of weights are written by a step,
+        # and a step begins with the control exchange. Buckets are used again within a backward, so reductions always
+        # answer.
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         location = self.shared.locate(own) if self.shared is not None else None
         sample = partial(self.samples.take, self.samples.next_number(), unit, full)
@@ -486,6 +495,9 @@ class Collectives:
                 num_bytes = moved.total * full.element_size()
                 told = self.messages.tell(axis, None, kind, label(unit, phase), num_bytes)
             works = []
+            # In step s everybody sends to the rank s places ahead: no rank receives from two at once. gloo's own
+            # all-gather clones the whole buffer first. Receives are posted before sends: what arrives goes straight
+            # into place.
             for step in range(1, axis.size):
                 source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
                 works += [receive(axis, part, source, kind) for part in parts(full, moved.of_shard[source])]
@@ -534,6 +546,7 @@ class Collectives:
         them, but not before that one has mapped them. Collective."""
         if self.shared is None:
             return
+        # Two exchanges: the first says what there is, and nobody frees anything until all have passed the second.
         everyone = self.exchange_objects(self.shared.own_segments())
         for rank, segments in zip(self.mesh.world.ranks, everyone, strict=True):
             if rank in self._processes:
@@ -554,6 +567,11 @@ class Collectives:
         self.log.clear()
 
     def _reduce_pairwise(self, sum_: Sum, wire: torch.dtype, kind: str, unit: str) -> Pending:
+        # [Note: sums in rank order]
+        # ((g0 + g1) + g2) + ... on every rank, whoever owns the element: that is why all plans have the same bits. To
+        # add terms as they arrive, or the own one first, would be quicker, and would make them differ
+        # (`sum_in_rank_order`; torch's ring and tree algorithms depend on the number of ranks and on the place in the
+        # buffer).
         axis, moved, full = sum_.axis, sum_.portions, sum_.full
         peers = [rank for rank in range(axis.size) if rank != axis.rank]
         # One term arrives where the sum goes.
@@ -591,6 +609,7 @@ class Collectives:
                 for place, part in zip(parts(terms, intervals), parts(full, intervals), strict=True):
                     place.copy_(part)
         if moved.is_whole:
+            # In place on NCCL (`own` inside of `terms`); it may leave partial sums in the shards of the others.
             works = [_reduce_scatter(own, terms, group=axis.group, async_op=True)]
         else:
             works = [
@@ -608,6 +627,8 @@ class Collectives:
     def _reduce_narrow(self, sum_: Sum, wire: torch.dtype) -> Pending:
         axis, moved, full = sum_.axis, sum_.portions, sum_.full
         own = moved.numel_of(axis.rank)
+        # Not the backend's reduce-scatter: it would add in `wire`, and bf16 sums lose what fp32 gradients are there
+        # for.
         room, rest = carve(sum_.scratch, 1, full.numel(), wire)  # the sum so far comes here when what is sent has left
         sent = room[0][: moved.total]
         received, _ = carve(rest, axis.size, own, wire)

@@ -59,6 +59,8 @@ class OutsideGraphs(NotCopied, partial[Any]):
     def __new__(cls, hook: Callable[..., Any]) -> Self:
         import torch._dynamo  # slow to import; every optimizer does it too
 
+        # Looked into, a hook is compiled once for each class of modules, up to Dynamo's limit of 8, with a page of
+        # warnings (torch._dynamo.config.recompile_limit).
         return super().__new__(cls, torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]
 
 
@@ -91,6 +93,10 @@ class Entry:
         return cls(torch._C._autograd._get_sequence_nr(), frozenset(_made_by(t) for t in _differentiable(inputs)))
 
     def has_made(self, output: Tensor) -> bool:
+        # [Note: who made an output]
+        # A skipped block returns its input. To gather for that output would take the place of the unit that made it,
+        # just when backward is about to use it: gradients from another unit's weights, without an error. The number of
+        # a node alone does not tell: each thread counts for itself, and a recomputed forward counts anew.
         node = _made_by(output)
         return node not in self.given and node._sequence_nr() >= self.next_node
 
@@ -139,6 +145,7 @@ class Schedule(NotCopied):
         self._casts = dict(casts)
         self._removers += attach_casts(casts)
         for module, needed in self._needs.items():
+            # `always_call`: without it an exception in forward leaves the unit shown, and in use, for good.
             after = module.register_forward_hook(_after(self, needed), always_call=True)
             before = _before(self, needed, partial(_move_to_end, after))
             gather = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -162,6 +169,7 @@ class Schedule(NotCopied):
                 frozen = not parameter.requires_grad  # in a unit of which others train; it takes a hook only while not
                 parameter.requires_grad_(True)
                 self._keep(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                # Both hooks hold weak references: a parameter that owns its owner keeps the model alive after `del`.
                 self._keep(parameter.register_hook(_before_gradient(weakref.ref(self), parameter)))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
                 if unit.spec.precision.grad.itemsize > parameter.element_size():  # uses in one backward add up, too
@@ -350,6 +358,8 @@ class Schedule(NotCopied):
         """
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
+            # torch has no public hook for the end of a backward; DDP and FSDP2 queue this one as well. It belongs to
+            # the graph task that runs now, so a reentrant checkpoint's inner backward must not queue it again.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if accumulates is None:
                 accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
@@ -448,7 +458,7 @@ def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Call
 
 
 def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Callable[[Tensor], None]:
-    """The hook's argument is the parameter, not its gradient."""
+    """The hook's argument is the parameter, not its gradient. (Taken for one, the ranks average their weights.)"""
     unit_ref = weakref.ref(unit)
 
     def hook(parameter: Tensor) -> None:

@@ -65,6 +65,7 @@ class SharedMemory:
     def create(self, num_bytes: int) -> tuple[int, int]:
         """A file of zeros: (segment, fd)."""
         self._count += 1
+        # Anonymous, not `shm_open`: a name in /dev/shm outlives a process that is killed.
         fd = os.memfd_create(_label(self.process, self._count))
         os.ftruncate(fd, num_bytes)
         return self._count, fd
@@ -91,6 +92,7 @@ class SharedMemory:
         Raises:
             OSError: there is no such file, or it is not that peer's segment.
         """
+        # By segment, not by fd: a number of a file is used again for the next file, and the old pages stay mapped here.
         key = process.identity, location.segment
         if key not in self._mapped:
             self._mapped[key] = _map_labelled(process, location)
@@ -118,7 +120,7 @@ class Probe:
         self._shared, self._rank, self._num_ranks = shared, rank, num_ranks
         self._segment = shared.allocate(8 * num_ranks)
         self._slots = self._segment.view(torch.int64)
-        self._slots[rank] = shared.process.identity
+        self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped another process
 
     def card(self) -> list[int]:
         """What a peer needs to know: [process number, identity, where]."""
@@ -149,8 +151,13 @@ def _label(process: Process, segment: int) -> str:
 
 
 def _map_labelled(process: Process, location: Location) -> Tensor:
+    # [Note: a process number is not a process]
+    # In a container every rank may be process 1, and /proc/1 is then this process itself; elsewhere the number may have
+    # been given to a new process. A rank that maps its own memory for a peer's trains on, apart, in silence. So a
+    # segment counts only under a label with the random number of its owner: before it is opened (to open a pipe or a
+    # device of a stranger has effects), and again of what has been opened (the peer may have closed it in between).
     label, path = _label(process, location.segment), f"/proc/{process.pid}/fd/{location.fd}"
-    _expect(label, path)  # before something else is opened, and of what has been
+    _expect(label, path)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         _expect(label, f"/proc/self/fd/{fd}")
@@ -179,6 +186,8 @@ class Segment:
 
     def give_back(self) -> None:
         """The pages go back to the system. Nobody may be reading them."""
+        # The file stays, and so does what peers have mapped of it. To read past the end of a file that is mapped is
+        # SIGBUS: a peer that still reads between these two calls dies (see `Pending.release`).
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, self._num_bytes)
 
