@@ -219,6 +219,20 @@ class Agreement:
             raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
 
+    def count_zero_gradients(self) -> int:
+        """Elements of the reduced gradient that are exactly zero, over all ranks. Collective."""
+        zeros = sum(
+            int((tensor == 0).sum())
+            for unit, slots in self.units.items()
+            for index in slots & unit.grads.waiting
+            if (world := unit.layout.slots[index].world & unit.own_shard())
+            for tensor in unit.grads.views(world)
+        )
+        collectives = self._engine.collectives
+        row = torch.tensor([zeros], dtype=torch.float64, device=collectives.device)
+        rows = collectives.exchange(row, "optimizer.count_zero_gradients()")
+        return int(sum(rows[collectives.mesh.one_of_each_shard, 0].tolist()))
+
     def _name_nonfinite(self) -> str:
         """Where, as far as it is known: two more exchanges, on the way out."""
         collectives = self._engine.collectives

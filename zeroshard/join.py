@@ -40,7 +40,7 @@ class Stepping(Protocol):
     @property
     def scaling(self) -> LossAccount: ...
     def hyper_parameters(self) -> list[dict[str, Any]]: ...
-    def take_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
+    def set_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
     def what_steps(self) -> dict[str, Any]: ...
     def step_as(self, values: Mapping[str, Any]) -> None: ...
     def agree_as(self, norm_type: float) -> None: ...
@@ -128,7 +128,7 @@ class Join:
             with self._orders.told():
                 self._parts[number].act(what, arguments)
         for part, groups in zip(self._parts, order[1:], strict=True):
-            part.take_hyper_parameters(groups)
+            part.set_hyper_parameters(groups)
 
 
 class Part:
@@ -165,9 +165,9 @@ class Part:
         """Of each optimizer."""
         return [optimizer.hyper_parameters() for optimizer in self._optimizers]
 
-    def take_hyper_parameters(self, groups: Sequence[Any]) -> None:
+    def set_hyper_parameters(self, groups: Sequence[Any]) -> None:
         for optimizer, of_one in zip(self._optimizers, groups, strict=True):
-            optimizer.take_hyper_parameters(of_one)
+            optimizer.set_hyper_parameters(of_one)
 
     def _watch(self, number: int) -> Sequence[Any]:
         optimizer = self._optimizers[number]

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -19,24 +18,24 @@ from zeroshard.absent import as_tensors
 from zeroshard.agreement import Agreement, NonFinite
 from zeroshard.control import Control
 from zeroshard.external import shard_parameters
-from zeroshard.from_rank0 import FromRank0
-from zeroshard.full_state import EVERYWHERE, PASS_THE_SAME, Taking
+from zeroshard.full_state import Taking
 from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
 from zeroshard.inner import Options, arguments_for, expect_arguments
-from zeroshard.kinds import Kind, kind_of
 from zeroshard.loss_ledger import LossAccount
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
 from zeroshard.optimizer_state import OptimizerState
+from zeroshard.param_groups import Classes, ParamGroups, defaults_of
 from zeroshard.placement import SHARDED
 from zeroshard.profiling import phase
 from zeroshard.right_call import expect_class, expect_parameters
-from zeroshard.same import expect_same
-from zeroshard.settings import Items, Members, Settings, plain
+from zeroshard.settings import Settings, plain
+from zeroshard.state_dict import StateDicts
 from zeroshard.state_view import StateView
+from zeroshard.step_request import StepRequest
 from zeroshard.step_result import StepResult as StepResult
-from zeroshard.stepper import FullState, Groups, Stepper, Update, stepped
-from zeroshard.steppers import STEPPERS
+from zeroshard.stepper import FullState, Stepper, Update
+from zeroshard.steppers import build_steppers, units_of
 from zeroshard.together import together
 from zeroshard.uneven_steps import Following, UnevenSteps
 from zeroshard.unit import Unit
@@ -87,7 +86,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         expect_parameters(handle_or_params)
         expect_class(optimizer_class)
         handle = handle_or_params if isinstance(handle_or_params, Handle) else None
-        self._takes_all = handle is not None
         if handle is not None:
             handle.engine.check_open("build an optimizer")
             handle.engine.unfreeze()
@@ -96,27 +94,24 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             params = list(handle_or_params)  # type: ignore[arg-type]
         if not params:
             raise ValueError("ShardedOptimizer got an empty parameter list")
-        self._class, self._elementwise, self._inner_defaults = optimizer_class, elementwise, defaults
-        self._classes: list[type[torch.optim.Optimizer]] = []  # of each param group
-        self._named: tuple[list[Stepper], Members] | None = None  # of each group, for these steppers
+        self._classes = Classes(optimizer_class, defaults, elementwise)
         self._state = OptimizerState()
         self._is_built = False
         Joinable.__init__(self)
-        super().__init__(params, _defaults_of(optimizer_class, defaults))
-        self.handle = self._find_handle(handle, process_group)
+        super().__init__(params, defaults_of(optimizer_class, defaults))
+        self.handle = _find_handle(handle, [p for group in self.param_groups for p in group["params"]], process_group)
         self.engine = self.handle.engine
-        with self.engine.claims.claimed(self._parameters(), self):
+        self._groups = ParamGroups(self.param_groups, self._classes, self.engine, takes_all=handle is not None)
+        with self.engine.claims.claimed(self._groups.parameters(), self):
             self.engine.unfreeze()
-            self._state.steppers = self._build_steppers()
+            self._state.steppers = build_steppers(self._groups, self.engine)
             self.engine.pool.expect_room(0, "the scratch of this optimizer")
-            units = self._find_units()
+            units = units_of(self._state.steppers, self.engine)
             policy = _policy(loss_scale, units)
             scaler = LossScaler(policy) if policy is not None else None
             self.agreement = Agreement(self.engine, units, scaler, non_finite, skip_norm_above)
         self._uneven = UnevenSteps(self.engine)
-        self._clip = 1.0
-        self._clip_value: float | None = None
-        self._asked: dict[str, Any] = {}  # of the step at hand, by clip_grad_norm_ and as arguments
+        self._request = StepRequest()
         self._follows = False
         self._is_built = True
 
@@ -164,12 +159,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, found {max_norm}")
-        self._asked["clip_grad_norm_(max_norm, norm_type)"] = float(max_norm), float(norm_type)
+        self._request.notes["clip_grad_norm_(max_norm, norm_type)"] = float(max_norm), float(norm_type)
         control = self._agree(float(norm_type))
         norm = control.norm * self.agreement.mean_factor(control)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
-        self._clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        self._request.clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -180,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         if not clip_value > 0:
             raise ValueError(f"clip_value must be positive, found {clip_value}")
-        self._clip_value = clip_value
+        self._request.clip_value = clip_value
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> StepResult:  # type: ignore[override]
@@ -197,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 only accumulated (`no_sync`); a gradient that is not finite, if so chosen, or once too often in a row;
                 parameters whose data somebody has replaced. Nothing has been updated then.
         """
-        expect_arguments(self._classes, arguments)
+        expect_arguments(self.classes, arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
         self.engine.expect_in_place()
         if arguments:
-            self._asked["the arguments of step"] = plain(arguments)
+            self._request.notes["the arguments of step"] = plain(arguments)
         control = self._agree(arguments=arguments)
         self.engine.pool.rest()
         if control.is_idle:
@@ -220,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
             self.engine.reducer.use_idle_buckets()
             self.agreement.half_done = True
-            self._update(control, Update(mean * self._clip, self._clip_value), arguments)
+            self._update(control, self._request.update(mean), arguments)
             self.agreement.half_done = False
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
@@ -241,76 +236,54 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def count_zero_gradients(self) -> int:
         """Elements of the reduced gradient (what is frozen has none) that are exactly zero, over all ranks. Collective;
         between backward and step."""
-        zeros = sum(
-            int((tensor == 0).sum())
-            for unit, slots in self.agreement.units.items()
-            for index in slots & unit.grads.waiting
-            if (world := unit.layout.slots[index].world & unit.own_shard())
-            for tensor in unit.grads.views(world)
-        )
-        row = torch.tensor([zeros], dtype=torch.float64, device=self.engine.collectives.device)
-        rows = self.engine.collectives.exchange(row, "optimizer.count_zero_gradients()")
-        return int(sum(rows[self.engine.collectives.mesh.one_of_each_shard, 0].tolist()))
+        return self.agreement.count_zero_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. After the start, collective: parameters of the same handle that no group has yet, or, under
         OPTIMIZER_ONLY, that no handle has. Existing state stays."""
-        group = dict(param_group)
-        group_class = group.pop("optimizer_class", self._class)
-        if group_class is not self._class:
-            group = {**_defaults_of(group_class, {}), **group}
+        group, of_group = self._classes.completed(param_group)
         lr = group.get("lr", self.defaults.get("lr", 0.0))
         if not 0.0 <= float(lr) < math.inf:
             raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
         super().add_param_group(group)
-        self._classes.append(group_class)
-        if self._is_built:
-            before = self._state.steppers, self.agreement.units
-            try:
-                self._refuse_foreign(group["params"])
-                with self.engine.claims.claimed(group["params"], self):
-                    self.handle.take_newcomers(self._parameters())
-                    self.engine.unfreeze()
-                    self.rebuild()
-            except ValueError:
-                self.param_groups.pop(), self._classes.pop()
-                self._state.steppers, self.agreement.units = before
-                raise
+        self._classes.of_groups.append(of_group)
+        if not self._is_built:
+            return
+        before = self._state.steppers, self.agreement.units
+        try:
+            self._refuse_foreign(group["params"])
+            with self.engine.claims.claimed(group["params"], self):
+                self.handle.take_newcomers(self._groups.parameters())
+                self.engine.unfreeze()
+                self.rebuild()
+        except ValueError:
+            self.param_groups.pop(), self._classes.of_groups.pop()
+            self._state.steppers, self.agreement.units = before
+            raise
 
     @torch.no_grad()
     def rebuild(self) -> None:
         """Parameters have come: new steppers, existing state stays. Collective."""
         if not self._is_built:
             return  # it is being built
-        state = self._gather_state()
-        if self._takes_all:
-            self._take_unclaimed()
-        self._state.steppers = self._build_steppers()
-        self.agreement.units = self._find_units()
+        state = self._state.gather()
+        self.adopt(self._groups.newly_trainable())
+        self._groups.changed()
+        self._state.steppers = build_steppers(self._groups, self.engine)
+        self.agreement.units = units_of(self._state.steppers, self.engine)
         self._state.load(state)
-
-    def _take_unclaimed(self) -> None:
-        trainable = {id(parameter) for parameter in self.engine.trainable_parameters()}
-        self.adopt([parameter for parameter in self._unclaimed() if id(parameter) in trainable])
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         """Of a handle's parameters, some that no optimizer has: they join the first group, as if they had required grad
         from the start."""
-        groups = self.groups_with(parameters)
+        groups = self._groups.with_adopted(parameters)
         self.engine.claims.claim(groups[0], self)
         self.param_groups[0]["params"][:] = groups[0]
 
-    def groups_with(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters of each group, once it has adopted these: the first group is in the order of the model."""
-        groups, new = [list(group["params"]) for group in self.param_groups], list(parameters)
-        if new:
-            mine = {id(parameter) for parameter in [*groups[0], *new]}
-            groups[0] = [parameter for parameter in self.engine.model.parameters() if id(parameter) in mine]
-        return groups
-
-    def adoptable(self) -> list[nn.Parameter]:
-        """Those that it would take if they required grad: if built from a handle, what no optimizer has."""
-        return list(self._unclaimed()) if self._takes_all else []
+    @property
+    def groups(self) -> ParamGroups:
+        """The param groups, with the class of each and who may join them."""
+        return self._groups
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
         for parameter in params:
@@ -342,21 +315,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def what_steps(self) -> dict[str, Any]:
         """What a step depends on beside gradients, state and scales of losses, JSON-able."""
-        return {"groups": self.hyper_parameters(), "clip": self._clip, "clip_value": self._clip_value}
+        request = self._request
+        return {"groups": self.hyper_parameters(), "clip": request.clip, "clip_value": request.clip_value}
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """Of each param group, JSON-able."""
-        return [{k: _as_number(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return self._groups.hyper_parameters()
 
-    def take_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def set_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Those of another rank."""
-        for group, theirs in zip(self.param_groups, groups, strict=True):
-            for key, value in theirs.items():
-                mine = group[key]
-                if isinstance(mine, Tensor):
-                    mine.fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(mine, tuple) else value
+        self._groups.set_hyper_parameters(groups)
 
     def agree_as(self, norm_type: float) -> None:
         """As the ranks that have inputs left."""
@@ -365,8 +333,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def step_as(self, values: Mapping[str, Any]) -> None:
         """Step with what another rank's `what_steps` has said."""
-        self.take_hyper_parameters(values["groups"])
-        self._clip, self._clip_value = values["clip"], values["clip_value"]
+        self.set_hyper_parameters(values["groups"])
+        self._request.clip, self._request.clip_value = values["clip"], values["clip_value"]
         with self._following():
             self.step()
 
@@ -393,45 +361,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         taking = Taking(rank0_only, device)
-        result = self._full_state(taking)
+        result = self._state_dicts().collect(taking, self.agreement.units)
+        if scale := self.scaling.state_dict():
+            result["loss_scale"] = scale
         if not taking.is_taken_by(self.engine.collectives.mesh.world.rank):
             return {}
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
         return result
 
-    def _full_state(self, taking: Taking) -> dict[str, Any]:
-        groups, position = [], 0
-        for group in self.param_groups:
-            indices = list(range(position, position + len(group["params"])))
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": indices})
-            position += len(indices)
-        state = self._gather_state(taking)
-        result = {
-            "state": {i: state[p] for i, p in enumerate(self._parameters()) if p in state},
-            "param_groups": groups,
-        }
-        scaling = self.scaling.state_dict()
-        return {**result, "loss_scale": scaling} if scaling else result
-
-    def _gather_state(self, taking: Taking = EVERYWHERE) -> FullState:
-        """Of all parameters; unit by unit, where it does not stay here."""
-        if taking == EVERYWHERE:
-            return self._state.gather()
-        state: FullState = {}
-        units = (dict.fromkeys(unit.parameters) for unit in self.agreement.units)
-        gathered = (self._state.gather(of_unit) for of_unit in units)
-        for part in chain([self._state.waiting], gathered):
-            if taking.is_taken_by(self.engine.collectives.mesh.world.rank):
-                for parameter, items in part.items():
-                    state[parameter] = {
-                        key: taking.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
-                    }
-        return state
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any] | None, *, broadcast_from_rank0: bool = False) -> None:
-        """Take the state that this method's counterpart, or a plain optimizer of the class, has given. Collective.
+        """Load the state that this method's counterpart, or a plain optimizer of the class, has given. Collective.
 
         Args:
             state_dict: the same on every rank.
@@ -445,16 +386,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.engine.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict or {}) or state_dict
+        dicts = self._state_dicts()
         if broadcast_from_rank0:
-            told = FromRank0(self.engine.collectives, state_dict, self._expect_fitting)
-            state_dict = told.state_dict
-            self.adopt(self._adopted_with(state_dict))
-            self._receive_state(told)
+            source = dicts.from_rank0(state_dict)
+            state_dict = source.state_dict
+            self.adopt(self._groups.adopted_with(state_dict))
+            dicts.receive(source, self.agreement.units)
         else:
             state_dict = dict(state_dict or {})
-            self._expect_same(state_dict)
-            self.adopt(self._adopted_with(state_dict))
-            self._state.load(self._state_by_parameter(state_dict))
+            dicts.expect_same(state_dict)
+            self.adopt(self._groups.adopted_with(state_dict))
+            dicts.load(state_dict)
         self.agreement.half_done = False
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
@@ -462,66 +404,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _expect_same(self, state_dict: dict[str, Any]) -> None:
-        """It fits, and is the same on every rank. Collective.
-
-        Raises:
-            ValueError: on every rank.
-        """
-        collectives, what = self.engine.collectives, "load_state_dict"
-        together(collectives, what, partial(self._expect_fitting, state_dict))
-        values = {
-            f"state {key!r} of {self.engine.name_of(p)}": value  # type: ignore[arg-type]
-            for p, of_one in self._state_by_parameter(state_dict).items()
-            for key, value in of_one.items()
-        }
-        for number, group in enumerate(state_dict["param_groups"]):
-            values |= {f"{key!r} of param group {number}": value for key, value in group.items()}
-        values["loss_scale"] = state_dict.get("loss_scale", {})
-        expect_same(collectives, values, what, PASS_THE_SAME)
-
-    def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: other param groups, or state of another shape.
-        """
-        if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
-                "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
-                f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
-            )
-        self._state.expect_fitting(self._state_by_parameter(state_dict))
-
-    def _adopted_with(self, state_dict: dict[str, Any]) -> list[nn.Parameter]:
-        """What is frozen now may have been trained, and so be in the first group there: all of it, or nothing."""
-        found, more = [len(group["params"]) for group in state_dict["param_groups"]], self.adoptable()
-        for adopted in ([], more):
-            if [len(params) for params in self.groups_with(adopted)] == found:
-                return adopted
-        sizes = [len(group["params"]) for group in self.param_groups]
-        frozen = f" (and {len(more)} that are frozen)" if more else ""
-        raise ValueError(f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}")
-
-    def _state_by_parameter(self, state_dict: dict[str, Any]) -> FullState:
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.groups_with(self._adopted_with(state_dict)) for p in group]
-        saved = state_dict["state"]
-        return {p: saved[i] for p, i in zip(params, indices, strict=True) if i in saved}
-
-    def _receive_state(self, told: FromRank0) -> None:
-        """Unit by unit; then what is frozen."""
-        state, done = self._state_by_parameter(told.state_dict), stepped(self._state.steppers)
-        self._state.waiting.clear()
-        for params in [*(unit.parameters for unit in self.agreement.units), [p for p in state if p not in done]]:
-            received = {p: told.receive(state[p]) for p in params if p in state}
-            self._state.load(state | received, dict.fromkeys(params))
+    def _state_dicts(self) -> StateDicts:
+        return StateDicts(self._groups, self._state, self.engine)
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
         """The state of each parameter, gathered when it is read: collective (see `state_view`)."""
         if self._is_built:
             self.engine.check_open("state")
-        return StateView(self._parameters(), self._state)
+        return StateView([p for group in self.param_groups for p in group["params"]], self._state)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -555,11 +446,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def classes(self) -> Sequence[type[torch.optim.Optimizer]]:
         """Of each param group."""
-        return tuple(self._classes)
+        return tuple(self._classes.of_groups)
 
     def class_defaults(self, group: int) -> dict[str, Any]:
         """What the class of that param group is built with."""
-        return self._inner_defaults if self._classes[group] is self._class else {}
+        return self._classes.options_of(group)
 
     def __getattr__(self, name: str) -> Any:
         """A method that the class has and this one has not (`train` and `eval` of schedule-free ones): on all of main
@@ -609,70 +500,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             "optimizer.backward(loss) in place of the scaler"
         )
 
-    # Building ----------------------------------------------------------------------------------------------------
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _watched(self) -> list[nn.Parameter]:
-        """Its own, and those that it would take if they required grad."""
-        return [*self._parameters(), *self.adoptable()]
-
-    def _unclaimed(self) -> Iterator[nn.Parameter]:
-        for unit in self.engine.units:
-            yield from (unit.parameters[index] for index in sorted(self.engine.claims.unclaimed(unit)))
-
-    def _find_handle(self, handle: Handle | None, process_group: dist.ProcessGroup | None) -> Handle:
-        if handle is None:
-            parameters = self._parameters()
-            handles = {id(one): one for one in map(handle_of, parameters)}
-            if len(handles) > 1:
-                raise ValueError(
-                    "the parameters belong to different handles (or some to none): build one ShardedOptimizer per "
-                    "handle"
-                )
-            handle = next(iter(handles.values()), None)
-            if handle is None:
-                return shard_parameters(parameters, process_group)
-        if process_group is not None:
-            raise ValueError("process_group is for parameters without a handle; these have the mesh of theirs")
-        return handle
-
-    def _build_steppers(self) -> list[Stepper]:
-        """One per optimizer class: those for whole parameters first."""
-        steppers: list[Stepper] = []
-        for optimizer_class in dict.fromkeys(self._classes):
-            mine = [index for index, of_group in enumerate(self._classes) if of_group is optimizer_class]
-            groups = self._groups_by_unit(mine)
-            if not groups:
-                continue
-            defaults = self.class_defaults(mine[0]) if mine else {}
-            elementwise = self._elementwise if optimizer_class is self._class else None
-            options = {i: {k: v for k, v in self.param_groups[i].items() if k != "params"} for i in mine}
-            kind = kind_of(optimizer_class, defaults, elementwise)
-            stepper = STEPPERS[kind](optimizer_class, options, defaults, groups, self.engine.collectives)
-            steppers.insert(len(steppers) if kind is Kind.ELEMENTWISE else 0, stepper)
-        return steppers
-
-    def _groups_by_unit(self, indices: Sequence[int]) -> Groups:
-        group_of = {id(p): i for i in indices for p in self.param_groups[i]["params"]}
-        units = {}
-        for unit in self.engine.units:
-            groups = [group_of.get(id(parameter)) for parameter in unit.parameters]
-            if unit.trainable and any(group is not None for group in groups):
-                units[unit] = groups
-        return units
-
-    def _find_units(self) -> dict[Unit, set[int]]:
-        """Unit -> the slots in it that are this optimizer's, in the handle's order."""
-        mine: dict[Unit, set[int]] = {}
-        for unit in self.engine.units:
-            keys = [stepper.groups.get(unit, ()) for stepper in self._state.steppers]
-            slots = {i for of_unit in keys for i, group in enumerate(of_unit) if group is not None}
-            if slots:
-                mine[unit] = slots
-        return mine
-
     # Stepping ----------------------------------------------------------------------------------------------------
 
     @phase("step: agree")
@@ -682,40 +509,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             if self._join_config.enable:
                 self._uneven.tell(self, norm_type, arguments or {})
         settings = None if self._follows else self._settings()
-        return self.agreement.control(self._watched(), self._own_gradients, len(self.param_groups), settings, norm_type)
+        watched = [*self._groups.parameters(), *self._groups.adoptable()]  # also those that would join if they trained
+        return self.agreement.control(watched, self._own_gradients, len(self.param_groups), settings, norm_type)
 
     def _settings(self) -> Settings:
         """What the step at hand depends on beside the gradients."""
         return Settings(
-            tuple(map(_settings_of, self.param_groups, self._classes)),
-            self._members(),
-            (
-                *self.agreement.settings(),
-                ("clip_grad_value_", plain(self._clip_value)),
-                *self._asked.items(),
-            ),
+            self._groups.settings(),
+            self._groups.members(),
+            (*self.agreement.settings(), *self._request.settings()),
             self.engine.reducer.visible.edited(),
         )
 
-    def _members(self) -> Members:
-        """The names of each group's parameters."""
-        if self._named is None or self._named[0] is not self._state.steppers:
-            names = {
-                id(p): slot.name
-                for unit in self.engine.units
-                for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)
-            }
-            groups = tuple(
-                tuple(names.get(id(p), "one that is frozen") for p in group["params"]) for group in self.param_groups
-            )
-            self._named = self._state.steppers, Members(groups)
-        return self._named[1]
-
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
-        if self.engine.untaken and any(handle_of(parameter) is None for parameter in self._parameters()):
+        if self.engine.untaken and any(handle_of(parameter) is None for parameter in self._groups.parameters()):
             self.engine.check_open("use the optimizer")
-            if self.handle.take_newcomers(self._parameters()):
+            if self.handle.take_newcomers(self._groups.parameters()):
                 self.rebuild()
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:
@@ -747,8 +557,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _discard_gradients(self) -> None:
         self.agreement.forget()
-        self._clip, self._clip_value = 1.0, None
-        self._asked.clear()
+        self._request = StepRequest()
         for unit in self.engine.units:
             self._consume(unit)
         self.engine.reducer.forget_losses()
@@ -761,18 +570,21 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.engine.reducer.visible.forget(unit, slots)
 
 
-def _settings_of(group: dict[str, Any], optimizer_class: type[torch.optim.Optimizer]) -> Items:
-    named = ("class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}")
-    return (named, *((key, plain(value)) for key, value in group.items() if key != "params"))
-
-
-def _as_number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _defaults_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The class's own defaults with these options; the class checks them."""
-    return optimizer_class([torch.zeros(2, 2)], **options).defaults
+def _find_handle(
+    handle: Handle | None, parameters: Sequence[nn.Parameter], process_group: dist.ProcessGroup | None
+) -> Handle:
+    if handle is None:
+        handles = {id(one): one for one in map(handle_of, parameters)}
+        if len(handles) > 1:
+            raise ValueError(
+                "the parameters belong to different handles (or some to none): build one ShardedOptimizer per handle"
+            )
+        handle = next(iter(handles.values()), None)
+        if handle is None:
+            return shard_parameters(parameters, process_group)
+    if process_group is not None:
+        raise ValueError("process_group is for parameters without a handle; these have the mesh of theirs")
+    return handle
 
 
 def _policy(

@@ -121,13 +121,13 @@ def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:
     """Parameters that nobody has, as they are frozen, and that this optimizer had in its first group."""
     names, groups = names_of(optimizer.engine), saved_groups(saved)
     first = set(groups[0]["params"]) if groups else set()
-    return [parameter for parameter in optimizer.adoptable() if names[id(parameter)] in first]
+    return [parameter for parameter in optimizer.groups.adoptable() if names[id(parameter)] in first]
 
 
 def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
     names, groups, state = names_of(optimizer.engine), saved_groups(saved), saved_entries(manifest)
     class_of = {name: group["class"] for group in groups for name in group["params"]}
-    mine = [[names[id(p)] for p in params] for params in optimizer.groups_with(adopted(optimizer, saved))]
+    mine = [[names[id(p)] for p in params] for params in optimizer.groups.with_adopted(adopted(optimizer, saved))]
     result.note_names([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
     if mine != [group["params"] for group in groups] and {*class_of} == {
         name for of_group in mine for name in of_group
