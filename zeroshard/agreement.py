@@ -164,8 +164,7 @@ class Agreement:
         if units:
             unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
             if unit.weights.is_resting_in_full:  # it may still be arriving on a rank that has not called it
-                assert unit.weights.buffer.full is not None
-                samples.take(number, unit.name, unit.weights.buffer.full)
+                samples.take(number, unit.name, unit.weights.full)
 
     def forget(self) -> None:
         """The gradients it was made of are gone."""

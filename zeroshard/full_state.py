@@ -55,10 +55,9 @@ def full_state(engine: Engine, taking: Taking, *, main: bool) -> dict[str, Tenso
     is_taken, names = taking.is_taken_by(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     for unit in engine.units:
-        full = _full(unit, engine, main=main)
-        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit, main=main), strict=True):
             if is_taken:
-                values[id(parameter)] = taking.copy(full[slot.world.slice].view(slot.shape))
+                values[id(parameter)] = taking.copy(value)
     engine.gatherer.settle()
     if not is_taken:
         return {}
@@ -70,21 +69,10 @@ def give_back(engine: Engine) -> None:
     Collective."""
     values: list[tuple[nn.Parameter, Tensor]] = []
     for unit in engine.units:
-        full = _full(unit, engine, main=True)
-        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-            values.append((parameter, full[slot.world.slice].view(slot.shape).to(unit.spec.dtype, copy=True)))
-    for parameter, value in values:  # after the last gather: units that take turns in a place move each other's
+        for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit), strict=True):
+            values.append((parameter, value.to(unit.spec.dtype, copy=True)))
+    for parameter, value in values:  # after the last gather: units that take turns in a buffer move each other's
         give(parameter, value)
-
-
-def _full(unit: Unit, engine: Engine, *, main: bool) -> Tensor:
-    """[unit.layout.numel] until the next unit is gathered. `main`: its values, if it has any."""
-    full = unit.gather_main(engine.collectives) if main and unit.trainable else None
-    if full is None:
-        engine.gatherer.unshard(unit)
-        full = unit.weights.buffer.full
-        assert full is not None
-    return full
 
 
 def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
@@ -131,7 +119,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         values = (
             _broadcast(unit, of_unit, given, gatherer) if from_rank0 else [given.get(name or "") for name in of_unit]
         )
-        unit.set(values)
+        unit.write_slots(values)
         gatherer.updated(unit)
     for name, value in names.items():
         if id(value) not in sharded and name not in missing:

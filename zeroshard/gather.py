@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from zeroshard.collectives import Collectives, Pending
 from zeroshard.pool import Pool, PoolBuffer, Turns
@@ -187,6 +188,16 @@ class Gatherer:
         elif unit.weights.state is Residency.SHARDED:
             self.start(unit, "unshard")
         unit.weights.arrive()
+
+    def read_in_full(self, unit: Unit, *, main: bool = True) -> list[Tensor]:
+        """Values of each slot, in the parameter's shape, from all ranks: main's, or the weights' (as of a frozen unit
+        always). They may be gone when the next unit is read. Collective."""
+        if main and unit.trainable:
+            full = unit.gather_main(self.collectives)
+        else:
+            self.unshard(unit)
+            full = unit.weights.full
+        return [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
 
     def vacate(self, buffer: PoolBuffer) -> bool:
         """Nobody needs the weights in it any more, unless a forward or a scope that shows them is under way."""

@@ -189,12 +189,7 @@ class Handle(NotTheModel, NotCopied):
     def main_parts(self) -> list[Tensor]:
         """This rank's part of main, one 1-D tensor per trainable unit, in main's dtype: views of it, or copies where
         only a remainder is kept. For averages of the weights and the like: elementwise, at 1/d of the memory."""
-        parts = []
-        for unit in self._open("main_parts").units:
-            if unit.trainable:
-                scratch = unit.main.weights.new_empty(unit.main.interval.numel, dtype=unit.main.dtype)
-                parts.append(unit.main.read(unit.main.interval, scratch))
-        return parts
+        return [unit.main.read(unit.updated) for unit in self._open("main_parts").units if unit.trainable]
 
     @torch.no_grad()
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
@@ -204,7 +199,7 @@ class Handle(NotTheModel, NotCopied):
         engine.gatherer.settle()
         engine.collectives.exchange_objects(None, "set_main_parts()")  # nobody writes before everybody has read
         for unit, part in zip(trainable, parts, strict=True):
-            unit.main.set(unit.main.interval, part)
+            unit.write(unit.updated, part)
             unit.edits += 1
             engine.gatherer.updated(unit)
         engine.gatherer.settle()

@@ -105,14 +105,16 @@ class MainWeights:
             follow_weights(self.extra[local], self.weights[local], self.rounded, held)
 
     def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
-        """[piece.numel] in the main dtype, for the optimizer to update; `scratch` of that size where needed."""
+        """[piece.numel] in the main dtype, for the optimizer to update: a view, or joined in `scratch` of that size
+        (None: a new tensor)."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             return self.weights[local]
         if not self.needs_scratch:
             self.follow(piece)
             return self.extra[local]
-        assert scratch is not None, "the remainder is joined in scratch"
+        if scratch is None:
+            scratch = self.weights.new_empty(piece.numel, dtype=self.dtype)
         join_remainder(self.weights[local], self.extra[local], scratch)
         return scratch
 

@@ -81,7 +81,7 @@ def _initialize(
         for parameter, before in zip(own, absent, strict=True):
             if id(parameter) in place:
                 unit, index = place[id(parameter)]
-                unit.take(index, partial(_part, parameter.data.reshape(-1)))
+                unit.write_slot(index, partial(_part, parameter.data.reshape(-1)))
             parameter.data = before
 
 
@@ -151,7 +151,7 @@ def _take(found: Mapping[str, TensorFile], names: Mapping[int, str], model: nn.M
     for unit in units:
         for index, parameter in enumerate(unit.parameters):
             name = names[id(parameter)]
-            unit.take(index, partial(found[name].read, name))
+            unit.write_slot(index, partial(found[name].read, name))
     for buffer in model.buffers():
         if id(buffer) in names:
             name = names[id(buffer)]

@@ -157,29 +157,29 @@ class Unit:
     def fill(self) -> None:
         """Take the parameters' values into main (exactly) and weights (rounded), and hide or show the parameters."""
         for fragment in self.layout.fragments_in(self.updated):
-            self.main.set(fragment.world, self._values(fragment.slot.name, fragment.param))
+            parameter = self.parameters[self.slot_index(fragment.slot.name)]
+            self.write(fragment.world, parameter.detach().reshape(-1)[fragment.param.slice])
         self.weights.fill(self.main.rounded)
 
     @torch.no_grad()
-    def take(self, index: int, values: Callable[[Interval], Tensor]) -> None:
-        """One parameter's values into main and the own interval of the weights. `values`: interval of the flattened
-        parameter -> [its numel], for what this rank keeps."""
+    def write_slot(self, index: int, values: Callable[[Interval], Tensor]) -> None:
+        """One parameter's new values. `values`: interval of the flattened parameter -> [its numel], for what this rank
+        updates."""
         self.edits += 1
         if world := self.layout.slots[index].world & self.updated:
-            self.set_part(world, values(world.relative_to(self.layout.slots[index].world.start)))
+            self.write(world, values(world.relative_to(self.layout.slots[index].world.start)))
 
-    def set(self, values: Sequence[Tensor | None]) -> None:
-        """New full values, in buffer order: main takes its part, and the own interval of the weights follows. None:
-        as before."""
+    def write_slots(self, values: Sequence[Tensor | None]) -> None:
+        """New full values, in buffer order. None: as before."""
         self.edits += 1
         for fragment in self.layout.fragments_in(self.updated):
             value = values[self.slot_index(fragment.slot.name)]
             if value is not None:
-                self.set_part(fragment.world, value.reshape(-1)[fragment.param.slice])
+                self.write(fragment.world, value.reshape(-1)[fragment.param.slice])
 
-    def set_part(self, world: Interval, value: Tensor) -> None:
-        """`value` [world.numel], any float dtype: new values for a part of what this rank updates (of its own shard,
-        where the unit is frozen). `edits` is left to the caller, who counts once on every rank."""
+    def write(self, world: Interval, value: Tensor) -> None:
+        """`value` [world.numel], any float dtype: new values for a part of what this rank updates. Main takes them, and
+        the own weights follow. `edits` is left to the caller, who counts once on every rank."""
         self.main.set(world, value.to(self.main.weights.device))
 
     @property
@@ -187,25 +187,20 @@ class Unit:
         """What this rank updates: the own shard, or everything where main is replicated."""
         return self.main.interval
 
-    def take_full(self, before: Tensor) -> None:
+    def follow_full(self, before: Tensor) -> None:
         """The full weights have been written to: the own interval, and main, follow. `before`: [updated.numel] the
         weights until then; what has not changed keeps its main, to the last bit."""
-        assert self.weights.buffer.full is not None
         self.edits += 1
         for fragment in self.layout.fragments_in(self.updated):
-            value = self.weights.buffer.full[fragment.world.slice]
-            old = before[fragment.local.slice]
-            changed = value != old
+            written, old = self.weights.full[fragment.world.slice], before[fragment.local.slice]
+            changed = written != old
             if not changed.any():
                 continue
-            value = value.clone()
-            self.weights.buffer.full[fragment.world.slice] = (
-                old  # a remainder completes the weights that it was made of
-            )
+            value = written.clone()
+            written.copy_(old)  # a remainder completes the weights that it was made of
             self.main.weights[fragment.local.slice] = old
-            scratch = self.main.weights.new_empty(value.numel(), dtype=self.main.dtype)
-            main = self.main.read(fragment.world, scratch)
-            self.main.set(fragment.world, torch.where(changed, value.to(main.dtype), main))
+            main = self.main.read(fragment.world)
+            self.write(fragment.world, torch.where(changed, value.to(main.dtype), main))
 
     def gather_main(self, collectives: Collectives) -> Tensor:
         """[layout.numel] main of all ranks in a new tensor. Collective."""
@@ -227,10 +222,6 @@ class Unit:
         buffer = FlatBuffer(self.layout, rank, dtype, REPLICATED, partial(allocate, device=device))
         buffer.placement = placement
         return buffer
-
-    def _values(self, name: str, param: Interval) -> Tensor:
-        parameter = self.parameters[self.slot_index(name)]
-        return parameter.detach().reshape(-1)[param.slice]
 
     def requiring_grad(self) -> list[int]:
         """Slots whose parameter does."""

@@ -94,7 +94,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
         try:
             yield
             if modifier_rank is not None:
-                collectives.broadcast([_full(unit) for unit in units], source=modifier_rank)
+                collectives.broadcast([unit.weights.full for unit in units], source=modifier_rank)
             else:
                 _expect_same(units, collectives)
         except BaseException:
@@ -104,7 +104,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
             raise
         with torch.no_grad():
             for unit in units:
-                unit.take_full(before[unit])
+                unit.follow_full(before[unit])
 
 
 @contextmanager
@@ -123,20 +123,14 @@ def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
                 unit.weights.rest()
 
 
-def _full(unit: Unit) -> Tensor:
-    full = unit.weights.buffer.full
-    assert full is not None, f"unit {unit.name} is in use"
-    return full
-
-
 def _before(unit: Unit) -> Tensor:
     """[unit.updated.numel] the weights that this rank updates, as they are now."""
-    return _full(unit)[unit.updated.slice].clone() if unit.weights.buffer.rests_in_full else unit.weights.own()
+    return unit.weights.full[unit.updated.slice].clone() if unit.weights.buffer.rests_in_full else unit.weights.own()
 
 
 def _restore(unit: Unit, before: Tensor) -> None:
     """Not collective: what this rank does not update is gathered when it is needed next."""
-    _full(unit)[unit.updated.slice] = before
+    unit.weights.full[unit.updated.slice] = before
     if unit.updated.numel < unit.layout.numel:
         unit.weights.drop()
 

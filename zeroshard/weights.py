@@ -153,6 +153,12 @@ class Weights:
     def is_resting_in_full(self) -> bool:
         return self.buffer.rests_in_full and self.state is Residency.RESIDENT
 
+    @property
+    def full(self) -> Tensor:
+        """[layout.numel] all of the unit's weights, which must have been gathered."""
+        assert self.buffer.full is not None, f"the full weights of unit {self._unit} are not here"
+        return self.buffer.full
+
     def own(self) -> Tensor:
         """[shard_numel] the interval that is valid in every state."""
         return self.buffer.shard

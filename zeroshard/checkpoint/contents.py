@@ -95,10 +95,7 @@ def model_items(engine: Engine) -> Iterator[Item]:
 
 def _read_weights(unit: Unit, origin: int, param: Interval) -> Tensor:
     world = Interval(origin + param.start, origin + param.stop)
-    scratch = None
-    if unit.main.needs_scratch:
-        scratch = torch.empty(world.numel, dtype=unit.main.dtype, device=unit.main.weights.device)
-    return unit.main.read(world, scratch)
+    return unit.main.read(world)
 
 
 def _nothing(interval: Interval) -> Tensor:

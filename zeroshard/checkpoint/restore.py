@@ -77,7 +77,7 @@ def _weights_of_this_rank(reader: Reader, engine: Engine) -> Iterator[tuple[str,
 
 
 def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values: Tensor) -> None:
-    unit.set_part(Interval(origin + param.start, origin + param.stop), values)
+    unit.write(Interval(origin + param.start, origin + param.stop), values)
     meeting.beat()
 
 
