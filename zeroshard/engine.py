@@ -24,7 +24,6 @@ from zeroshard.managed import EVERYTHING, Managed
 from zeroshard.parking import Parking
 from zeroshard.placement import Plan
 from zeroshard.plain_model import PlainModel
-from zeroshard.planner import check_limit
 from zeroshard.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.pool import Pool
 from zeroshard.reduce import Reducer
@@ -188,13 +187,9 @@ class Engine(NotCopied):
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
             )
-        if self.pool.limit is not None:
-            specs = [replace(unit.spec, trainable=unit.spec.trainable or unit in frozen) for unit in self.units]
-            mesh = self.collectives.mesh
-            shape = mesh.shard.size, mesh.replicate.size
-            check_limit(
-                specs, self.pool.limit, self.plan, shape, self.collectives.transport, self.collectives.device.type
-            )
+        self.pool.expect_units(
+            [replace(unit.spec, trainable=unit.spec.trainable or unit in frozen) for unit in self.units]
+        )
         self.gatherer.settle()  # the next gatherer knows nothing of what is arriving
         for unit in self.units:
             unit.weights.rest()

@@ -22,7 +22,7 @@ from zeroshard.precision import precision_for
 from zeroshard.reduce import Reducer
 from zeroshard.shard import build_units, device_of, expect_same_model
 from zeroshard.together import together
-from zeroshard.unit import UnitSpec, refuse_unsupported
+from zeroshard.units import UnitSpec, refuse_unsupported
 
 
 class EngineOfParameters(Engine):

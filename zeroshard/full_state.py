@@ -14,7 +14,8 @@ from zeroshard.engine import Engine
 from zeroshard.gather import Gatherer
 from zeroshard.same import expect_same
 from zeroshard.together import together
-from zeroshard.unit import Unit, plain_name
+from zeroshard.unit import Unit
+from zeroshard.units import plain_name
 
 
 class IncompatibleKeys(NamedTuple):

@@ -22,7 +22,8 @@ from zeroshard.managed import Managed
 from zeroshard.same import expect_same
 from zeroshard.tensor_file import TensorFile, open_model
 from zeroshard.together import together
-from zeroshard.unit import Unit, plain_name
+from zeroshard.unit import Unit
+from zeroshard.units import plain_name
 
 META = torch.device("meta")
 LOOKED_AT = 1024

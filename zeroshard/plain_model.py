@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from zeroshard.managed import Managed
-from zeroshard.unit import Unit, plain_name
+from zeroshard.unit import Unit
+from zeroshard.units import plain_name
 
 
 class PlainModel:

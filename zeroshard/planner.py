@@ -22,7 +22,7 @@ from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
 from zeroshard.pool_plan import PoolPlan, beyond_turns, kept
 from zeroshard.reductions import IN_FLIGHT
 from zeroshard.sums import reduce_scratch_bytes
-from zeroshard.unit import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
+from zeroshard.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
 
 
 def plan_memory(

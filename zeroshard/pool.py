@@ -17,7 +17,7 @@ gradients may lie there (`Pool.lodge`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
@@ -28,6 +28,7 @@ from zeroshard.buffer import FlatBuffer
 from zeroshard.collectives import Collectives
 from zeroshard.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.shared_memory import Segment, prefer_huge_pages
+from zeroshard.units import UnitSpec
 
 Kind = Literal["ring", "buckets", "scratch"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -179,6 +180,7 @@ class Pool:
     Attributes:
         limit: the most bytes that they, and the scratch of optimizers, may take (None: no limit).
         besides: bytes of scratch that optimizers hold.
+        expect_units: raises where units of these specs would need more than the limit (`planner.check_limit`).
         most: kind -> the most bytes that were held at once.
     """
 
@@ -186,6 +188,7 @@ class Pool:
         self._collectives, self._device = collectives, collectives.device
         self.limit = limit
         self.besides: Callable[[], int] = lambda: 0
+        self.expect_units: Callable[[Sequence[UnitSpec]], None] = lambda specs: None
         self.most: dict[Kind, int] = {}
         self._buffers: list[PoolBuffer] = []
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zeroshard.casting import Precisions, Rules, attach_casts, casts_of
 from zeroshard.precision import MixedPrecision, precision_for
-from zeroshard.unit import UnitPolicy, choose_units
+from zeroshard.units import UnitPolicy, choose_units
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 """(model, rank, micro-batch) -> the loss whose gradient counts: divide by the number of micro-batches yourself."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,7 +31,8 @@ from zeroshard.placement import Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
 from zeroshard.same import expect_same
 from zeroshard.together import together
-from zeroshard.unit import KeepGathered, Unit, UnitPolicy, UnitSpec, choose_units
+from zeroshard.unit import Unit
+from zeroshard.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
 
 _LOAD_THE_SAME = (
     "Load the same weights, or use the same seed, on every rank; or let rank 0's values win with values='broadcast'"
@@ -113,6 +115,7 @@ def shard(
             collectives.broadcast([*(data for _, data in before), *buffers.values()])
         built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
         engine = Engine(chosen, built, collectives, model, managed, max_transient_bytes)
+        engine.pool.expect_units = partial(_expect_room, chosen, collectives, max_transient_bytes)
         handle = Handle(engine)
         made.append(handle)
         if on_meta:
@@ -164,9 +167,14 @@ def _choose(
             model, precision, max_transient_bytes, plan, mesh_shape, collectives.transport, managed, keep_gathered
         )
     specs = choose_units(model, units, precision, managed, keep_gathered)
-    device_type = collectives.device.type
-    check_limit(specs, max_transient_bytes, plan, mesh_shape, collectives.transport, device_type)
+    _expect_room(plan, collectives, max_transient_bytes, specs)
     return specs
+
+
+def _expect_room(plan: Plan, collectives: Collectives, limit: int | None, specs: Sequence[UnitSpec]) -> None:
+    if limit is not None:
+        mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
+        check_limit(specs, limit, plan, mesh_shape, collectives.transport, collectives.device.type)
 
 
 def build_units(

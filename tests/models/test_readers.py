@@ -19,7 +19,7 @@ import zeroshard
 from tests.kit import PLANS, Job, same_bits, train, train_reference
 from zeroshard.readers import is_whole, readers
 from zeroshard.testing import expect_same_logs, run_ranks
-from zeroshard.unit import choose_units
+from zeroshard.units import choose_units
 
 WIDTH, HEADS, CLASSES = 12, 2, 21
 
