@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.comm_log import CommLog
-from zeroshard.packets import HEAD_BYTES, ROOM_BYTES
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.packets import HEAD_BYTES, ROOM_BYTES
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 

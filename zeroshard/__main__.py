@@ -9,7 +9,7 @@ _FROM_THE_EXTRA = {"click", "numpy", "psutil", "pydantic", "rich", "tomli_w"}
 
 def main() -> None:
     try:
-        from .cli import run
+        from zeroshard.cli.main import run
 
         code = run(sys.argv[1:])
     except ModuleNotFoundError as error:
@@ -18,8 +18,8 @@ def main() -> None:
                 f"zeroshard: the command line needs {error.name}: in a clone of the project, pip install '.[train]'"
             )
         raise
-    if "zeroshard.watch" in sys.modules:
-        sys.modules["zeroshard.watch"].stop()
+    if "zeroshard.comm.watch" in sys.modules:
+        sys.modules["zeroshard.comm.watch"].stop()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     # Not sys.exit: a communication thread that lets go of a Python object while the interpreter is being taken down

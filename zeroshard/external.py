@@ -12,17 +12,17 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommLog
-from zeroshard.engine import Engine
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.together import together
 from zeroshard.handle import Handle, claim_parameters, handle_of
-from zeroshard.mesh import Mesh
+from zeroshard.model.units import UnitSpec, refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
-from zeroshard.reduce import Reducer
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.reduce import Reducer
 from zeroshard.shard import build_units, device_of, expect_same_model
-from zeroshard.together import together
-from zeroshard.units import UnitSpec, refuse_unsupported
 
 
 class EngineOfParameters(Engine):

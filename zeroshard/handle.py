@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.casting import Cast
-from zeroshard.comm_log import CommLog
-from zeroshard.engine import Engine
-from zeroshard.full_gradient import full_gradient, set_full_gradient
-from zeroshard.full_state import IncompatibleKeys, Taking, full_state, give_back, load_full_state
-from zeroshard.hooks import NotCopied
-from zeroshard.join import join
-from zeroshard.life import Life
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.model.casting import Cast
+from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
 from zeroshard.precision import in_words
-from zeroshard.reads import ReadsRaise
-from zeroshard.right_call import NotTheModel
-from zeroshard.unit import Unit
-from zeroshard.unsharded import Part, units_of, unsharded, written
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
+from zeroshard.runtime.full_state import IncompatibleKeys, Taking, full_state, give_back, load_full_state
+from zeroshard.runtime.hooks import NotCopied
+from zeroshard.runtime.join import join
+from zeroshard.runtime.life import Life
+from zeroshard.runtime.reads import ReadsRaise
+from zeroshard.runtime.unsharded import Part, units_of, unsharded, written
+from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
 """Parameter -> weak reference to the handle that owns its data. The one piece of global state: a parameter handed to

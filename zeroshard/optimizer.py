@@ -14,32 +14,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from zeroshard.absent import as_tensors
-from zeroshard.agreement import Agreement, NonFinite
-from zeroshard.control import Control
+from zeroshard.comm.profiling import phase
+from zeroshard.comm.settings import Settings, plain
+from zeroshard.comm.together import together
 from zeroshard.external import shard_parameters
-from zeroshard.full_state import Taking
-from zeroshard.gradients import GradState
 from zeroshard.handle import Handle, handle_of
-from zeroshard.inner import Options, arguments_for, expect_arguments
-from zeroshard.loss_ledger import LossAccount
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScalePolicy, LossScaler
-from zeroshard.optimizer_state import OptimizerState
-from zeroshard.param_groups import Classes, ParamGroups, defaults_of
+from zeroshard.model.absent import as_tensors
+from zeroshard.model.right_call import expect_class, expect_parameters
 from zeroshard.placement import SHARDED
-from zeroshard.profiling import phase
-from zeroshard.right_call import expect_class, expect_parameters
-from zeroshard.settings import Settings, plain
-from zeroshard.state_dict import StateDicts
-from zeroshard.state_view import StateView
-from zeroshard.step_request import StepRequest
+from zeroshard.runtime.full_state import Taking
+from zeroshard.runtime.loss_ledger import LossAccount
+from zeroshard.step.agreement import Agreement, NonFinite
+from zeroshard.step.control import Control
+from zeroshard.step.inner import Options, arguments_for, expect_arguments
+from zeroshard.step.optimizer_state import OptimizerState
+from zeroshard.step.param_groups import Classes, ParamGroups, defaults_of
+from zeroshard.step.state_dict import StateDicts
+from zeroshard.step.state_view import StateView
+from zeroshard.step.step_request import StepRequest
+from zeroshard.step.stepper import FullState, Stepper, Update
+from zeroshard.step.steppers import build_steppers, units_of
+from zeroshard.step.uneven_steps import Following, UnevenSteps
 from zeroshard.step_result import StepResult as StepResult
-from zeroshard.stepper import FullState, Stepper, Update
-from zeroshard.steppers import build_steppers, units_of
-from zeroshard.together import together
-from zeroshard.uneven_steps import Following, UnevenSteps
-from zeroshard.unit import Unit
-from zeroshard.weights import Residency
+from zeroshard.storage.gradients import GradState
+from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):

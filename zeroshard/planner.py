@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.casting import Precisions
-from zeroshard.collectives import Transport
-from zeroshard.layout import BufferLayout
-from zeroshard.managed import EVERYTHING, Ignored, Managed
-from zeroshard.owners import balance, cost
-from zeroshard.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
+from zeroshard.comm.collectives import Transport
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.layout.owners import balance, cost
+from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
+from zeroshard.layout.sums import reduce_scratch_bytes
+from zeroshard.model.casting import Precisions
+from zeroshard.model.managed import EVERYTHING, Ignored, Managed
+from zeroshard.model.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
-from zeroshard.pool_plan import PoolPlan, beyond_turns, kept
-from zeroshard.reductions import IN_FLIGHT
-from zeroshard.sums import reduce_scratch_bytes
-from zeroshard.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
+from zeroshard.runtime.reductions import IN_FLIGHT
+from zeroshard.step.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 
 
 def plan_memory(

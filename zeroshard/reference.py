@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.casting import Precisions, Rules, attach_casts, casts_of
+from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
+from zeroshard.model.units import UnitPolicy, choose_units
 from zeroshard.precision import MixedPrecision, precision_for
-from zeroshard.units import UnitPolicy, choose_units
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
 """(model, rank, micro-batch) -> the loss whose gradient counts: divide by the number of micro-batches yourself."""

@@ -16,23 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.absent import give
-from zeroshard.batch_norms import expect_kept
-from zeroshard.casting import Precisions, Rules, casts_of
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommLog
-from zeroshard.engine import Engine
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.together import together
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
-from zeroshard.managed import Ignored, Managed
-from zeroshard.materialize import META, Source, is_on_meta, move
-from zeroshard.materialize import materialize as give_values
-from zeroshard.mesh import Mesh
+from zeroshard.model.absent import give
+from zeroshard.model.batch_norms import expect_kept
+from zeroshard.model.casting import Precisions, Rules, casts_of
+from zeroshard.model.managed import Ignored, Managed
+from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import Plan, as_plan
 from zeroshard.planner import check_limit, fit_units
-from zeroshard.same import expect_same
-from zeroshard.together import together
-from zeroshard.unit import Unit
-from zeroshard.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.materialize import META, Source, is_on_meta, move
+from zeroshard.runtime.materialize import materialize as give_values
+from zeroshard.storage.same import expect_same
+from zeroshard.storage.unit import Unit
 
 _LOAD_THE_SAME = (
     "Load the same weights, or use the same seed, on every rank; or let rank 0's values win with values='broadcast'"

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from zeroshard import watch
-from zeroshard.comm_log import CommLog
+from zeroshard.comm import watch
+from zeroshard.comm.comm_log import CommLog
 
 
 class RankError(RuntimeError):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.checkpoint import Reader, folders
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.tensor_file import bytes_of
+from zeroshard.io.tensor_file import bytes_of
 from zeroshard.testing import run_ranks
 
 FOLDER = Path(__file__).with_name("stored")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import zeroshard
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
-from zeroshard.cli import run
+from zeroshard.cli.main import run
 from zeroshard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -189,7 +189,7 @@ def test_neither_trainer_nor_process_group(saved: Path, tmp_path: Path) -> None:
 import sys
 absent = ["pydantic", "psutil", "tomli_w", "safetensors", "transformers"]
 sys.modules.update(dict.fromkeys(absent))
-from zeroshard.cli import run
+from zeroshard.cli.main import run
 saved, out = {str(saved)!r}, {str(tmp_path)!r}
 for command in (["inspect", saved], ["verify", saved], ["export", saved, out + "/a"],
                 ["export", saved, out + "/b", "--format", "dcp"], ["import", out + "/a", out + "/run", "--step", "0"],

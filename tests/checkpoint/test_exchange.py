@@ -25,8 +25,8 @@ from tests.checkpoint.test_faults import SEED
 from tests.models.real import ROWS, Row
 from zeroshard.checkpoint import Reader, folders, newest_good
 from zeroshard.exchange import export, import_model
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import open_model
+from zeroshard.io.tensor_file import open_model
+from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
 
 NAMES = ("Llama", "GPT-2", "T5")

@@ -29,7 +29,7 @@ from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
 from zeroshard.exchange import export, export_dcp, import_dcp
 from zeroshard.exchange.dcp_folder import Foreign
-from zeroshard.interval import Interval
+from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -20,8 +20,8 @@ import zeroshard
 from tests.checkpoint.common import same_bits
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.folders import LATEST, find, latest, steps, sweep
+from zeroshard.storage.values import decode, encode
 from zeroshard.testing import run_ranks
-from zeroshard.values import decode, encode
 
 
 def save_steps(directory: Path, numbers: list[int]) -> None:

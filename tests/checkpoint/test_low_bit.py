@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import zeroshard
 from tests.checkpoint.common import read_all
 from tests.kit import PLANS, State, make, same_bits
-from zeroshard.buffer import plain_parts
-from zeroshard.low_bit import dense, quantise
+from zeroshard.step.low_bit import dense, quantise
+from zeroshard.storage.buffer import plain_parts
 from zeroshard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,14 +17,24 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import Net, make, same_bits
 from zeroshard.checkpoint import Reader
-from zeroshard.collectives import Collectives
-from zeroshard.interval import Interval
-from zeroshard.kinds import Kind
-from zeroshard.layout import Slot
-from zeroshard.stepper import FullState, Groups, Need, SavedState, StateChunk, StateEntry, StateValue, Stepper, Update
-from zeroshard.steppers import STEPPERS
+from zeroshard.comm.collectives import Collectives
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.layout import Slot
+from zeroshard.step.kinds import Kind
+from zeroshard.step.stepper import (
+    FullState,
+    Groups,
+    Need,
+    SavedState,
+    StateChunk,
+    StateEntry,
+    StateValue,
+    Stepper,
+    Update,
+)
+from zeroshard.step.steppers import STEPPERS
+from zeroshard.storage.unit import Unit
 from zeroshard.testing import run_ranks
-from zeroshard.unit import Unit
 
 
 class MomentumClass(torch.optim.SGD):

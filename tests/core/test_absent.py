@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import Block, Job, Net, loss_of_tokens, make, same_bits, train
-from zeroshard.absent import as_tensors, is_absent
+from zeroshard.model.absent import as_tensors, is_absent
 from zeroshard.testing import run_ranks
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {

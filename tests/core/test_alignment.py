@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
-from zeroshard.layout import SLOT_ALIGNMENT
+from zeroshard.layout.layout import SLOT_ALIGNMENT
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 

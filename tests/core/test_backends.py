@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.kit import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
-from zeroshard import backends
-from zeroshard.mesh import Mesh, problem_of
+from zeroshard.comm import backends
+from zeroshard.comm.mesh import Mesh, problem_of
 from zeroshard.testing import expect_same_logs, run_ranks
 
 CUDA = torch.device("cuda", 0)

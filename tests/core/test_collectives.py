@@ -28,14 +28,14 @@ from tests.kit import (
     same_bits,
     train,
 )
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommLog
-from zeroshard.interval import Interval
-from zeroshard.mesh import Mesh
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.portions import Portions
+from zeroshard.layout.sums import reduce_scratch_bytes
 from zeroshard.placement import Plan
-from zeroshard.portions import Portions
 from zeroshard.precision import MixedPrecision
-from zeroshard.sums import reduce_scratch_bytes
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -12,11 +12,11 @@ import torch
 import zeroshard
 from tests.grids import at, grid
 from tests.kit import PLANS, SCHEDULES, Block, Job, Net, loss_of_tokens, make
-from zeroshard import collectives
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommEvent, CommLog
-from zeroshard.gather import Gatherer
+from zeroshard.comm import collectives
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommEvent, CommLog
 from zeroshard.precision import MixedPrecision
+from zeroshard.runtime.gather import Gatherer
 from zeroshard.testing import expect_same_logs, run_ranks
 
 PRECISIONS = {

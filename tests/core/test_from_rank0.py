@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.collectives import Collectives
+from zeroshard.comm.collectives import Collectives
 from zeroshard.testing import run_ranks
 
 CLASSES = {torch.optim.AdamW: {"lr": 1e-2, "foreach": False}, torch.optim.Adafactor: {"lr": 1e-2}}

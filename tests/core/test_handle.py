@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
-from zeroshard.absent import as_tensors, is_absent
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommLog
-from zeroshard.mesh import Mesh
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
+from zeroshard.model.absent import as_tensors, is_absent
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 

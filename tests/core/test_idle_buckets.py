@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import pool
+from zeroshard.storage import pool
 from zeroshard.testing import run_ranks
 
 
@@ -24,7 +24,7 @@ class Counted:
 
 
 def count_moves() -> Counted:
-    from zeroshard.buffer import FlatBuffer
+    from zeroshard.storage.buffer import FlatBuffer
 
     counted, move = Counted(), FlatBuffer.move
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.orders import Orders
-from zeroshard.shared_memory import Probe
+from zeroshard.comm.orders import Orders
+from zeroshard.comm.shared_memory import Probe
 from zeroshard.testing import expect_same_logs, run_ranks
 
 STEPS = (2, 4, 1)

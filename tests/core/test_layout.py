@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.interval import Interval, round_up
-from zeroshard.layout import ALIGNMENT, SLOT_ALIGNMENT, BufferLayout, Fragment, Slot
-from zeroshard.pieces import cut
+from zeroshard.layout.interval import Interval, round_up
+from zeroshard.layout.layout import ALIGNMENT, SLOT_ALIGNMENT, BufferLayout, Fragment, Slot
+from zeroshard.step.pieces import cut
 
 Shapes = list[tuple[int, ...]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.life import Life
+from zeroshard.runtime.life import Life
 from zeroshard.testing import run_ranks
 
 CLOSED = r"{}: this handle is closed, and its model is a plain one again; call shard\(\) anew$"

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.gradients import Gradients, GradState
+from zeroshard.storage.gradients import Gradients, GradState
+from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency, Weights
 from zeroshard.testing import run_ranks
-from zeroshard.unit import Unit
-from zeroshard.weights import Residency, Weights
 
 Verb = Callable[[Unit, Any], None]
 

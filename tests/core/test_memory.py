@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard
 from tests.grids import at, grid
 from tests.kit import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
-from zeroshard.absent import as_tensors
+from zeroshard.model.absent import as_tensors
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision

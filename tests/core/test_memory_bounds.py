@@ -23,11 +23,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import zeroshard
-from zeroshard import collectives, pieces, pool, pool_plan
-from zeroshard.absent import as_tensors
-from zeroshard.collectives import Collectives
-from zeroshard.mesh import Mesh
+from zeroshard.comm import collectives
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.mesh import Mesh
+from zeroshard.layout.layout import pool_plan
+from zeroshard.model.absent import as_tensors
 from zeroshard.planner import plan_memory
+from zeroshard.step import pieces
+from zeroshard.storage import pool
 from zeroshard.testing import run_ranks
 
 MB = 10**6

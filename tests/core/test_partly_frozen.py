@@ -19,17 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.kit import PLANS, State, same_bits
-from zeroshard import collectives, unit
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommLog
-from zeroshard.gradients import Gradients
-from zeroshard.interval import round_up
-from zeroshard.layout import SLOT_ALIGNMENT
-from zeroshard.mesh import Mesh
+from zeroshard.comm import collectives
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
+from zeroshard.layout.interval import round_up
+from zeroshard.layout.layout import SLOT_ALIGNMENT
 from zeroshard.placement import Plan
 from zeroshard.precision import MixedPrecision
+from zeroshard.storage import unit
+from zeroshard.storage.gradients import Gradients
+from zeroshard.storage.unit import Unit
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
-from zeroshard.unit import Unit
 
 WIDTH, HIDDEN, RANKS = 20, 36, 3
 

@@ -30,10 +30,10 @@ from tests.kit import (
     train,
     train_reference,
 )
-from zeroshard import collectives
-from zeroshard.flat_step import FlatStep
-from zeroshard.interval import Interval
+from zeroshard.comm import collectives
+from zeroshard.layout.interval import Interval
 from zeroshard.placement import Plan
+from zeroshard.step.flat_step import FlatStep
 from zeroshard.testing import expect_same_logs, run_ranks
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

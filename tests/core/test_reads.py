@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
 from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
-from zeroshard.absent import is_absent
+from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
 
 

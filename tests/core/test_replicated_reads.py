@@ -19,8 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.absent import is_absent
-from zeroshard.shared_memory import Probe
+from zeroshard.comm.shared_memory import Probe
+from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
 
 PLANS = ("ddp", "zero1", "zero2")

@@ -17,15 +17,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroshard.buffer import FlatBuffer
-from zeroshard.collectives import Collectives
-from zeroshard.comm_log import CommLog
-from zeroshard.layout import BufferLayout
-from zeroshard.main_weights import MainWeights
-from zeroshard.mesh import Mesh
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.layout.sums import reduce_scratch_bytes
 from zeroshard.placement import PARTIAL, REPLICATED
 from zeroshard.precision import NAMED
-from zeroshard.sums import reduce_scratch_bytes
+from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.main_weights import MainWeights
 from zeroshard.testing import expect_same_logs, run_ranks
 
 LAYOUT = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1, slot_alignment=1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.faults import fork, join
-from zeroshard import watch
+from zeroshard.comm import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
 SEED = int(os.environ.get("ZEROSHARD_SEED", "20261121"))

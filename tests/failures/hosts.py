@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from zeroshard import watch
+from zeroshard.comm import watch
 
 _NEWNS, _NEWUTS, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 _PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
-from zeroshard.collectives import Collectives
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.samples import Samples, first_difference
+from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.placement import Plan
-from zeroshard.samples import Samples, first_difference
-from zeroshard.shared_memory import SharedMemory
 from zeroshard.testing import run_ranks
 
 

@@ -14,8 +14,8 @@ import torch
 import zeroshard
 from tests.failures.hosts import on_hosts
 from tests.kit import PLANS, Block, Job, Outcome, same_bits, train
-from zeroshard import shared_memory
-from zeroshard.shared_memory import Probe, Process, SharedMemory
+from zeroshard.comm import shared_memory
+from zeroshard.comm.shared_memory import Probe, Process, SharedMemory
 from zeroshard.testing import run_ranks
 
 

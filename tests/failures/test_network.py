@@ -18,9 +18,9 @@ import zeroshard
 from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
-from zeroshard.blame import Seen, blame
-from zeroshard.processes import Who
-from zeroshard.store_line import Silent, StoreLine
+from zeroshard.comm.blame import Seen, blame
+from zeroshard.comm.processes import Who
+from zeroshard.comm.store_line import Silent, StoreLine
 
 TIMEOUT = 5.0
 

@@ -21,7 +21,7 @@ import zeroshard
 from tests.checkpoint.common import Run, seed_all
 from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all
 from tests.patience import AT_ONCE, wait_until
-from zeroshard import watch
+from zeroshard.comm import watch
 
 Place = Literal["data", "forward", "backward", "step", "save", "load"]
 Way = Literal["raises", "lingers", "dies"]

@@ -20,8 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zeroshard
 from tests.core.test_graphs import data
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
-from zeroshard import pieces
-from zeroshard.absent import is_absent
+from zeroshard.model.absent import is_absent
+from zeroshard.step import pieces
 from zeroshard.testing import run_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.collectives import Collectives
+from zeroshard.comm.collectives import Collectives
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 

@@ -30,9 +30,9 @@ from tests.kit import (
     train,
     train_reference,
 )
+from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks
-from zeroshard.trees import map_tensors, tensors_in
 
 
 @dataclass

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Job, same_bits, train, train_reference
-from zeroshard.readers import is_whole, readers
+from zeroshard.model.readers import is_whole, readers
+from zeroshard.model.units import choose_units
 from zeroshard.testing import expect_same_logs, run_ranks
-from zeroshard.units import choose_units
 
 WIDTH, HEADS, CLASSES = 12, 2, 21
 

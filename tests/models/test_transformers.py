@@ -43,7 +43,7 @@ from tests.models.real import (
     tokens,
     vit,
 )
-from zeroshard.absent import is_absent
+from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 

@@ -25,8 +25,8 @@ from tests.outside.common import (
     expect_same_bits,
     in_fp64,
 )
-from zeroshard.absent import is_absent
 from zeroshard.exchange import export
+from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam

@@ -30,7 +30,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
-from zeroshard.absent import is_absent
+from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests import kit
 from tests.kit import PLANS, Net, Outcome, same_bits, train, train_reference
-from zeroshard.comm_log import CommLog
+from zeroshard.comm.comm_log import CommLog
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs
 

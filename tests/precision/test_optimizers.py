@@ -27,10 +27,10 @@ from tests.kit import (
     train_reference,
 )
 from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs
-from zeroshard.kinds import Kind, kind_of
 from zeroshard.optim import Lamb
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
+from zeroshard.step.kinds import Kind, kind_of
 from zeroshard.testing import run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}
@@ -152,8 +152,8 @@ def test_unknown_classes_train_as_on_one_process(num_ranks: int, optimizer_class
 
 def test_counts_in_a_group_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """They advanced once per batch of pieces, and on a rank without pieces not at all."""
-    monkeypatch.setattr("zeroshard.pieces.BATCH_NUMEL", {"cpu": 256})
-    monkeypatch.setattr("zeroshard.flat_step.BATCH_NUMEL", {"cpu": 256})
+    monkeypatch.setattr("zeroshard.step.pieces.BATCH_NUMEL", {"cpu": 256})
+    monkeypatch.setattr("zeroshard.step.flat_step.BATCH_NUMEL", {"cpu": 256})
 
     def check(rank: int) -> None:
         for make_model in (lambda: nn.Linear(40, 40), lambda: nn.Linear(4, 4)):

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeroshard.interval import Interval
-from zeroshard.main_weights import MainWeights, join_remainder, split_remainder
+from zeroshard.layout.interval import Interval
 from zeroshard.precision import NAMED
+from zeroshard.storage.main_weights import MainWeights, join_remainder, split_remainder
 
 BLOCK = 1 << 16
 INF = 0x7F80  # upper half of +inf; those above it, to 0x7fff, hold nothing but NaN

@@ -18,10 +18,10 @@ from torch import Tensor
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from tests.precision.common import expect_equal_logs
-from zeroshard.interval import Interval
-from zeroshard.main_weights import MainWeights
+from zeroshard.layout.interval import Interval
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import nearest_bf16_ties_away
+from zeroshard.storage.main_weights import MainWeights
 from zeroshard.testing import run_ranks
 
 EVERYTHING = bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING"))
@@ -103,7 +103,7 @@ def test_a_lost_carry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (remainder, master), _ = masters(rank, zeroshard.ZERO2, "sgd", BOTH, 40)
         assert not same_bits(remainder[0], master[0])
 
-    monkeypatch.setattr("zeroshard.main_weights.split_remainder", truncate)
+    monkeypatch.setattr("zeroshard.storage.main_weights.split_remainder", truncate)
     run_ranks(check, 2)
 
 

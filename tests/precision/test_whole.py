@@ -38,11 +38,11 @@ from tests.precision.common import (
     expect_identical,
     expect_logs_of_ranks,
 )
+from zeroshard.layout.owners import balance, cost
 from zeroshard.optim import Lamb, Lars
-from zeroshard.owner_step import OwnerStep
-from zeroshard.owners import balance, cost
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
+from zeroshard.step.owner_step import OwnerStep
 from zeroshard.testing import run_ranks
 
 MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}

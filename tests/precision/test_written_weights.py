@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.main_weights import follow_weights, join_remainder
 from zeroshard.optim import Lamb
+from zeroshard.storage.main_weights import follow_weights, join_remainder
 from zeroshard.testing import run_ranks
 
 BOUND = 0.07
@@ -78,7 +78,7 @@ def test_what_is_written_is_stepped_from(precision: str) -> None:
 
 
 def test_without_looking_the_write_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.main_weights.follow_weights", lambda *arguments: None)
+    monkeypatch.setattr("zeroshard.storage.main_weights.follow_weights", lambda *arguments: None)
     with pytest.raises(zeroshard.testing.RankError, match="assert"):
         test_what_is_written_is_stepped_from("bf16")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.patience import wait_until
 from zeroshard.checkpoint import verify
-from zeroshard.cli import run
+from zeroshard.cli.main import run
 from zeroshard.train.ranks import cores
 
 SMALL = [

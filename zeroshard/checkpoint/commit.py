@@ -33,7 +33,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_file
-from zeroshard.together import in_words
+from zeroshard.comm.together import in_words
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import nn
 from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
 from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups
-from zeroshard.engine import Engine
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.runtime.engine import Engine
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
 """Optimizers, each with its values in the manifest."""

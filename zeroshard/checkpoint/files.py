@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zeroshard.interval import round_up
-from zeroshard.tensor_file import fill as fill
-from zeroshard.tensor_file import open_plain as open_plain
+from zeroshard.io.tensor_file import fill as fill
+from zeroshard.io.tensor_file import open_plain as open_plain
+from zeroshard.layout.interval import round_up
 
 
 def make_folder(path: Path) -> None:

@@ -19,9 +19,9 @@ from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import together
+from zeroshard.comm.profiling import phase
 from zeroshard.handle import Handle
-from zeroshard.profiling import phase
-from zeroshard.right_call import expect_handle
+from zeroshard.model.right_call import expect_handle
 
 
 @dataclass(frozen=True)

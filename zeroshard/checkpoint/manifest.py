@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
-from zeroshard.checked import CheckpointError as CheckpointError
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import DTYPE_NAMES as DTYPE_NAMES
-from zeroshard.tensor_file import DTYPES, MAX_HEADER_BYTES, PLAIN_NAME
+from zeroshard.io.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
+from zeroshard.io.checked import CheckpointError as CheckpointError
+from zeroshard.io.tensor_file import DTYPE_NAMES as DTYPE_NAMES
+from zeroshard.io.tensor_file import DTYPES, MAX_HEADER_BYTES, PLAIN_NAME
+from zeroshard.layout.interval import Interval
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20

@@ -19,11 +19,11 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zeroshard.backends import timeout_of
-from zeroshard.blame import Seen
 from zeroshard.checkpoint.manifest import CheckpointError
-from zeroshard.collectives import Collectives
-from zeroshard.watch import BEAT_SECONDS, GRACE_SECONDS
+from zeroshard.comm.backends import timeout_of
+from zeroshard.comm.blame import Seen
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.watch import BEAT_SECONDS, GRACE_SECONDS
 
 _PART = 1 << 20  # a store refuses long values
 

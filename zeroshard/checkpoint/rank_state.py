@@ -15,9 +15,9 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import Item
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import bytes_of
-from zeroshard.values import decode, encode
+from zeroshard.io.tensor_file import bytes_of
+from zeroshard.layout.interval import Interval
+from zeroshard.storage.values import decode, encode
 
 
 def whole(name: str, value: Tensor) -> Item:

@@ -24,8 +24,8 @@ from zeroshard.checkpoint.manifest import (
     digest_in,
     digest_of,
 )
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import bytes_of, read_whole
+from zeroshard.io.tensor_file import bytes_of, read_whole
+from zeroshard.layout.interval import Interval
 
 
 class Reader:

@@ -17,14 +17,14 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import rank_state, set_random_state
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import SavedOptimizer, names_of, saved_entries, saved_groups
-from zeroshard.engine import Engine
-from zeroshard.interval import Interval
-from zeroshard.layout import Fragment
+from zeroshard.comm.profiling import phase
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.layout import Fragment
 from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.profiling import phase
-from zeroshard.stepper import SavedTensor, stepped
-from zeroshard.unit import Unit
-from zeroshard.values import decode
+from zeroshard.runtime.engine import Engine
+from zeroshard.step.stepper import SavedTensor, stepped
+from zeroshard.storage.unit import Unit
+from zeroshard.storage.values import decode
 
 # Before anything is changed -------------------------------------------------------------------------------------------
 

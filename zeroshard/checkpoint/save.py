@@ -31,12 +31,12 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, whole
 from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
-from zeroshard.engine import Engine
+from zeroshard.comm.profiling import phase
+from zeroshard.comm.together import tell_together
 from zeroshard.handle import Handle
+from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.profiling import phase
-from zeroshard.right_call import expect_handle
-from zeroshard.together import tell_together
+from zeroshard.runtime.engine import Engine
 
 T = TypeVar("T")
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.engine import Engine
-from zeroshard.inner import is_elementwise_state
-from zeroshard.interval import Interval
+from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.plain_model import names_by_id
 from zeroshard.precision import precision_for
-from zeroshard.stepper import SavedTensor
-from zeroshard.values import decode
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.plain_model import names_by_id
+from zeroshard.step.inner import is_elementwise_state
+from zeroshard.step.stepper import SavedTensor
+from zeroshard.storage.values import decode
 
 KINDS = ("optimizer", "scalar", "number", "value")
 

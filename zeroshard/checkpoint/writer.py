@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
-from zeroshard.interval import Interval, round_up
-from zeroshard.tensor_file import MAX_HEADER_BYTES, bytes_of
+from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
+from zeroshard.layout.interval import Interval, round_up
 
 SYNC_BYTES = 256 << 20
 """Written between two fsyncs: no single call takes so long that a rank seems to have stopped."""

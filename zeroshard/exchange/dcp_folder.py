@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checked import MAX_NUMEL, CheckpointError, integer, refuse, short, sizes, typed
 from zeroshard.checkpoint import files
 from zeroshard.exchange.pickles import Made, Name, Persistent, read_pickle
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import DTYPES, PLAIN_NAME, bytes_of, read_whole
+from zeroshard.io.checked import MAX_NUMEL, CheckpointError, integer, refuse, short, sizes, typed
+from zeroshard.io.tensor_file import DTYPES, PLAIN_NAME, bytes_of, read_whole
+from zeroshard.layout.interval import Interval
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20

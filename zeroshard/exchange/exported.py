@@ -18,8 +18,8 @@ from zeroshard.checkpoint.folders import new_id
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import FilePlan, Item, write_file
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import INDEX, SINGLE
+from zeroshard.io.tensor_file import INDEX, SINGLE
+from zeroshard.layout.interval import Interval
 
 _OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors")
 

@@ -17,11 +17,11 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import blob, number
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.checkpoint.writer import FilePlan, Item
+from zeroshard.comm.together import in_words
 from zeroshard.exchange.dcp_folder import Box, Foreign
-from zeroshard.interval import Interval
-from zeroshard.tensor_file import open_model
-from zeroshard.together import in_words
-from zeroshard.values import encode, no_tensors
+from zeroshard.io.tensor_file import open_model
+from zeroshard.layout.interval import Interval
+from zeroshard.storage.values import encode, no_tensors
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroshard.checked import CheckpointError, refuse, short
+from zeroshard.io.checked import CheckpointError, refuse, short
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from zeroshard.norms import ROW_NUMEL, norms_of_rows
+from zeroshard.layout.norms import ROW_NUMEL, norms_of_rows
 
 
 def norm(tensor: Tensor) -> Tensor:

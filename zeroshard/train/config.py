@@ -1,7 +1,7 @@
 """One typed configuration: a TOML file, any field overridden from the command line, unknown keys refused.
 
 The records below are the only place where a field, its default, its range and its help text are written down. The
-command line (`zeroshard.cli`) and the file that is saved with a run are both generated from them.
+command line (`zeroshard.cli.main`) and the file that is saved with a run are both generated from them.
 """
 
 import difflib

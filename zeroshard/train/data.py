@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .config import DataConfig, UserError
+from zeroshard.train.config import DataConfig, UserError
 
 VOCABULARY = 256
 _SEPARATOR = b"\0"

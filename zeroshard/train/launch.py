@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .ranks import cores
+from zeroshard.train.ranks import cores
 
 BAD_INPUT = 2
 INTERRUPTED = 130

@@ -24,15 +24,14 @@ import torch
 from rich.console import Console
 
 import zeroshard
-from zeroshard import watch
-
-from .config import Config
-from .data import read_windows, validation_windows
-from .metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
-from .progress import Progress, bytes_table, sample_panel, si, tell
-from .ranks import Ranks, joined
-from .resume import Found
-from .run import Run, save_run, start_run
+from zeroshard.comm import watch
+from zeroshard.train.config import Config
+from zeroshard.train.data import read_windows, validation_windows
+from zeroshard.train.metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
+from zeroshard.train.progress import Progress, bytes_table, sample_panel, si, tell
+from zeroshard.train.ranks import Ranks, joined
+from zeroshard.train.resume import Found
+from zeroshard.train.run import Run, save_run, start_run
 
 
 @dataclass(frozen=True)

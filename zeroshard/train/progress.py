@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .metrics import StepRecord, ValidationRecord
+from zeroshard.train.metrics import StepRecord, ValidationRecord
 
 _BAR_WIDTH = 16
 PERSISTENT = ("weights", "grads", "main", "state", "scalars")

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
-from zeroshard import watch
-
-from .config import ParallelConfig, UserError
+from zeroshard.comm import watch
+from zeroshard.train.config import ParallelConfig, UserError
 
 T = TypeVar("T")
 RANKS_PER_CORE = 4

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import newest_good, steps
-
-from .config import ScheduleConfig, UserError
+from zeroshard.train.config import ScheduleConfig, UserError
 
 KEY = "run"
 

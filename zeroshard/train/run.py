@@ -18,12 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import zeroshard
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import plan_memory
-
-from .config import Config, ScheduleConfig, UserError, check_divides, write
-from .data import VOCABULARY, Batches, Corpus, open_corpus, prepare, validation_windows
-from .model import GPT, Block
-from .ranks import Ranks
-from .resume import KEY, Found, Position, find
+from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
+from zeroshard.train.data import VOCABULARY, Batches, Corpus, open_corpus, prepare, validation_windows
+from zeroshard.train.model import GPT, Block
+from zeroshard.train.ranks import Ranks
+from zeroshard.train.resume import KEY, Found, Position, find
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,151 @@
+"""What the structure of the package promises, held against its files."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.house.house import (
+    FACE,
+    LEAVES,
+    PAGE,
+    ROOMS,
+    ROOT,
+    imports,
+    in_order,
+    is_leaf,
+    modules,
+    rooms_in_order,
+    with_table,
+)
+
+MOST_LINES_OF_CLASS, MOST_ATTRIBUTES = 350, 15
+MOST_LINES_OF_FUNCTION, MOST_ARGUMENTS = 60, 8
+LARGER = {
+    "collectives.Collectives": "the one caller of torch.distributed; its transports are to become classes",
+    "watch.Watch": "one thread's state: what it has heard, of whom, and since when",
+    "optimizer.ShardedOptimizer": "a torch optimizer's whole public interface, of which half is docstrings",
+    "gradients.Gradients": "one life cycle, whose state is many sets of slots",
+    "shard.shard": "the public call: one argument for each choice, and its documentation",
+    "planner.plan_memory": "the public call: one argument for each choice, and its documentation",
+    "load.load": "the public call, most of it documentation",
+    "save.save": "the public call, most of it documentation",
+    "commands.export": "one argument for each option of the command line",
+    "commands.import_": "one argument for each option of the command line",
+    "lars.__init__": "the hyper-parameters of LARS",
+    "imported.import_dcp": "the public call, half of it documentation",
+    "units.choose_units": "one pass over the model, step by step",
+    "control.exchange_control": "one row, packed and unpacked in the same place",
+    "collectives.reduce_scatter": "what a reduction needs to know",
+}
+"""What is larger all the same, and why."""
+
+
+def test_files_import_downwards_only() -> None:
+    wrong = []
+    for module in modules().values():
+        for name in imports(module):
+            target = modules()[name]
+            public = module.name in (FACE, f"{FACE}.__main__") or is_leaf(target)
+            if not public and ROOMS.index(target.room) > ROOMS.index(module.room):
+                wrong.append(f"{module.path.relative_to(ROOT)} imports {target.path.relative_to(ROOT)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert set(in_order()) == set(modules())
+
+
+def test_leaves_are_leaves() -> None:
+    leaves = [module for module in modules().values() if is_leaf(module)]
+    assert len(leaves) == len(LEAVES)
+    assert all(is_leaf(modules()[name]) for module in leaves for name in imports(module))
+
+
+def _lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Those that its methods set."""
+    return {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+
+
+def _tails() -> dict[str, str]:
+    """Name -> by what it is larger than we want."""
+    found = {}
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                lines, attributes = _lines(node), len(_attributes(node))
+                if lines > MOST_LINES_OF_CLASS or attributes > MOST_ATTRIBUTES:
+                    found[f"{module.path.stem}.{node.name}"] = f"{lines} lines, {attributes} attributes"
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines, arguments = _lines(node), len(node.args.args + node.args.posonlyargs + node.args.kwonlyargs)
+                if lines > MOST_LINES_OF_FUNCTION or arguments > MOST_ARGUMENTS:
+                    found[f"{module.path.stem}.{node.name}"] = f"{lines} lines, {arguments} arguments"
+    return found
+
+
+def test_nothing_is_larger_than_it_has_to_be() -> None:
+    """A class of 350 lines or 15 attributes, a function of 60 lines or 8 arguments: the rest has its reason above."""
+    found = _tails()
+    new = {name: size for name, size in found.items() if name not in LARGER}
+    assert not new, f"split it, or say in LARGER why it cannot be: {new}"
+    assert not LARGER.keys() - found.keys(), "these have become smaller: take them out of LARGER"
+
+
+def test_the_table_of_files_is_that_of_the_files() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "run `python -m tests.house.house`"
+    assert with_table(page.replace("`collectives.py`", "`collective.py`")) == page  # a control: it is written anew
+
+
+def test_each_file_says_what_it_is_for() -> None:
+    long = [f"{name}: {module.purpose!r}" for name, module in modules().items() if not 0 < len(module.purpose) < 170]
+    assert not long, "\n".join(long)
+
+
+def _defined() -> dict[str, set[str]]:
+    """File (without suffix, from the package) -> functions, classes, and methods as `Class.method`."""
+    found: dict[str, set[str]] = {}
+    for module in modules().values():
+        names = found.setdefault(module.path.relative_to(ROOT / "zeroshard").with_suffix("").as_posix(), set())
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                names.add(node.name)
+                names |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, ast.FunctionDef)}
+            elif isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+    return found
+
+
+def _missing(walks: str) -> list[str]:
+    defined = _defined()
+    return [
+        f"{file}.py:{name}"
+        for file, name in re.findall(r"`([\w/]+)\.py:([\w.]+)`", walks)
+        if name not in defined.get(file, set())
+    ]
+
+
+def test_the_walks_name_what_exists() -> None:
+    _, _, rest = PAGE.read_text().partition("## Three walks\n")
+    walks, _, _ = rest.partition("\n## ")
+    assert len(re.findall(r"`[\w/]+\.py:", walks)) > 20
+    assert not _missing(walks)
+    assert _missing("`runtime/hooks.py:Schedule.on_gradients`") == ["runtime/hooks.py:Schedule.on_gradients"]
+    for title in ("A gradient", "A step", "A save", "A load"):
+        assert f"### {title}" in walks
+        assert len(walks.partition(f"### {title}")[2].partition("\n### ")[0].splitlines()) <= 50, "one screen each"
+
+
+def test_rooms_are_all_there_and_import_each_other_in_no_circle() -> None:
+    assert set(rooms_in_order()) == set(ROOMS)

@@ -1,0 +1,192 @@
+"""The command line: arguments only. `train` has one option per configuration field, generated from `train.config`.
+
+The trainer is imported for `train` alone; the commands for checkpoints are in `commands.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import click
+
+import zeroshard
+from zeroshard.checkpoint import steps
+from zeroshard.cli.commands import COMMANDS, Damaged, printable
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from zeroshard.train.config import Config
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+SHORT = {
+    "parallel.plan": "--plan",
+    "parallel.nproc": "--nproc",
+    "parallel.precision": "--precision",
+    "data.path": "--data",
+    "schedule.steps": "--steps",
+    "run.out": "--out",
+    "parallel.max_restarts": "--max-restarts",
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Carry out one command and return the exit code. Bad input: one line on stderr and 2, never a traceback."""
+    try:
+        result = main(arguments or ["--help"], prog_name="zeroshard", standalone_mode=False, obj=arguments)
+        return result if isinstance(result, int) else 0
+    except click.NoSuchOption as error:
+        nearest = difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
+        return _refuse(
+            f"unknown option {error.option_name}{f'; did you mean {nearest[0]}?' if nearest else ''}", arguments
+        )
+    except Damaged as error:
+        _refuse(error.format_message(), arguments)
+        return 1
+    except click.ClickException as error:
+        return _refuse(error.format_message(), arguments)
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+
+
+def _refuse(problem: str, arguments: list[str]) -> int:
+    """One line on stderr; of ranks of the trainer, in its way."""
+    if arguments[:1] == ["train"]:
+        from zeroshard.train.launch import refuse
+
+        return refuse(problem)
+    print(f"zeroshard: error: {printable(' '.join(problem.split()))}", file=sys.stderr)
+    return BAD_INPUT
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(zeroshard.__version__)
+def main() -> None:
+    """Sharded data-parallel training for PyTorch."""
+
+
+for _command in COMMANDS:
+    main.add_command(_command)
+
+
+def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
+    kind = info.annotation
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
+    optional = [part for part in get_args(kind) if part is not type(None)]
+    kind = optional[0] if optional else kind
+    assert isinstance(kind, type)
+    return kind
+
+
+class _Train(click.Command):
+    """Besides its own options `--section.name` for every field, and the short names in `SHORT`."""
+
+    complete = False
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        if not self.complete:
+            from zeroshard.train.config import fields
+
+            self.complete = True
+            self.params += [_option(key, info) for key, info in fields()]
+        return super().make_context(*arguments, **options)
+
+    def invoke(self, context: click.Context) -> Any:
+        from zeroshard.train.config import UserError
+
+        try:
+            return super().invoke(context)
+        except UserError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _option(key: str, info: FieldInfo) -> click.Option:
+    names = [f"--{key}", *([SHORT[key]] if key in SHORT else [])]
+    default = "" if info.default in ("", None) else f"  [default: {str(info.default).lower()}]"
+    return click.Option(
+        [*names, key.replace(".", "__")], type=_click_type(info), help=f"{info.description}{default}", default=None
+    )
+
+
+@main.command(cls=_Train, context_settings={"show_default": False})
+@click.option("--config", "files", multiple=True, type=click.Path(path_type=Path), help="TOML file; several may follow")
+@click.option(
+    "--resume",
+    metavar="auto|never|FOLDER",
+    default="never",
+    help="the run to continue, from its newest good step; auto: the one in --out, if it has saved a step",
+)
+@click.pass_context
+def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **values: Any) -> int:
+    """Train a small GPT on text: the Python standard library's source, or --data."""
+    from zeroshard.train.config import check_divides, resolve, with_values
+    from zeroshard.train.data import prepare
+    from zeroshard.train.launch import already_refused, start_ranks, under_launcher
+    from zeroshard.train.loop import train as train_this_rank
+    from zeroshard.train.run import default_folder
+
+    if already_refused():
+        return BAD_INPUT
+    overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
+    out = resolve(list(files), overrides).run.out
+    saved, occupied = _saved_run(resume, out)
+    if saved is not None:
+        config = resolve([_saved_configuration(saved), *files], overrides)
+        config = with_values(config, run={"out": out or str(saved)})
+    else:
+        config = resolve(list(files), overrides)
+    nproc = _number_of_ranks(config, overrides.get("parallel.nproc"))
+    config = with_values(config, parallel={"nproc": nproc})
+    check_divides(config)
+    if under_launcher() or (nproc == 1 and not config.parallel.max_restarts):
+        train_this_rank(config, resume=saved, occupied=occupied)
+        return 0
+    prepare(config.data)  # here a mistake in --data is reported once, not by every rank
+    arguments = list(context.obj)
+    if not config.run.out:  # what is started again must find it
+        arguments += ["--out", default_folder()]
+    return start_ranks(nproc, arguments, config.parallel.max_restarts)
+
+
+def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
+    """The run to go on with, and whether the folder may hold one that has saved nothing yet. Ranks that a launcher has
+    started again go on with their own."""
+    from zeroshard.train.config import UserError
+    from zeroshard.train.launch import times_restarted
+
+    again = times_restarted() > 0
+    if (again or resume == "auto") and not out:
+        why = "ranks that are started again" if again else "--resume auto"
+        raise UserError(f"{why}: expected --out, the folder of the run")
+    if (again or resume == "auto") and steps(out):
+        return Path(out), True
+    return None if resume in ("auto", "never") else Path(resume), again or resume == "auto"
+
+
+def _saved_configuration(resume: Path) -> Path:
+    from zeroshard.train.config import UserError
+
+    path = resume / "config.toml"
+    if not path.is_file():
+        raise UserError(f"--resume {resume}: expected the folder of a run, with {path.name} in it")
+    return path
+
+
+def _number_of_ranks(config: Config, asked: int | None) -> int:
+    """The launcher's number, else --nproc, else one per GPU or one."""
+    from zeroshard.train.config import UserError
+    from zeroshard.train.launch import under_launcher
+    from zeroshard.train.ranks import sensible_nproc
+
+    if not under_launcher():
+        return sensible_nproc(config.parallel)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world_size:
+        raise UserError(f"--nproc {asked}: the launcher has started {world_size} ranks; leave --nproc out")
+    return world_size

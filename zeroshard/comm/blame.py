@@ -1,0 +1,107 @@
+"""Whom a rank has waited for in vain: what can be said, from what has been heard of the others. No store, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroshard.comm.processes import Who
+from zeroshard.layout.positions import Position
+
+GIVING_UP = "giving up"
+OUTSIDE = "outside of the program's own lines"
+STILL_SECONDS = 1.5
+"""A rank that has not been heard of for so long stands still, or cannot be heard."""
+COLLECTIVE = (
+    "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
+    "call them, in one order and equally often"
+)
+_LEFT = "reached the end of its program without an error"
+UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
+
+
+@dataclass
+class Seen:
+    """What has been heard of another rank, at some moment.
+
+    Attributes:
+        beats: how often it has said that it runs.
+        where: its main thread.
+        position: what it waits for, if for long.
+        changed: when it had last said something new, as far as somebody has looked.
+        looked: when that was.
+        left: whether its work is done.
+    """
+
+    beats: int
+    where: str
+    changed: float
+    looked: float
+    position: Position | None = None
+    left: bool = False
+
+    def note(self, now: float, beats: int, where: str = "", position: Position | None = None) -> None:
+        if beats != self.beats or now - self.looked > STILL_SECONDS:  # or nobody has looked for a while
+            self.changed = now
+        self.beats, self.where, self.position, self.looked = beats, where, position, now
+
+    @property
+    def silent_seconds(self) -> float:
+        return 0.0 if self.left else self.looked - self.changed
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent_seconds >= STILL_SECONDS
+
+
+def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list[str]:
+    """A line for each rank that has left, ended or stands still, and for each host of which nothing is heard; if there
+    is none, one for each rank: where it is. Said by `rank`."""
+    me, lines, elsewhere, unheard = who[rank], [], [], dict[tuple[str, str], list[int]]()
+    for other, seen in others.items():
+        theirs = who[other]
+        name = f"rank {other} ({theirs})"
+        state = theirs.state if theirs.is_neighbour_of(me) else "unknown"
+        if seen.left:
+            lines.append(f"{name} has {_LEFT}{_last_seen(seen.where)}. {COLLECTIVE}. {UNEVEN}")
+        elif state == "ended":
+            lines.append(f"{name} has ended{_last_seen(seen.where)}")
+        elif seen.is_silent and state == "unknown" and _is_whole_host_silent(theirs, who, others):
+            unheard.setdefault((theirs.host, theirs.name), []).append(other)
+        elif seen.is_silent:
+            lines.append(f"{name} has stopped (no heartbeat), last seen {seen.where}")
+        elif seen.where != GIVING_UP:
+            elsewhere.append(f"{name} is {seen.where}")
+    for (_, name), ranks in unheard.items():
+        seconds = min(others[one].silent_seconds for one in ranks)
+        lines.append(
+            f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s: the network between {me.name} "
+            f"and {name} is the likely cause, not a process"
+        )
+    return lines or elsewhere
+
+
+def _last_seen(where: str) -> str:
+    return f"; it was last seen {where}" if where not in (OUTSIDE, GIVING_UP) else ""
+
+
+def _is_whole_host_silent(host: Who, who: Mapping[int, Who], others: Mapping[int, Seen]) -> bool:
+    there = [rank for rank, one in who.items() if (one.host, one.name) == (host.host, host.name)]
+    return all(rank in others and (others[rank].is_silent or others[rank].left) for rank in there)
+
+
+def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where: Mapping[int, str]) -> str:
+    """Ranks that wait for each other without end: what each waits for, and where it is."""
+    sentences, some_left = [], False
+    for rank in ranks:
+        if rank in positions:
+            sentences.append(f"rank {rank} waits in {positions[rank].wait.text}, {where[rank]}")
+        else:
+            some_left = True
+            sentences.append(f"rank {rank} has {_LEFT}{_last_seen(where[rank])}")
+    text = f"ranks wait for each other (deadlock): {'; '.join(sentences)}. {COLLECTIVE}"
+    return f"{text}. {UNEVEN}" if some_left else text
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,224 @@
+"""The ranks a model is sharded over and replicated over, on top of torch's process groups.
+
+one axis (the usual case)          two axes (HSDP): shard inside a node, replicate between nodes
+
+    shard ->                               shard ->
+    0  1  2  3                     repl.   0  1
+                                     |     2  3
+                                     v
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm import watch
+from zeroshard.comm.backends import DEFAULT_TIMEOUT, device_for, expect_usable, is_gloo, timeout_of
+
+REPLICATE = ("replicate", "dp_replicate")
+SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
+"""Names of the two axes: plain, and as PyTorch's pages and torchtitan have them."""
+
+
+def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
+    """Join the process group of the launcher (`torchrun` sets its environment); without a launcher, a world of one.
+
+    Args:
+        backend: "gloo" or "nccl"; by default nccl where CUDA is available, else gloo.
+        timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the ranks that wait
+            (gloo). NCCL cannot raise there: torch's watchdog writes to the log and ends the process.
+
+    Where `torch.distributed` is initialised already, that group is kept with its timeout. Either way a watch over the
+    ranks begins (`watch.py`): a rank that fails takes the others along within seconds, instead of the timeout.
+
+    Raises:
+        ValueError: a timeout that is not positive.
+    """
+    timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, found {timeout.total_seconds()} s")
+    if not dist.is_initialized():
+        _join(backend, timeout)
+    watch.start()
+
+
+def _join(backend: str | None, timeout: timedelta) -> None:
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif (store := _store_of_this_attempt()) is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _store_of_this_attempt() -> Store | None:
+    """For ranks that the elastic launcher has started again: its store still holds the addresses of those that have
+    ended (pytorch/pytorch#135712). All ranks know the same number of the attempt only where there is one launcher."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not watch.has_one_launcher(int(os.environ["WORLD_SIZE"])):
+        return None
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore(f"attempt-{attempt}", store)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh: a process group, this process's rank in it, and the global rank of each member."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Axis:
+        return cls(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`shard` x `replicate`, and `world`: all ranks of both.
+
+    `reduce` has the members of `shard`. On NCCL it is a communicator of its own: gathers keep one order among
+    themselves on all ranks, and so do reductions, but not the two together (a rank on which a parameter stays unused
+    reduces that unit later). `device`: of the tensors that the groups move.
+    """
+
+    shard: Axis
+    replicate: Axis
+    world: Axis
+    reduce: Axis
+    device: torch.device
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether ranks exchange slices by messages (gloo); else the backend's own collectives do it."""
+        return is_gloo(self.world.group, self.device)
+
+    @property
+    def one_of_each_shard(self) -> list[int]:
+        """Among the rows of all ranks, those of the own shard axis: of several replicas one."""
+        return [self.world.ranks.index(rank) for rank in self.shard.ranks]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | None = None) -> Mesh:
+        """From a process group (None: the default one) or a `DeviceMesh`: one axis, or two named "replicate" and
+        "shard", or "dp_replicate" and "dp_shard" (unnamed: in this order, as for FSDP's hybrid sharding). Collective
+        where a group has several backends, or moves other tensors than the CPU's.
+
+        Args:
+            device: where the model is; None where it is on no device yet.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+            ValueError: a mesh of more than two axes, or with other names; a device that the ranks cannot use so.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+            replicate_dim, shard_dim = _dims(mesh.mesh_dim_names)
+            shard, replicate = Axis.of(mesh.get_group(shard_dim)), Axis.of(mesh.get_group(replicate_dim))
+            device = device_for(shard.group, device)
+            world = Axis.of(_group_of(tuple(mesh.mesh.flatten().tolist()), shard.group, device))
+        elif isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
+            raise ValueError(
+                f"expected a mesh of one axis (shard) or two (replicate, shard), found {mesh.ndim}: pass the part of "
+                'it that the model is sharded over, mesh["dp_replicate", "dp_shard"] for example'
+            )
+        else:
+            group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh or _default_group()
+            shard = world = Axis.of(group)
+            replicate = Axis(group, 0, (dist.get_rank(),))
+            device = device_for(group, device)
+        expect_usable(world.group, device)
+        own_reduce_group = shard.size > 1 and not is_gloo(shard.group, device)
+        reduce = Axis.of(_new_group(shard.ranks, shard.group, device)) if own_reduce_group else shard
+        return cls(shard, replicate, world, reduce, device)
+
+    def place(self) -> tuple[int, Place]:
+        """The global rank of this process, and its place."""
+        return self.shard.ranks[self.shard.rank], (list(self.shard.ranks), list(self.replicate.ranks))
+
+
+Place = tuple[list[int], list[int]]
+"""Of a rank in a mesh: the global ranks of its shard axis and of its replicate axis, each in the group's order."""
+
+
+def problem_of(places: Mapping[int, Place]) -> str:
+    """What is wrong with a mesh in which the ranks have these places. The members of a replicate group must hold the
+    same shard, and those of a shard group be the same replica."""
+    for rank, (shard, replicate) in places.items():
+        for other in set(replicate) & set(places):
+            theirs = places[other][0]
+            if theirs.index(other) != shard.index(rank):
+                return (
+                    f"ranks {rank} and {other} are replicas of each other, but rank {rank} holds shard "
+                    f"{shard.index(rank)} of {shard} and rank {other} shard {theirs.index(other)} of {theirs}: order "
+                    "the shard groups alike (new_group without sort_ranks=False, or init_device_mesh)"
+                )
+        for other in set(shard) & set(places):
+            theirs = places[other][1]
+            if theirs.index(other) != replicate.index(rank):
+                return (
+                    f"ranks {rank} and {other} hold shards of one replica, but rank {rank} is number "
+                    f"{replicate.index(rank)} of {replicate} and rank {other} number {theirs.index(other)} of {theirs}"
+                    ": order the replicate groups alike (new_group without sort_ranks=False, or init_device_mesh)"
+                )
+    return ""
+
+
+def _dims(names: Sequence[str] | None) -> tuple[int, int]:
+    """Which axis of two replicates, and which shards."""
+    names = names or ("replicate", "shard")
+    for replicate, shard in ((0, 1), (1, 0)):
+        if names[replicate] in REPLICATE and names[shard] in SHARD:
+            return replicate, shard
+    raise ValueError(
+        "a 2-D mesh needs the axes 'replicate' and 'shard' (or 'dp_replicate' and 'dp_shard'), found "
+        f"{tuple(names)}: use these names, or pass the part of the mesh that the model is sharded over"
+    )
+
+
+def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The default group where it has just these ranks and the same backends, else a new one like `like`."""
+    default = _default_group()
+    same_backends = dist.get_backend_config(default) == dist.get_backend_config(like)
+    if sorted(ranks) == list(range(dist.get_world_size())) and same_backends:
+        return default
+    return _new_group(ranks, like, device)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "initialised"
+    return group
+
+
+def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """With the backends and the timeout of `like`, in the order of `ranks`."""
+    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may not have it
+    group = dist.new_group(
+        list(ranks),
+        backend=dist.get_backend_config(like),
+        timeout=timeout_of(like, device),
+        use_local_synchronization=True,
+        **order,
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group

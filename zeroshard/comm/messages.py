@@ -1,0 +1,170 @@
+"""What ranks say to each other beside the data: which unit this is, where it lies, and that it has been read (gloo)."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import watch
+from zeroshard.comm.mesh import Axis
+from zeroshard.comm.shared_memory import Location
+
+_TAGS = {
+    "all_gather": 1,
+    "reduce_scatter": 2,
+    "replicate": 3,
+    "exchange": 4,
+    "all_to_all": 5,
+    "read": 6,
+    "tell all_gather": 7,
+    "tell reduce_scatter": 8,
+}
+"""Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
+
+
+_ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
+
+
+def labels(unit: str) -> list[str]:
+    """All that there are of one."""
+    return [label(unit, phase) for phase in ("", *_ON_REQUEST)]
+
+
+def label(unit: str, phase: str = "") -> str:
+    """Of which unit it is, in a message: weights and gradients for the training, or something that was asked for."""
+    return f"unit {unit}{f' ({_ON_REQUEST[phase]})' if phase in _ON_REQUEST else ''}"
+
+
+@dataclass(eq=False)
+class Told:
+    """Messages between all ranks of an axis: what this is about (a `label`, or a point of the program), and where it
+    lies. `works`: not yet waited for."""
+
+    axis: Axis
+    kind: str
+    about: str
+    num_bytes: int
+    works: list[Any]
+    messages: dict[int, Tensor]
+
+    def arrive(self) -> None:
+        while self.works:  # a work must not be waited for twice
+            self.works.pop().wait()
+
+
+class OutOfOrder(RuntimeError):
+    """This rank and a peer are not at the same unit."""
+
+
+class Messages:
+    """Of one rank of a mesh.
+
+    Attributes:
+        rank: of this process in the world.
+        failed: whether something was waited for in vain.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.failed = False
+        self._known: dict[int, str] = {}
+        self._unheard: dict[str, deque[Told]] = {}
+
+    def tell(self, axis: Axis, location: Location | None, kind: str, about: str, num_bytes: int) -> Told:
+        """Tell all peers what this is about, how many bytes of it (and where to read it, if they can), and hear it of
+        them."""
+        where = astuple(location) if location is not None else (0, 0, 0, 0)
+        mine = torch.tensor([*where, num_bytes, self._number_of(about)], dtype=torch.int64)
+        peers = [rank for rank in range(axis.size) if rank != axis.rank]
+        messages = {rank: torch.empty_like(mine) for rank in peers}
+        works = [receive(axis, messages[rank], rank, f"tell {kind}") for rank in peers]
+        works += [send(axis, mine, rank, f"tell {kind}") for rank in peers]
+        told = Told(axis, kind, about, num_bytes, works, messages)
+        self._unheard.setdefault(kind, deque()).append(told)
+        return told
+
+    def hear(self, told: Told) -> None:
+        """Wait for these messages, and for those of the same kind before them: who is on another path is noticed at the
+        first one that differs, before anybody waits for something that will never come.
+
+        Raises:
+            OutOfOrder: a peer is at another unit.
+        """
+        unheard = self._unheard[told.kind]
+        while told in unheard:
+            first = unheard.popleft()
+            first.arrive()
+            for rank, message in first.messages.items():
+                number = int(message[-1])
+                if number != self._number_of(first.about):
+                    theirs = self._known.get(number, "something that this rank does not have")
+                    raise OutOfOrder(self._apart(told, rank, f"at {first.about}", f"at {theirs}"))
+                if int(message[-2]) != first.num_bytes:
+                    sizes = [
+                        f"at {num_bytes} bytes of {first.about}" for num_bytes in (first.num_bytes, int(message[-2]))
+                    ]
+                    raise OutOfOrder(self._apart(told, rank, *sizes))
+
+    def _apart(self, told: Told, other: int, mine: str, theirs: str) -> str:
+        """`other`: a rank of the axis."""
+        peer = told.axis.ranks[other]
+        return (
+            f"{told.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
+            f"{watch.where_is(peer)}. Nothing has been updated. Every rank must run the same units in the same order; "
+            "full_state_dict, unsharded, state_dict, save and load are collective, too: call them on every rank"
+        )
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error inside means that the ranks no longer expect the same messages.
+
+        Raises:
+            LostPeer: in place of an error of gloo's, where the watch knows whose end has caused it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.failed = True
+            ours = isinstance(error, OutOfOrder) or not isinstance(error, RuntimeError)
+            lost = None if ours else watch.explain(error)
+            if lost is not None:
+                raise lost from None  # gloo's own words would come first, and say less
+            raise
+
+    def introduce(self, *abouts: str) -> None:
+        """What a message may be about."""
+        for about in abouts:
+            self._number_of(about)
+
+    def acknowledge(self, axis: Axis) -> list[Any]:
+        """Tell all peers that their memory has been read; the works are done when they have said so too."""
+        peers = [rank for rank in range(axis.size) if rank != axis.rank]
+        tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
+        works = [receive(axis, tokens[rank], rank, "read") for rank in peers]
+        return works + [send(axis, tokens[axis.rank], rank, "read") for rank in peers]
+
+    def _number_of(self, about: str) -> int:
+        number = zlib.crc32(about.encode())
+        self._known[number] = about
+        return number
+
+
+def send(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
+    try:
+        return axis.group.send([tensor], rank, _TAGS[kind])
+    except RuntimeError as error:  # the connection is closed already
+        raise watch.explain(error) or error from None
+
+
+def receive(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
+    try:
+        return axis.group.recv([tensor], rank, _TAGS[kind])
+    except RuntimeError as error:
+        raise watch.explain(error) or error from None

@@ -1,0 +1,161 @@
+"""What ranks that have run out of inputs hear of those that go on: which collective comes next (`join.py`).
+
+One rank that goes on, the *leader*, writes every order into the store before it acts; the *followers* read them in that
+order, and act as well. Collectives that no order can tell of are refused while there are followers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from zeroshard.comm import watch
+from zeroshard.layout.positions import HERE, Wait
+
+
+class Orders:
+    """Of one join, on one rank.
+
+    Attributes:
+        followers: ranks (of the mesh) that have run out of inputs; known since the last meeting.
+        leader: the first of the others.
+        rank: this one.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        """`name`: the same on all ranks, and another for each join. `ranks`: global ones."""
+        self.rank, self.followers, self.leader = rank, tuple[int, ...](), -1
+        self._store, self._name, self._ranks = PrefixStore(f"zeroshard/join/{name}", store), name, ranks
+        self._timeout = timeout.total_seconds()
+        self._next = 0  # in the list of orders at hand
+        self._lists = 0
+        self._is_told = False
+
+    def meet(self, followers: Sequence[int]) -> None:
+        """All ranks have met: these follow from now on, and a new list of orders begins."""
+        if self.rank == self.leader:  # everybody has read the old one
+            for number in range(self._next):
+                self._store.delete_key(self._key(number))
+        self.followers = tuple(followers)
+        self.leader = next((rank for rank in range(len(self._ranks)) if rank not in followers), -1)
+        self._lists, self._next = self._lists + 1, 0
+
+    def give(self, what: str, *arguments: Any) -> None:
+        """By the leader, before it does so itself; nothing on other ranks, or inside of what has been told."""
+        if self.followers and self.rank == self.leader and not self._is_told:
+            self._store.set(self._key(self._next), json.dumps([what, *arguments]))
+            self._next += 1
+
+    def take(self) -> list[Any]:
+        """The next one. By a follower.
+
+        Raises:
+            RuntimeError: nothing has been heard of the leader for the timeout of a collective.
+        """
+        wait = Wait(
+            f"orders {self._name}", self._next, (self._ranks[self.leader],), "a join, for the others' next step"
+        )
+        pause, since = 0.0002, time.monotonic()
+        with HERE.waiting(wait):
+            while not self._store.check([self._key(self._next)]):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+                current = watch.current()
+                if current is not None:
+                    current.expect_alive([self._ranks[self.leader]])
+                elif time.monotonic() - since > self._timeout:
+                    raise RuntimeError(
+                        f"join: rank {self._ranks[self.leader]} has inputs left, and has sent no order for "
+                        f"{self._timeout:.0f} s (zeroshard.init() would report the reason)"
+                    )
+        order: list[Any] = json.loads(self._store.get(self._key(self._next)))
+        self._next += 1
+        return order
+
+    def _key(self, number: int) -> str:
+        return f"{self._lists}/{number}"
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, everything is part of an order that has been given."""
+        before, self._is_told = self._is_told, True
+        try:
+            yield
+        finally:
+            self._is_told = before
+
+    def begin_told(self) -> None:
+        self._is_told = True
+
+    def end_told(self) -> None:
+        self._is_told = False
+
+    @property
+    def speaks(self) -> bool:
+        """There are followers, and what comes now is not part of an order."""
+        return bool(self.followers) and not self._is_told
+
+    def refuse(self, what: str) -> None:
+        """Raises:
+        RuntimeError: there are followers, who would not take part in this."""
+        if self.speaks:
+            ranks = ", ".join(str(self._ranks[rank]) for rank in self.followers)
+            raise RuntimeError(
+                f"{what} inside `with handle.join():`, while rank {ranks} has run out of inputs and takes part in "
+                "forward, backward, clip_grad_norm_ and step only: do it after the join, or before any rank has run out"
+            )
+
+
+class Voice:
+    """Of one handle among those of a join: its orders carry its number.
+
+    Attributes:
+        names: id of an optimizer's agreement -> its number, the same on all ranks.
+        scalers: id of an optimizer's loss scaler -> the number of the optimizer.
+        version: of the reduced gradients, as backward has left them.
+        before_forward: to be called before each forward of the model.
+    """
+
+    def __init__(self, orders: Orders, number: int, before_forward: Callable[[], None]) -> None:
+        self._orders, self._number = orders, number
+        self.names: dict[int, int] = {}
+        self.scalers: dict[int, int] = {}
+        self.version: object = None
+        self.before_forward = before_forward
+
+    def give(self, what: str, *arguments: Any) -> None:
+        self._orders.give(what, self._number, *arguments)
+
+    def told(self) -> AbstractContextManager[None]:
+        return self._orders.told()
+
+    def refuse(self, what: str) -> None:
+        self._orders.refuse(what)
+
+    def scalers_used(self, used: Sequence[object]) -> list[int]:
+        """By their numbers.
+
+        Raises:
+            RuntimeError: one that is no optimizer's own, and a follower does not know.
+        """
+        if self._orders.speaks and any(id(scaler) not in self.scalers for scaler in used):
+            raise RuntimeError(
+                "join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: scale "
+                "losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
+            )
+        return [self.scalers.get(id(scaler), -1) for scaler in used]
+
+    def expect_no_edits(self, version: object) -> None:
+        """Raises:
+        RuntimeError: somebody has changed reduced gradients, and a follower has not."""
+        if self._orders.speaks and self.version not in (None, version):
+            raise RuntimeError(
+                "join: p.grad has been changed, and a rank that has run out of inputs cannot do the same: use "
+                "optimizer.clip_grad_norm_ or optimizer.clip_grad_value_"
+            )

@@ -1,0 +1,74 @@
+"""Work that all ranks do, or none: what one of them fails at, all raise. Collective.
+
+Without the exchange a rank that has failed would leave the others waiting in their next collective. (A checkpoint that
+is written in the background does the same without collectives: `checkpoint/meeting.py`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.io.checked import CheckpointError
+
+T = TypeVar("T")
+Errors = tuple[type[Exception], ...]
+Words = Callable[[Exception], str]
+
+
+def in_words(error: BaseException) -> str:
+    """For other ranks to hear of, and for users to read."""
+    return str(error) if isinstance(error, (ValueError, CheckpointError)) else f"{type(error).__name__}: {error}"
+
+
+def together(
+    collectives: Collectives, what: str, work: Callable[[], T], *, words: Words = in_words, patient: bool = False
+) -> T:
+    """What `work` returns.
+
+    Args:
+        what: the call, for the message.
+        words: what is said of an error.
+        patient: one rank may have much more to do than the others: they wait as long as it is heard of.
+
+    Raises:
+        ValueError: on all ranks, if `work` has raised on any: what the first of them says, and which it is, if not all.
+    """
+    return tell_together(collectives, what, lambda: (work(), None), words=words, patient=patient)[0]
+
+
+def tell_together(
+    collectives: Collectives,
+    what: str,
+    work: Callable[[], tuple[T, Any]],
+    *,
+    errors: Errors = (ValueError,),
+    words: Words = in_words,
+    patient: bool = False,
+) -> tuple[T, list[Any]]:
+    """`work` gives something to keep, and something JSON-able for all ranks to know. Returns the own, and what all have
+    told, in rank order.
+
+    Args:
+        errors: classes that are raised as they are; others become the first of these.
+        what, words, patient: as above.
+
+    Raises:
+        one of `errors`: as above.
+    """
+    problem, told, failure = None, None, None
+    try:
+        kept, told = work()
+    except Exception as error:  # whatever it is: the others wait
+        text = str(error) if type(error) in errors else words(error)
+        problem, failure = [type(error).__name__, text.removeprefix(f"{what}: ")], error
+    if patient:
+        collectives.wait_for_all()
+    results = collectives.exchange_objects([problem, told], what)
+    failed = [(rank, of_rank) for rank, (of_rank, _) in enumerate(results) if of_rank]
+    if failed:
+        rank, (kind, text) = failed[0]
+        where = "" if len(failed) == len(results) and all(of[1] == text for _, of in failed) else f" (on rank {rank})"
+        raise {one.__name__: one for one in errors}.get(kind, errors[0])(f"{what}{where}: {text}") from failure
+    return kept, [of_rank for _, of_rank in results]

@@ -1,0 +1,522 @@
+"""The watch: what the ranks know of each other's end, so that none waits for one that will not come.
+
+    rank 1   raises ── prints its traceback ── tells the store ── exits
+    rank 0   waits for rank 1 in a collective ... hears of it, or its connection closes ── says so in a line ── exits
+
+Twice a second each rank writes down that its process runs, and where its main thread is; one that has waited for long
+also for what. So whoever gives up waiting can say whom it waited for: a process that no longer exists, one that stands
+still, a host that cannot be reached, or one that is somewhere else; and ranks that wait for each other are noticed
+before anybody gives up. Who has heard of a failure has `GRACE_SECONDS` to end by itself, and no longer waits inside of
+gloo; then its watch ends it. That is the only way out for a rank that waits inside of NCCL.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from zeroshard.comm.backends import backends_of, timeout_of
+from zeroshard.comm.blame import GIVING_UP, OUTSIDE, Seen, blame, describe_knot
+from zeroshard.comm.processes import Who
+from zeroshard.comm.store_line import Silent, StoreLine
+from zeroshard.layout.positions import HERE, Position, knot
+
+BEAT_SECONDS = 0.5
+"""Between two times that a rank says that it runs: to its watch, and to those with whom it saves."""
+GRACE_SECONDS = 2.0
+"""How long others have, once a rank has failed: to end, or to stop writing."""
+PATIENCE_SECONDS = 1.0
+"""With the store, of a rank that is about to leave."""
+FAILED = 1
+"""Exit status of a rank that its watch has ended."""
+
+_OF_OTHERS = re.compile(
+    r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
+)
+"""Messages of an error that another rank's end may have caused."""
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
+_LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
+_CALLED = ("handle.py", "optimizer.py", "shard.py", *(os.path.join("checkpoint", f"{n}.py") for n in ("save", "load")))
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_TAG = 31_333
+"""Of a message that nobody sends."""
+
+T = TypeVar("T")
+_Cause = list[Any]
+"""[whose fault it is: a rank, the launcher (None) or nobody's ("")], [what became of it]: a sentence in two parts."""
+
+_SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
+"""A process that is no child of ours: we cannot know whether a signal has ended it."""
+
+_current: Watch | None = None
+
+
+class LostPeer(RuntimeError):
+    """This rank has waited in vain for another one; the message says for whom, and why.
+
+    Attributes:
+        cause: why all ranks leave, where it is known.
+        found: who is where, where it is not.
+    """
+
+    def __init__(self, text: str, cause: _Cause | None, found: Sequence[str]) -> None:
+        super().__init__(text)
+        self.cause, self.found = cause, list(found)
+
+
+class Watch:
+    """One in each rank, from `start` to `stop`. Two threads: the line to the store, which may wait for it without end,
+    and a guard, which never does.
+
+    Attributes:
+        line: to the store.
+        beats: how often this rank has begun to say that it runs.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+        """`timeout`: of collectives, in seconds; a store that has not answered for so long is lost."""
+        self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
+        self._timeout = timeout
+        self._address = _address(store)
+        self._main = threading.main_thread().ident
+        self._who = {rank: Who.this()}
+        self._neighbours: dict[int, Who] = {}
+        self._others: dict[int, Seen] = {}
+        self._suspected: list[int] = []
+        self.beats = 0
+        self._cause: _Cause | None = None
+        self._ending = threading.Event()
+        self._reported = self._said = False
+        self.line = StoreLine(PrefixStore("zeroshard/watch", _connection_of_its_own(store)), self._beat, BEAT_SECONDS)
+        self.line.ask(self._come, timeout)
+        self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
+        self._guard.start()
+
+    def close(self) -> None:
+        """This rank leaves, and nothing is wrong."""
+        if self._ending.is_set() or os.getpid() != self.pid:
+            return
+        self._ending.set()
+        self._guard.join(2 * BEAT_SECONDS)
+        with suppress(Silent):
+            self.line.ask(lambda store: store.set(f"left-{self.rank}", json.dumps(dict(HERE.begun))), PATIENCE_SECONDS)
+        self.line.close(BEAT_SECONDS)
+
+    def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
+        """This rank cannot go on: tell the others, who then leave. `show` prints the error: before the others hear of
+        it where it is the first, and not at all where it only follows from the first."""
+        if self._reported or os.getpid() != self.pid:
+            return
+        self._reported = True
+        mine: _Cause = [self.rank, f"failed: {_in_one_line(error)}"]
+        follows = is_of_others(error)
+        lost = error if isinstance(error, LostPeer) else self.what_happened() if follows else None
+        cause = lost.cause if lost is not None else self._hear()
+        if cause is None:
+            found = lost.found if lost is not None else []
+            if self._is_first(mine):
+                if found:
+                    mine[1] = f"failed while waiting: {'; '.join(found)}"
+                    _tell(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
+                elif show is not None:
+                    _tell(f"rank {self.rank} of {self.world_size} failed first:")
+                if show is not None:
+                    show()
+                self._announce(mine)
+                return
+            cause = self._hear(patience=2 * BEAT_SECONDS)
+        if show is not None:
+            if cause is None or not (follows or mine[1] == cause[1]):
+                show()
+            self._say(cause)
+
+    def what_happened(self) -> LostPeer:
+        """This rank has waited in vain: another one has failed or ended, or (nobody knows of that) where they all are.
+        Returns within two seconds or so."""
+        cause = self._hear(patience=2 * BEAT_SECONDS)
+        if cause is not None:
+            return LostPeer(_sentence(cause), cause, [])
+        found = self._whom_to_blame()
+        return LostPeer("; ".join(found) or "nobody knows why", None, found)
+
+    def wait_for_all(self, key: str, number: int, ranks: Sequence[int]) -> None:
+        """Until each of these ranks has come here for the `number`-th time, as long as those that miss are heard of.
+
+        Raises:
+            LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
+        """
+        everyone = len(ranks) * number
+        missing = [rank for rank in ranks if rank != self.rank]
+        come = self._ask(lambda store: store.add(f"come-{key}", 1))
+        pause = 0.0005
+        while come < everyone:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            with suppress(Silent):  # the guard sees to it
+                come = self.line.ask(lambda store: store.add(f"come-{key}", 0), PATIENCE_SECONDS)
+            if come < everyone:
+                self.expect_alive(missing)
+
+    def expect_alive(self, ranks: Sequence[int]) -> None:
+        """Called now and then by whoever waits for these ranks without a collective.
+
+        Raises:
+            LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
+        """
+        if self._cause is not None:
+            raise LostPeer(_sentence(self._cause), self._cause, [])
+        if any(self._silence_of(rank) > self._timeout for rank in ranks):
+            raise self.what_happened()
+
+    def last_seen(self, rank: int) -> str:
+        """Where another rank has been a moment ago."""
+        with suppress(Silent):
+            self.line.ask(self._look, PATIENCE_SECONDS)
+        return self._others[rank].where if rank in self._others else OUTSIDE
+
+    def _silence_of(self, rank: int) -> float:
+        return self._others[rank].silent_seconds if rank in self._others else 0.0
+
+    def _ask(self, job: Callable[[Store], T]) -> T:
+        """However long it takes: the guard ends this process when it takes too long."""
+        return self.line.ask(job, 2 * self._timeout)
+
+    # The line to the store -------------------------------------------------------------------------------------------
+
+    def _come(self, store: Store) -> None:
+        store.set(f"beat-{self.rank}", json.dumps([0, "at the start", None]))
+        store.set(f"who-{self.rank}", json.dumps(self._who[self.rank].as_list()))
+
+    def _beat(self, store: Store) -> None:
+        """Say that this process runs, and where; hear of a failure; look for one."""
+        self.beats += 1
+        position = HERE.position(sys._current_frames().get(self._main or 0))
+        where = GIVING_UP if self._reported else _where(self._main)
+        mine = [self.beats, where, position and position.as_list()]
+        store.set(f"beat-{self.rank}", json.dumps(mine))
+        if store.check(["failure"]):
+            self._cause = json.loads(store.get("failure"))
+            return
+        self._meet(store)
+        for rank, who in self._neighbours.items():
+            if who.state == "ended" and not store.check([f"left-{rank}"]):
+                died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
+                self._claim(store, [rank, f"{died}: {_SEE_ELSEWHERE}"])
+                return
+        if position is not None:
+            self._look_around(store, position)
+
+    def _meet(self, store: Store) -> None:
+        """Who the others are, as they come."""
+        if len(self._who) < self.world_size:
+            for rank in range(self.world_size):
+                if rank not in self._who and store.check([f"who-{rank}"]):
+                    who = self._who[rank] = Who(*json.loads(store.get(f"who-{rank}")))
+                    if who.is_neighbour_of(self._who[self.rank]):
+                        self._neighbours[rank] = who
+
+    def _look_around(self, store: Store, position: Position) -> None:
+        """While this rank waits for long: where are the others, and do they wait for each other without end?"""
+        self._look(store)
+        left = {r: json.loads(store.get(f"left-{r}")) for r, seen in self._others.items() if seen.left}
+        positions = {r: seen.position for r, seen in self._others.items() if seen.position is not None}
+        positions = {**positions, self.rank: position}
+        suspected, self._suspected = self._suspected, knot(positions, left)
+        if self._suspected and self._suspected == suspected:  # still, a beat later
+            where = {**{r: seen.where for r, seen in self._others.items()}, self.rank: _where(self._main)}
+            self._claim(store, ["", describe_knot(self._suspected, positions, where)])
+
+    def _look(self, store: Store) -> None:
+        for rank in self._who:
+            if rank != self.rank:
+                beats, where, theirs = json.loads(store.get(f"beat-{rank}"))
+                now = time.monotonic()
+                seen = self._others.setdefault(rank, Seen(beats, where, now, now))
+                seen.note(now, beats, where, Position.of(theirs) if theirs else None)
+                seen.left = store.check([f"left-{rank}"])
+
+    def _claim(self, store: Store, cause: _Cause) -> None:
+        """Be the first to say so, or hear who was."""
+        text = json.dumps(cause)
+        if store.compare_set("first", "", text).decode() == text:
+            store.set("failure", text)
+            self._cause = cause
+
+    # The guard -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ending.wait(BEAT_SECONDS / 2):
+            if self._cause is not None:
+                return self._end(self._cause)
+            if self.line.gone:  # with the launcher, or with rank 0, of which the connections tell
+                if has_one_launcher(self.world_size):
+                    self._end([None, "is gone"])
+                return None
+            if self.line.silent_for() > self._timeout:
+                return self._end(["", self._on_silence()])
+        return None
+
+    def _end(self, cause: _Cause) -> None:
+        """Let the main thread end by itself, which no longer waits inside of gloo, and the process not much later."""
+        self._cause = cause
+        self._wake_neighbours()
+        interrupt_gloo()
+        if self._ending.wait(GRACE_SECONDS):
+            return
+        with suppress(Exception):
+            self._say(cause)
+            sys.stdout.flush(), sys.stderr.flush()
+        os._exit(FAILED)
+
+    def _wake_neighbours(self) -> None:
+        """Whoever has been stopped by a signal is to leave, too."""
+        for who in self._neighbours.values():
+            if who.state == "stopped":
+                with suppress(OSError):
+                    os.kill(who.pid, signal.SIGCONT)
+
+    # What the main thread asks ---------------------------------------------------------------------------------------
+
+    def _hear(self, patience: float = 0.0) -> _Cause | None:
+        """What the rank that failed first has said, or None."""
+        end = time.monotonic() + patience
+        while self._cause is None:
+            with suppress(Silent):
+                self._cause = self.line.ask(_failure, max(PATIENCE_SECONDS, end - time.monotonic()))
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.02)
+        return self._cause
+
+    def _is_first(self, cause: _Cause) -> bool:
+        """Whether nobody has failed before, as far as this rank can know."""
+        text = json.dumps(cause)
+        try:
+            return self.line.ask(lambda store: store.compare_set("first", "", text).decode() == text, PATIENCE_SECONDS)
+        except Silent:
+            return True
+
+    def _announce(self, cause: _Cause) -> None:
+        with suppress(Silent):
+            self.line.ask(lambda store: store.set("failure", json.dumps(cause)), PATIENCE_SECONDS)
+        self._wake_neighbours()
+
+    def _say(self, cause: _Cause | None) -> None:
+        said, self._said = self._said, True  # the main thread, or the guard
+        if cause is not None and cause[0] != self.rank and not said:
+            _tell(f"rank {self.rank} exits because {_sentence(cause)}")
+
+    # Who it was ------------------------------------------------------------------------------------------------------
+
+    def _whom_to_blame(self) -> list[str]:
+        """See `blame`. Looks for a moment, unless something is clear at once."""
+        end = time.monotonic() + 3.5 * BEAT_SECONDS
+        while True:
+            try:
+                self.line.ask(self._look, PATIENCE_SECONDS)
+            except Silent:
+                return [self._on_silence()]
+            others = self._others.values()
+            if time.monotonic() >= end or any(seen.is_silent or seen.left for seen in others):
+                return blame(self.rank, self._who, self._others)
+            time.sleep(BEAT_SECONDS / 2)
+
+    def _on_silence(self) -> str:
+        me = self._who[self.rank]
+        stopped = [f"rank {rank} ({who})" for rank, who in self._neighbours.items() if who.state == "stopped"]
+        why = f"the network between {me.name} and its host is the likely cause, not a process"
+        if stopped:
+            why = f"{' and '.join(stopped)} has stopped (no heartbeat)"
+        seconds = self.line.silent_for()
+        return f"the store of the process group{self._address} has not answered for {seconds:.0f} s: {why}"
+
+
+def start() -> None:
+    """Watch over the ranks of the default process group; nothing to do in a world of one, or where that is done."""
+    global _current
+    store = _get_default_store()
+    if _current is not None and _current.of_store is store and _current.pid == os.getpid():
+        return
+    stop()
+    backends = backends_of(group := dist.distributed_c10d._get_default_group())
+    if dist.get_world_size() > 1 and "fake" not in backends.values():
+        timeout = timeout_of(group, torch.device(next(iter(backends), "cpu")))
+        _current = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds())
+        atexit.register(stop)
+        if sys.excepthook is not _excepthook:
+            _excepthook.previous = sys.excepthook
+            sys.excepthook = _excepthook
+
+
+def current() -> Watch | None:
+    """Of this process."""
+    return _current if _current is not None and _current.pid == os.getpid() else None
+
+
+def stop() -> None:
+    """Leave: the others no longer count on this rank. At exit this happens by itself."""
+    global _current
+    watch, _current = _current, None
+    if watch is not None:
+        watch.close()
+
+
+def abort(error: BaseException, *, quiet: bool = False) -> None:
+    """Tell the other ranks that this one cannot go on: all leave within seconds. An error that nobody catches does the
+    same; call this where one is caught, and the rank gives up. It prints the traceback, unless `quiet`."""
+    if _current is not None:
+        _current.report(error, None if quiet else partial(traceback.print_exception, error))
+
+
+def explain(error: BaseException) -> LostPeer | None:
+    """An error that another rank has caused, in words: which one, and what has become of it. None where this rank has
+    no watch, or the error is its own."""
+    if _current is None or isinstance(error, LostPeer) or not is_of_others(error):
+        return None
+    lost = _current.what_happened()
+    wait = HERE.wait
+    text = f"failed while waiting{f' in {wait.text}' if wait is not None else ''}: {lost}"
+    return LostPeer(text, lost.cause, lost.found)
+
+
+def where_is(rank: int) -> str:
+    """To go on a sentence with: the line of the program that a rank is at, and the call; of others, as they last said.
+    Empty where it is not known."""
+    watch = current()
+    where = OUTSIDE
+    if rank == (watch.rank if watch is not None else dist.get_rank()):
+        where = _where(threading.main_thread().ident)
+    elif watch is not None:
+        where = watch.last_seen(rank)
+    return f", {where}" if where not in (OUTSIDE, GIVING_UP) else ""
+
+
+def is_of_others(error: BaseException) -> bool:
+    """Whether another rank may have caused it."""
+    return isinstance(error, RuntimeError) and (isinstance(error, LostPeer) or bool(_OF_OTHERS.search(str(error))))
+
+
+@contextmanager
+def abort_on_error() -> Iterator[None]:
+    """`abort` with what leaves the block, which is then raised on."""
+    try:
+        yield
+    except BaseException as error:
+        abort(error)
+        raise
+
+
+class _Excepthook:
+    """Errors that nobody has caught."""
+
+    def __init__(self) -> None:
+        self.previous: Callable[..., Any] = sys.__excepthook__
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _current is None or os.getpid() != _current.pid:
+            self.previous(kind, error, trace)
+        else:
+            _current.report(error, partial(self.previous, kind, error, trace))
+
+
+_excepthook = _Excepthook()
+
+
+def has_one_launcher(world_size: int) -> bool:
+    """Whether torch's elastic launcher has started all ranks, on this machine, and holds the store: then it outlives
+    them if nothing is wrong."""
+    environment = os.environ
+    of_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return of_launcher and environment.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
+def interrupt_gloo() -> None:
+    """Whatever this process waits for inside of gloo, in whichever thread, raises. (To wait a millisecond for a message
+    that nobody sends is enough: gloo then closes all connections of the group, and all that wait for one wake up.)"""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(Exception):
+            size = dist.get_world_size(group)
+            if size > 1 and backends_of(group).get("cpu") == "gloo":
+                peer = (dist.get_rank(group) + 1) % size
+                group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+
+
+def _failure(store: Store) -> _Cause | None:
+    """What the rank that failed first has said."""
+    return json.loads(store.get("failure")) if store.check(["failure"]) else None
+
+
+def _sentence(cause: _Cause) -> str:
+    who, what = cause
+    return f"{'the launcher ' if who is None else f'rank {who} ' if who != '' else ''}{what}"
+
+
+def _address(store: Any) -> str:
+    """Where a store is, for people, if anywhere."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
+
+
+def _connection_of_its_own(store: Any) -> Store:
+    """To the same store: the main thread may be waiting on the other one."""
+    try:
+        own: Store = store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):  # not every store has that
+        return cast(Store, store)
+    return own
+
+
+def _tell(*lines: str) -> None:
+    for line in lines:
+        print(f"zeroshard: {line}", file=sys.stderr, flush=True)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join("".join(traceback.format_exception_only(error)).split())[:2000]
+
+
+def _where(thread: int | None) -> str:
+    """Where a thread is: the innermost line that is not this engine's, torch's or Python's own."""
+    frame = sys._current_frames().get(thread or 0)
+    inner, call = "", ""
+    while frame is not None:
+        code = frame.f_code
+        if code is Watch._whom_to_blame.__code__:  # it waits in vain itself
+            return GIVING_UP
+        if not _is_library(code.co_filename):
+            return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
+        if _is_public(code):
+            call = f" (in {code.co_qualname})"
+        inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
+        frame = frame.f_back
+    return OUTSIDE
+
+
+def _is_public(code: CodeType) -> bool:
+    """A function of this engine that users call."""
+    here = code.co_filename.removeprefix(_HERE)
+    return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
+
+
+def _is_library(path: str) -> bool:
+    standard = path.startswith(_STANDARD) and "-packages" not in path
+    return (standard or path.startswith(_LIBRARIES)) and not path.startswith(_HERE + "train")

@@ -1,0 +1,1 @@
+"""Files that others may have written: read as data, every number checked."""

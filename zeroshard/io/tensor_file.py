@@ -1,0 +1,248 @@
+"""Safetensors files, whoever wrote them: the header checked, then any interval of any tensor.
+
+    | length of the header, 8 bytes | header: JSON | data of the tensors, one after the other |
+
+The format is https://github.com/huggingface/safetensors. A model is one such file, or a folder with several and an
+index of which tensor lies in which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from zeroshard.io.checked import CheckpointError, integer, parse_json, refuse, short, sizes, typed
+from zeroshard.layout.interval import Interval
+
+MAX_HEADER_BYTES = 100_000_000  # that of the format
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The names that safetensors files use."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of which element 0 lies at byte `offset` of the file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class TensorFile:
+    """An open file. Use it in a `with` statement, or close it.
+
+    Attributes:
+        tensors: by name.
+        metadata: the texts of the header.
+
+    Raises (in all methods):
+        CheckpointError: a file that cannot be read, is not plain, or whose header is not what the format says.
+    """
+
+    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
+        self.path = path
+        try:
+            self._file = open_plain(path, follow_links=follow_links)
+        except FileNotFoundError:
+            raise CheckpointError(f"there is no file {path}") from None
+        except OSError as error:
+            hint = ": it is a link, and links are not followed" if path.is_symlink() else ""
+            raise CheckpointError(f"{path} cannot be read{hint}: {error}") from None
+        try:
+            size = os.fstat(self._file).st_size
+            start = bytearray(8)
+            fill(self._file, memoryview(start), 0)
+            (length,) = struct.unpack("<Q", start)
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                refuse(f"has {size} bytes, which cannot be with a header of {length}: it is no safetensors file")
+            header = bytearray(length)
+            fill(self._file, memoryview(header), 8)
+            self.metadata, self.tensors = _header(header, 8 + length, size)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except CheckpointError as error:
+            self.close()
+            raise CheckpointError(f"{path} {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def read(self, name: str, part: Interval) -> Tensor:
+        """Elements `part` of the flattened tensor, in new memory."""
+        stored = self.tensors[name]
+        values = torch.empty(part.numel, dtype=stored.dtype)
+        try:
+            fill(self._file, bytes_of(values), stored.offset + part.start * stored.dtype.itemsize)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from None
+        if stored.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
+            raise CheckpointError(f"{self.path}: {name} has bytes that are neither true nor false")
+        return values
+
+
+def open_model(path: Path, *, follow_links: bool = False) -> dict[str, TensorFile]:
+    """Tensor name -> the file that it lies in. `path`: a file, or a folder with `model.safetensors` or an index. The
+    caller closes the files.
+
+    Raises:
+        CheckpointError: no such files; an index that names others than plain names in its folder, or that does not
+            say what is in them.
+    """
+    index = path / INDEX
+    if path.is_file() or not index.is_file():
+        file = TensorFile(path if path.is_file() else path / SINGLE, follow_links=follow_links)
+        return dict.fromkeys(file.tensors, file)
+    opened: dict[str, TensorFile] = {}
+    try:
+        file_of = _index(index, follow_links=follow_links)
+        for name in sorted(set(file_of.values())):
+            opened[name] = TensorFile(path / name, follow_links=follow_links)
+        for name, of_file in opened.items():
+            listed = {tensor for tensor, file in file_of.items() if file == name}
+            if listed != set(of_file.tensors):
+                odd = sorted(listed ^ set(of_file.tensors))
+                refuse(f"{index} and {name} do not agree on what it holds: {short(tuple(odd[:3]))}")
+        return {tensor: opened[name] for tensor, name in file_of.items()}
+    except BaseException:
+        for of_file in opened.values():
+            of_file.close()
+        raise
+
+
+def open_plain(path: Path, *, follow_links: bool = False) -> int:
+    """A descriptor to read from.
+
+    Raises:
+        OSError: no such file; a link, a pipe or anything else that is not a plain file.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    file = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a plain file")
+    return file
+
+
+def read_whole(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
+    """All of a small file.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is larger.
+    """
+    file = open_plain(path, follow_links=follow_links)
+    try:
+        size = os.fstat(file).st_size
+        if size > limit:
+            refuse(f"has {size} bytes, more than {limit}")
+        data = bytearray(size)
+        fill(file, memoryview(data), 0)
+        return bytes(data)
+    finally:
+        os.close(file)
+
+
+def fill(file: int, place: memoryview, offset: int) -> None:
+    """Read exactly that many bytes."""
+    while place:
+        count = os.preadv(file, [place], offset)
+        if count == 0:
+            raise OSError(f"it ends at byte {offset}")
+        place, offset = place[count:], offset + count
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor where they lie; valid as long as it."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _header(text: bytearray, start: int, size: int) -> tuple[dict[str, str], dict[str, Stored]]:
+    """The data begin at byte `start` of a file of `size` bytes, and fill it without gaps."""
+    body = typed(parse_json(text), dict, "its header")
+    metadata = typed(body.pop("__metadata__", {}), dict, "__metadata__")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        refuse("has metadata that are not texts")
+    tensors, parts = {}, [(0, 0)]
+    for name, entry in body.items():
+        what = f"tensor {short(name)}"
+        entry = typed(entry, dict, what)
+        shape = sizes(entry.get("shape"), what)
+        dtype = DTYPES.get(typed(entry.get("dtype"), str, "dtype"))
+        if dtype is None:
+            refuse(f"{what} has the dtype {short(entry['dtype'])}, which is not known here")
+        offsets = typed(entry.get("data_offsets"), list, "data_offsets")
+        if len(offsets) != 2 or set(entry) != {"dtype", "shape", "data_offsets"}:
+            refuse(f"{what} needs dtype, shape and two data_offsets")
+        first, last = (integer(n, f"an offset of {what}", size) for n in offsets)
+        if last - first != torch.Size(shape).numel() * dtype.itemsize:
+            refuse(f"{what} of shape {short(shape)} does not fill the bytes {first} to {last}")
+        parts.append((first, last))
+        tensors[name] = Stored(shape, dtype, start + first)
+    parts.sort()
+    if parts[-1][1] != size - start or any(a[1] != b[0] for a, b in pairwise(parts)):
+        refuse("has tensors that overlap, or leave a gap, or do not end with the file")
+    return metadata, tensors
+
+
+def _index(path: Path, *, follow_links: bool) -> dict[str, str]:
+    """Tensor name -> name of a file."""
+    try:
+        text = read_whole(path, MAX_HEADER_BYTES, follow_links=follow_links)
+        index = typed(parse_json(text), dict, "the index")
+        names: dict[str, str] = typed(index.get("weight_map"), dict, "weight_map")
+        for name in names.values():
+            if not PLAIN_NAME.fullmatch(typed(name, str, "the name of a file")):
+                refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
+        return names
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None

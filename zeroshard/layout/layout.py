@@ -1,0 +1,147 @@
+"""Where each parameter lies in a unit's flat buffers, and which part of it each rank owns.
+
+        slots   |  head  |      mlp.weight       | norm |pad|      parameters in reverse registration order
+        world   0        3                       8      ...  16
+        shards  |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  equal, contiguous, blind to parameter boundaries
+
+(Drawn with an alignment of 1. In a model slots start at multiples of 64, with padding in between, and shards at
+multiples of 256. Padding is zero, and stays zero.)
+
+A *fragment* is the part of one parameter inside one shard. It has three ranges: *world* (in the full buffer), *local*
+(in the shard) and *param* (in the flattened parameter). Weights, gradients and main of a unit share one layout, so
+"my shard" is the same interval in all three, in the optimizer state and on disk. Everything here is arithmetic on
+shapes: no tensor, no device, no process group. (The idea of the flat, shard-aligned buffer is ZeRO's, and Megatron's
+`DistributedOptimizer` uses the same three ranges.)
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroshard.layout.interval import Interval, round_up
+from zeroshard.layout.portions import Portions, everything
+
+ALIGNMENT = 256
+"""Elements, of shards. Vector kernels see no tail inside a shard, so results do not depend on where a shard is cut; and
+block-quantised optimizer states keep whole blocks."""
+
+SLOT_ALIGNMENT = 64
+"""Elements, of slots. Kernels choose by address: some matrix products round differently where a weight starts at an odd
+element, and GPUs load it in smaller pieces. Aligned, a parameter meets the kernels that it meets in the plain model,
+whose allocator aligns each tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the full buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    world: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The part of `slot` inside one interval of the buffer."""
+
+    slot: Slot
+    world: Interval
+    local: Interval
+    param: Interval
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """`numel` elements cut into `num_shards` equal shards; `slots` lie in order, padding between and after them."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.numel % self.num_shards:
+            raise ValueError(f"{self.numel} elements cannot be cut into {self.num_shards} equal shards")
+        end = 0
+        for slot in self.slots:
+            if slot.world.start < end or slot.world.numel != math.prod(slot.shape):
+                raise ValueError(f"slot {slot.name} {slot.shape} must lie behind {end}, found {slot.world}")
+            end = slot.world.stop
+        if end > self.numel:
+            raise ValueError(f"the slots need {end} elements, the buffer has {self.numel}")
+
+    @classmethod
+    def pack(
+        cls,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        num_shards: int,
+        *,
+        alignment: int = ALIGNMENT,
+        slot_alignment: int = SLOT_ALIGNMENT,
+        num_replicas: int = 1,
+    ) -> BufferLayout:
+        """Lay `(name, shape)` one after the other, in the order given, each at a multiple of `slot_alignment`.
+
+        The end is padded so that each shard is a multiple of `alignment * num_replicas` elements (under a 2-D mesh a
+        shard is itself cut once more, over its replicas).
+        """
+        slots: list[Slot] = []
+        end = 0
+        for name, shape in shapes:
+            start = round_up(end, slot_alignment)
+            end = start + math.prod(shape)
+            slots.append(Slot(name, tuple(shape), Interval(start, end)))
+        return cls(tuple(slots), round_up(end, num_shards * alignment * num_replicas), num_shards)
+
+    @cached_property
+    def padding(self) -> tuple[Interval, ...]:
+        """World ranges that belong to no parameter, in order, none empty. They stay zero."""
+        ends = [0, *(slot.world.stop for slot in self.slots)]
+        starts = [*(slot.world.start for slot in self.slots), self.numel]
+        return tuple(Interval(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    def portions(self, slots: Collection[int]) -> Portions:
+        """What is exchanged where just these slots (by index) are; of all of them, everything."""
+        if len(slots) == len(self.slots):
+            return everything(self.numel, self.num_shards)
+        return Portions.of(self._runs(sorted(slots)), self.numel, self.num_shards)
+
+    def _runs(self, slots: Iterable[int]) -> Iterator[Interval]:
+        """World ranges of these slots, neighbours as one, up to where the next slot may start."""
+        run = Interval(0, 0)
+        for index in slots:
+            world = self.slots[index].world
+            limit = self.slots[index + 1].world.start if index + 1 < len(self.slots) else self.numel
+            stop = min(round_up(world.stop, SLOT_ALIGNMENT), limit)
+            if world.start != run.stop:
+                yield run
+                run = Interval(world.start, stop)
+            else:
+                run = Interval(run.start, stop)
+        yield run
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.num_shards
+
+    def shard(self, rank: int) -> Interval:
+        """World range of the shard of `rank`."""
+        if not 0 <= rank < self.num_shards:
+            raise ValueError(f"rank must be in [0, {self.num_shards}), found {rank}")
+        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:
+        """What the shard of `rank` holds, in buffer order; empty intersections (and empty parameters) are left out."""
+        return tuple(self.fragments_in(self.shard(rank)))
+
+    def fragments_in(self, interval: Interval) -> Iterator[Fragment]:
+        """As `fragments`, for any world range; `local` counts from its start."""
+        first = bisect_right(self.slots, interval.start, key=lambda slot: slot.world.stop)
+        for slot in self.slots[first:]:
+            if slot.world.start >= interval.stop:
+                return
+            if world := slot.world & interval:
+                yield Fragment(slot, world, world.relative_to(interval.start), world.relative_to(slot.world.start))

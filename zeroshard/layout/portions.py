@@ -1,0 +1,72 @@
+"""What of a full buffer is exchanged: all of it, or some intervals of each shard.
+
+        full      |      rank 0      |      rank 1      |      rank 2      |
+        trains         ######   #####|####                    ########
+        portions       [    ]   [   ]|[  ]              |     [      ]
+
+A reduction brings to each rank what its portions are on the others; a gather brings its portions to the others. What
+lies between does not move. So ranks may send different amounts. Arithmetic on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from zeroshard.layout.interval import Interval
+
+
+@dataclass(frozen=True)
+class Portions:
+    """`of_shard[rank]`: ranges of the full buffer, in order, none empty, in the shard of that rank."""
+
+    numel: int
+    of_shard: tuple[tuple[Interval, ...], ...]
+
+    @classmethod
+    def of(cls, intervals: Iterable[Interval], numel: int, num_shards: int) -> Portions:
+        """What each of `num_shards` equal shards of `numel` elements has of the intervals."""
+        shard = numel // num_shards
+        of_shard: list[list[Interval]] = [[] for _ in range(num_shards)]
+        for interval in intervals:
+            start = interval.start
+            while start < interval.stop:
+                stop = min(interval.stop, (start // shard + 1) * shard)
+                of_shard[start // shard].append(Interval(start, stop))
+                start = stop
+        return cls(numel, tuple(map(tuple, of_shard)))
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.of_shard)
+
+    @cached_property
+    def total(self) -> int:
+        """Elements, of all shards."""
+        return sum(self.numel_of(rank) for rank in range(self.num_shards))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.total == self.numel
+
+    def numel_of(self, rank: int) -> int:
+        return sum(interval.numel for interval in self.of_shard[rank])
+
+    def inside(self, rank: int) -> tuple[Interval, ...]:
+        """Those of a shard, counted from its start."""
+        start = rank * (self.numel // self.num_shards)
+        return tuple(interval.relative_to(start) for interval in self.of_shard[rank])
+
+    def sent_to_reduce(self, rank: int) -> int:
+        """Elements that a rank sends: to each owner, what it owns."""
+        return self.total - self.numel_of(rank)
+
+    def sent_to_gather(self, rank: int) -> int:
+        """Elements that a rank sends: its own, to each of the others."""
+        return (self.num_shards - 1) * self.numel_of(rank)
+
+
+@lru_cache(maxsize=1024)
+def everything(numel: int, num_shards: int) -> Portions:
+    return Portions.of([Interval(0, numel)], numel, num_shards)

@@ -1,0 +1,100 @@
+"""Sums over ranks, in an order that is the same whoever owns what, and the scratch that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.layout.interval import Interval
+
+_CACHED_NUMEL = 1 << 16
+"""Elements that a sum on CPU takes at a time: what is cast, and what is divided, stays in cache."""
+
+
+def reduce_scratch_bytes(
+    numel: int,
+    grad: torch.dtype,
+    wire: torch.dtype,
+    num_shards: int,
+    num_replicas: int,
+    transport: str,
+    *,
+    in_place: bool,
+) -> int:
+    """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent.
+
+    Args:
+        transport: "shared", "pairwise" or "native" (see `collectives.py`).
+        in_place: the sum goes to the own shard of what is reduced. Else it is put together where it goes.
+    """
+    shard = numel // num_shards
+    if num_shards == num_replicas == 1:
+        return 0
+    if transport == "native":
+        return 0 if wire == grad else 2 * numel * wire.itemsize
+    of_replicas = shard - shard // num_replicas
+    if wire != grad:
+        return 2 * max(numel - shard, of_replicas) * wire.itemsize
+    terms = (num_shards - 1 if in_place else max(num_shards - 2, 0)) * shard
+    if transport == "shared":  # of the sum so far, if it is needed at all, a piece that stays in cache
+        terms = min(_CACHED_NUMEL, shard) if in_place and num_shards > 2 else 0
+    return max(terms, of_replicas) * wire.itemsize
+
+
+def sum_in_rank_order(
+    own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor, divisor: int = 1
+) -> None:
+    """out = (((g0 + g1) + g2) + ...) / divisor, the own term in its place; `out` may be `own`.
+
+    `total` holds the sum so far, in the wider of the two dtypes. It may be `received[0]` (that one is always among the
+    first two terms), `out` where that is not `own`, or a scratch of as many elements as are taken at a time.
+    """
+    terms = [*received[:rank], own, *received[rank:]]
+    at_a_time = _CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    for start in range(0, out.numel(), at_a_time):
+        piece = slice(start, min(start + at_a_time, out.numel()))
+        total_piece = total[piece] if total.numel() >= out.numel() else total[: piece.stop - start]
+        so_far = terms[0][piece]
+        for index, term in enumerate(terms[1:], start=1):
+            target = out[piece] if index == len(terms) - 1 else total_piece
+            add(so_far, term[piece], out=target)
+            so_far = target
+        divide(out[piece], divisor)
+
+
+def divide(tensor: Tensor, divisor: int) -> None:
+    """In place, and rounded correctly: the quotient times the divisor is the number again, for 2, 3, 4, 5, 6, 8, ..."""
+    if divisor != 1:
+        tensor.div_(divisor)
+
+
+def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    """out = a + b for 1-D tensors, without the full-size temporary that a CPU makes of each operand it has to cast."""
+    if a.dtype == b.dtype and a.dtype.itemsize < out.dtype.itemsize:
+        a = out.copy_(a)  # else torch adds in the narrow dtype, and widens what is left
+    if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
+        torch.add(a, b, out=out)
+        return
+    for piece in zip(out.split(_CACHED_NUMEL), a.split(_CACHED_NUMEL), b.split(_CACHED_NUMEL), strict=True):  # type: ignore[no-untyped-call]
+        torch.add(piece[1], piece[2], out=piece[0])
+
+
+def in_shards(full: Tensor, size: int) -> tuple[Tensor, ...]:
+    return full.view(size, -1).unbind(0)
+
+
+def parts(full: Tensor, intervals: Iterable[Interval]) -> list[Tensor]:
+    return [full[interval.slice] for interval in intervals]
+
+
+def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat`, as large as these, one after the other."""
+    return list(torch.split(flat, [part.numel() for part in parts]))
+
+
+def carve(scratch: Tensor, count: int, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """`count` tensors of `numel` elements from the front of a byte buffer, and what is left of it."""
+    end = count * numel * dtype.itemsize
+    return list(scratch[:end].view(dtype).view(count, numel).unbind(0)) if count else [], scratch[end:]

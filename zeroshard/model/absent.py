@@ -1,0 +1,221 @@
+"""What a parameter is while its values are not here: one that tells its shape, and raises when it is read or written.
+
+Nothing in torch sees that a tensor is read but its class: `__torch_function__` is asked before any operation that
+Python calls, on every thread, in a worker that was forked, in forward and outside. So an absent parameter has a class
+of its own, a subclass of the one that it has else; it stays the object it is. (Both have the same layout in memory,
+and Python lets an object change between such classes.)
+
+Below that it is one scalar, expanded to its shape: NaN, or the lowest number of an integer dtype. Only code that nobody
+asks finds it: C++ that is handed a parameter, `torch.func` transforms of one. `reads.py` looks there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from zeroshard.layout.layout import Slot
+
+as_tensors = torch._C.DisableTorchFunctionSubclass
+"""Inside, on this thread, absent parameters answer as any tensor does: for the engine, which knows what it has, and
+would else wait for microseconds at each attribute."""
+
+_VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
+"""Attributes that are values. All others describe the tensor."""
+_DESCRIBE = {
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "storage_offset", "__len__"),
+    *("is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_same_size"),
+    *("is_shared", "is_pinned", "is_distributed", "has_names", "sym_size", "sym_numel", "__dir__", "result_type"),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
+    *("_has_compatible_shallow_copy_type", "_is_view"),
+}
+_STRIDES = {"stride", "is_contiguous", "dim_order"}
+_LIKE_ANOTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_"}
+"""Of the second operand they take the shape, dtype and device."""
+_CONVERT = {"to", "type", "type_as", "cpu", "cuda", "xpu", "float", "half", "double", "bfloat16", "contiguous"}
+_TO_THE_GRAPH = {"view_as", "expand_as"}
+"""`p.expand_as(p).grad_fn` leads to the node of a leaf."""
+
+
+class _NeedsValues(Exception):
+    """What wants the values of absent parameters, and the operands."""
+
+
+class AbsentTensor(Tensor):
+    """The class that an absent parameter has besides its own. An operation that reads or writes values gets them from
+    `home`, if they can be had without the other ranks.
+
+    Attributes:
+        unit, names: of the unit, and of its slots. The placeholder of slot i is the i-th element of its storage.
+        plain: the class that the parameter has else.
+        home: where it belongs.
+
+    Raises:
+        RuntimeError: from every operation that reads or writes values, where they cannot be had.
+    """
+
+    unit: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    plain: ClassVar[type]
+    home: ClassVar[Absent]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return cls._describe(func, args, kwargs or {})
+        except _NeedsValues as needed:
+            what, operands = needed.args
+        operands = _absent_in(operands)
+        for parameter in operands:
+            if is_absent(parameter):  # another one of its unit may have brought it
+                parameter.home.bring()
+        for parameter in operands:
+            if is_absent(parameter):
+                raise RuntimeError(f"{what}: {not_here(_name_of(parameter), parameter.unit)}")
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _describe(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives that takes no values."""
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            attribute = getattr(func.__self__, "__name__", "data")
+            if name == "__set__" and args[0] is args[1]:  # `p.data = p`, by Module.to where there is nothing to do
+                return None
+            if attribute in _VALUES:
+                raise _NeedsValues(attribute if name == "__get__" else f"setting {attribute}", args)
+        elif name in _STRIDES:
+            return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+        elif func in (torch.autograd.grad, torch.autograd.backward):
+            return func(*_as_edges(args), **_as_edges(kwargs))
+        elif name in _LIKE_ANOTHER and not isinstance(args[0], AbsentTensor):
+            pass
+        elif name in _CONVERT:
+            return _unless_it_changes(func, args, kwargs)
+        elif name in _TO_THE_GRAPH:
+            return _absent_view(func, args)
+        elif name.endswith("_like") or name.startswith("new_"):
+            if absent := _absent_in((args[1:], kwargs)):
+                raise _NeedsValues(name, absent)
+        elif name not in _DESCRIBE:
+            raise _NeedsValues(name, (args, kwargs))
+        with as_tensors():
+            return func(*args, **kwargs)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        shape = f"shape {tuple(self.shape)}, {self.dtype}, on {self.device}"
+        return f"parameter {_name_of(self)}: {shape}; its values are not here (`with handle.unsharded():` shows them)"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+
+class Absent:
+    """The placeholders of one unit, and what becomes of its parameters' classes.
+
+    Attributes:
+        bring: get the values without the other ranks, and `give` them, if that is possible.
+    """
+
+    bring: Callable[[], None]
+
+    def __init__(self, unit: str, slots: Sequence[Slot], like: Tensor) -> None:
+        value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
+        scalars = torch.full((len(slots),), value, dtype=like.dtype, device=like.device)
+        self._storage = scalars.untyped_storage()._cdata
+        self._views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
+        self._unit, self._names = unit, tuple(slot.name for slot in slots)
+        self._classes: dict[type, type[AbsentTensor]] = {}
+        self.bring = lambda: None
+
+    def take(self, parameters: Sequence[Tensor]) -> None:
+        """They are absent from now on, until `give`."""
+        for parameter, view in zip(parameters, self._views, strict=True):
+            plain = type(parameter)
+            if plain not in self._classes:
+                self._classes[plain] = _class_of(plain, self._unit, self._names, self)
+            parameter.data = view
+            parameter.__class__ = self._classes[plain]
+
+    def index_of(self, tensor: Tensor) -> int | None:
+        """Of which slot the tensor is the placeholder, or a view of it."""
+        with as_tensors():
+            if not torch._C._has_storage(tensor) or tensor.untyped_storage()._cdata != self._storage:
+                return None
+            return int(tensor.storage_offset())
+
+
+def give(parameter: Tensor, values: Tensor) -> None:
+    """The parameter has these values from now on, and is what it was."""
+    kind = type(parameter)
+    if issubclass(kind, AbsentTensor):
+        parameter.__class__ = kind.plain
+    parameter.data = values
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether it is a parameter whose values are not here."""
+    return isinstance(tensor, AbsentTensor)
+
+
+def _class_of(plain: type, unit: str, names: tuple[str, ...], home: Absent) -> type[AbsentTensor]:
+    bases = (AbsentTensor,) if plain is Tensor else (AbsentTensor, plain)
+    attributes = {"unit": unit, "names": names, "plain": plain, "home": home, "__module__": __name__}
+    return type(f"Absent{plain.__name__}", bases, attributes)
+
+
+def _name_of(absent: AbsentTensor) -> str:
+    return absent.names[absent.storage_offset()]
+
+
+def _absent_in(tree: Any) -> list[AbsentTensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, AbsentTensor)]
+
+
+def not_here(name: str, unit: str) -> str:
+    """What has happened, and what to write instead."""
+    return (
+        f"the values of parameter {name} are not here, as no module of its unit runs (unit {unit}). Read it inside "
+        "`with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), torch.no_grad():` (a step "
+        "is that of a zeroshard.ShardedOptimizer, not of a plain one); move and cast a model before shard(). In a "
+        "forward, choose units= whose modules contain all uses of what they own (name the transformer block), or "
+        "register the method that is called in place of forward with "
+        "handle.register_forward_method"
+    )
+
+
+def _unless_it_changes(func: Any, args: Any, kwargs: Any) -> Any:
+    """The parameter itself, where the conversion would give that (`model.to(device)` when it is there already)."""
+    parameter = args[0]
+    with as_tensors():
+        shape = (0, *parameter.shape[1:]) if parameter.ndim else ()
+        alike = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        result = func(alike, *args[1:], **kwargs)
+    if isinstance(result, Tensor) and result is not alike:
+        raise _NeedsValues(func.__name__, args)
+    return parameter if result is alike else result
+
+
+def _as_edges(tree: Any) -> Any:
+    """Absent parameters, as gradients with respect to them are asked for, by their place in the graph."""
+
+    def as_edge(leaf: Any) -> Any:
+        if not isinstance(leaf, AbsentTensor):
+            return leaf
+        with as_tensors():
+            return get_gradient_edge(leaf)
+
+    return pytree.tree_map(as_edge, tree)
+
+
+def _absent_view(func: Any, args: Any) -> Tensor:
+    parameter = args[0]
+    with as_tensors():
+        view: Tensor = func(*args)
+    view.__class__ = _class_of(Tensor, parameter.unit, parameter.names, parameter.home)
+    return view

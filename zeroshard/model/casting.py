@@ -1,0 +1,186 @@
+"""Which module computes in which precision, and what is cast on the way in and out.
+
+    model       inputs -> param         outputs -> output, if the record names one
+    unit        inputs -> param
+    region      inputs -> its param     outputs -> its output, or param of what is around it
+
+A *region* is a module, with all that is inside it, that has a record of its own. Of the patterns that match a module,
+or a module around it, the first counts. Casts are forward hooks: a block that is recomputed sees the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.model.trees import map_tensors
+from zeroshard.precision import NAMED, MixedPrecision, as_precision
+
+Remover = Callable[[], None]
+Pattern = str | type[nn.Module]
+Precision = MixedPrecision | str | None
+Precisions = Precision | Mapping[Pattern, Precision]
+"""What `shard` takes: one for the whole model, or one for each pattern (a class, or dotted names with `*` and `?`)."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """`number`: of the pattern; the lower one wins. `label`: for the names of units."""
+
+    number: int
+    label: str
+    precision: MixedPrecision | None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Patterns, each with its record (None: as the model is), in the order in which they count.
+
+    Raises:
+        ValueError: an unknown name; a pattern that is neither a text nor a class of modules; `keep` of a record that is
+            not for the whole model.
+    """
+
+    patterns: tuple[tuple[Pattern, Region], ...]
+
+    @classmethod
+    def of(cls, precisions: Precisions) -> Rules:
+        if not isinstance(precisions, Mapping):
+            record = as_precision(precisions)
+            kept = [(kind, "kept", NAMED["fp32"]) for kind in (record.keep if record is not None else ())]
+            return cls._numbered([*kept, ("*", "", record)])
+        rules = []
+        for pattern, precision in precisions.items():
+            if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+                raise ValueError(f"precision: a pattern is a text or a class of modules, found {pattern!r}")
+            record = as_precision(precision)
+            if record is not None and record.keep:
+                raise ValueError(
+                    "precision: beside patterns, name what is kept in fp32 by a pattern of its own, in front"
+                )
+            rules.append((pattern, pattern if isinstance(pattern, str) else pattern.__name__, record))
+        return cls._numbered(rules)
+
+    @classmethod
+    def _numbered(cls, rules: Iterable[tuple[Pattern, str, MixedPrecision | None]]) -> Rules:
+        return cls(tuple((pattern, Region(i, label, record)) for i, (pattern, label, record) in enumerate(rules)))
+
+    def regions(self, model: nn.Module) -> dict[str, Region]:
+        """Path of each module -> its region.
+
+        Raises:
+            ValueError: a pattern of a text that matches no module.
+        """
+        rest = Region(len(self.patterns), "", None)
+        found: dict[str, Region] = {}
+        unmatched = {pattern for pattern, _ in self.patterns if isinstance(pattern, str)} - {"*"}
+        for path, module in model.named_modules(remove_duplicate=False):
+            around = found[path.rpartition(".")[0]] if path else rest
+            matching = [(pattern, region) for pattern, region in self.patterns if matches(pattern, path, module)]
+            unmatched -= {pattern for pattern, _ in matching if isinstance(pattern, str)}
+            found[path] = min([around, *(region for _, region in matching)], key=lambda region: region.number)
+        if unmatched:
+            raise ValueError(f"precision: {sorted(unmatched)[0]!r} matches no module of {type(model).__name__}")
+        return found
+
+    def parameters(self, model: nn.Module) -> dict[int, Region]:
+        """Id of each parameter -> its region; of one with several places, that which counts first."""
+        found: dict[int, Region] = {}
+        regions = self.regions(model)
+        for path, module in model.named_modules(remove_duplicate=False):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    both = [regions[path], found.get(id(parameter), regions[path])]
+                    found[id(parameter)] = min(both, key=lambda region: region.number)
+        return found
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a call's inputs and outputs are cast to; None: nothing."""
+
+    into: torch.dtype | None = None
+    out: torch.dtype | None = None
+
+
+def casts_of(model: nn.Module, rules: Rules, units: Iterable[str]) -> dict[nn.Module, Cast]:
+    """Those of the module's note. `units`: paths of the modules whose calls are those of units."""
+    casts = {}
+    regions = rules.regions(model)
+    borders = {path: _at_border(model, path, regions) for path in regions}
+    inputs = {path: regions[path].precision for path in dict.fromkeys(["", *units])}
+    for path, module in model.named_modules():
+        into, out = borders[path] or (None, None)
+        precision = inputs.get(path)
+        if into is None and precision is not None:
+            into = precision.param if precision.cast_inputs else None
+        casts[module] = Cast(into, out)
+    return casts
+
+
+def attach_casts(casts: Mapping[nn.Module, Cast]) -> Iterator[Remover]:
+    for module, one in casts.items():
+        if one.into is not None:
+            yield module.register_forward_pre_hook(_cast_call(one.into), prepend=True, with_kwargs=True).remove
+        if one.out is not None:
+            yield module.register_forward_hook(_cast_output(one.out)).remove
+
+
+def _at_border(
+    model: nn.Module, path: str, regions: Mapping[str, Region]
+) -> tuple[torch.dtype | None, torch.dtype | None] | None:
+    """What a module's inputs and outputs are cast to, where it begins a region."""
+    inner = regions[path].precision
+    if not path:
+        return None, inner.output if inner is not None else None
+    around = path.rpartition(".")[0]
+    if regions[path] == regions[around]:
+        return None
+    into = _dtype_of(inner, model.get_submodule(path))
+    out = inner.output if inner is not None and inner.output is not None else None
+    return (
+        into if inner is None or inner.cast_inputs else None,
+        out or _dtype_of(regions[around].precision, model.get_submodule(around)),
+    )
+
+
+def _dtype_of(precision: MixedPrecision | None, module: nn.Module) -> torch.dtype | None:
+    """In which it computes: as the record says, or as its first parameter is."""
+    if precision is not None:
+        return precision.param
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+
+def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+    """Whether the module is of that class, or has such a name (without what wraps it)."""
+    if not isinstance(pattern, str):
+        return isinstance(module, pattern)
+    plain = [name for name in path.split(".") if name not in ("_orig_mod", "_checkpoint_wrapped_module")]
+    return fnmatchcase(".".join(plain), pattern)
+
+
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """The same tree, its floating-point tensors in `dtype`."""
+    if dtype is None:
+        return tree
+    if type(tree) in (tuple, dict) and all(_stays(leaf, dtype) for leaf in tree):  # so are most calls
+        return tree
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+def _stays(leaf: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a tensor that is not cast (a name of a dictionary is none)."""
+    return type(leaf) is torch.Tensor and (leaf.dtype == dtype or not leaf.is_floating_point())
+
+
+def _cast_call(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+    return lambda module, args, kwargs: (cast(args, dtype), cast(kwargs, dtype))
+
+
+def _cast_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, output: cast(output, dtype)

@@ -1,0 +1,353 @@
+"""Units: which parameters are gathered, reduced and freed together.
+
+Arithmetic on names, shapes and dtypes: it runs on the meta device, for the planner. (What a unit holds: `unit.py`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.layout.pool_plan import Request
+from zeroshard.model.absent import as_tensors
+from zeroshard.model.casting import Pattern, Precisions, Region, Rules, matches
+from zeroshard.model.managed import EVERYTHING, Managed
+from zeroshard.model.readers import has_forward, is_whole, readers
+from zeroshard.precision import FLOATS, MixedPrecision, precision_for
+
+Group = Sequence[nn.Module | str]
+UnitPolicy = type[nn.Module] | Sequence[type[nn.Module] | Group] | Callable[[nn.Module], bool] | int | None
+KeepGathered = bool | Sequence[Pattern]
+DEFAULT_UNIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit, before anything is allocated. All its parameters have one dtype and are all trainable or all frozen.
+
+    Attributes:
+        names: parameter names in registration order, as the model has them now (slots have plain ones).
+        modules: dotted paths of the modules whose forward needs the weights.
+        calls: of those, the ones that are the unit: their inputs are cast.
+        stays: whether the weights are kept from forward to backward: it has a pool buffer for good, too.
+        outer: whether other units run while this one is in use (the root unit, or a unit around units): it has a pool
+            buffer for good, the others take turns.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    precision: MixedPrecision
+    trainable: bool
+    modules: tuple[str, ...]
+    outer: bool
+    calls: tuple[str, ...] = ()
+    stays: bool = False
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Frozen weights are cast like the others (a forward computes in one dtype), but for quantised ones."""
+        return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
+
+    def weight_request(self, numel: int) -> Request:
+        """Of a full-size buffer to gather into. Units of one kind may be needed together: kinds do not share."""
+        kind = (self.weight_dtype, self.trainable, self.precision)
+        return Request(self.name, kind, numel * self.weight_dtype.itemsize, self.outer or self.stays)
+
+    def bucket_request(self, numel: int) -> Request:
+        """Of a full-size bucket to accumulate into."""
+        return Request(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
+
+    def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
+        """Parameters in reverse registration order: backward fills the buffer from the front."""
+        shapes = [(plain_name(name), shape) for name, shape in zip(self.names, self.shapes, strict=True)][::-1]
+        return BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model as it was written, without what torch.compile and torch's checkpoint wrapper
+    put before it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def choose_units(
+    model: nn.Module,
+    policy: UnitPolicy,
+    precision: Precisions,
+    managed: Managed = EVERYTHING,
+    keep_gathered: KeepGathered = (),
+) -> list[UnitSpec]:
+    """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
+
+    Args:
+        policy: a module class or several (each instance is a unit), and among them groups of modules or names (each
+            group is one unit); a callable `module -> bool`; a number of bytes (neighbouring modules are grouped up to
+            that size; what fits is not divided); or None (a number of bytes that suits most models).
+        keep_gathered: patterns of units (classes, or names with `*` and `?`) that keep their weights from forward to
+            backward; True: all.
+
+    A parameter belongs to the unit of the module that reads it (`readers.py`): what a container without a forward
+    holds, to that of the module around it; and no unit begins inside a module that reads its parts without calling
+    them. If the policy names something inside such a module, the whole of it is the unit.
+
+    A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
+    frozen and trainable ones, or of several precisions, becomes several units, gathered by the same modules.
+
+    Raises:
+        ValueError: a policy that matches no module, with the classes that there are; a parameter that no flat buffer
+            can hold.
+        TypeError: a policy that is none of these.
+    """
+    parameters = managed.parameters(model)
+    for name, parameter in parameters.items():
+        refuse_unsupported(name, parameter)
+    if not parameters:
+        return []
+    read_by = readers(model)
+    groups, whole = _modules_by_unit(model, policy, read_by)
+    owner: dict[int, str] = {}  # id of parameter -> unit
+    users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                unit = groups[path]
+                owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
+                users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
+    members: dict[tuple[str, torch.dtype, bool, Region], list[str]] = {}
+    regions = Rules.of(precision).parameters(model)
+    for name, parameter in parameters.items():
+        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)])
+        members.setdefault(key, []).append(name)
+    order = list(dict.fromkeys([*groups.values(), ""]))
+    specs = []
+    for (unit, dtype, trainable, region), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
+        alone = sum(key[0] == unit for key in members) == 1
+        label = unit or "root"
+        if not alone:
+            marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
+            label += f" ({', '.join(filter(None, marks))})"
+        record = region.precision
+        modules = [*whole.get(unit, ()), *([] if unit else [""])]
+        modules += [path for name in names for path in users[id(parameters[name])]]
+        specs.append(
+            UnitSpec(
+                name=label,
+                names=tuple(names),
+                shapes=tuple(tuple(parameters[name].shape) for name in names),
+                dtype=dtype,
+                precision=precision_for(dtype, record) if trainable or dtype in FLOATS else MixedPrecision(),
+                trainable=trainable,
+                modules=tuple(dict.fromkeys(modules)),
+                outer=_runs_around_others(unit, modules, groups),
+                calls=tuple(whole.get(unit, ())) or ("",) * (not unit),
+            )
+        )
+    return kept_gathered(model, specs, keep_gathered)
+
+
+def _modules_by_unit(
+    model: nn.Module, policy: UnitPolicy, read_by: dict[str, str]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Path of each module -> the unit that its own parameters belong to ("" is the root unit); and unit -> paths of the
+    modules whose call needs the whole unit."""
+    if isinstance(policy, bool):
+        raise TypeError("units must be module classes, a callable or a number of bytes, found a bool")
+    if policy is None or isinstance(policy, int):
+        return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
+    matches = _matcher(policy)
+    of_group = _groups(model, policy, read_by)
+    groups: dict[str, str] = {}
+    any_matches = False
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and is_whole(model.get_submodule(read_by[path])) and read_by[path] != path:
+            groups[path] = groups[read_by[path]]
+            continue
+        if id(module) in of_group:
+            groups[path], any_matches = of_group[id(module)], True
+            continue
+        matching = any(matches(part) for part in module.modules()) if is_whole(module) else matches(module)
+        any_matches |= matching
+        groups[path] = path if path and matching else groups.get(path.rpartition(".")[0], "")
+    if not any_matches:
+        classes_found = sorted({type(module).__name__ for path, module in model.named_modules() if path})
+        raise ValueError(
+            f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
+            f"{', '.join(classes_found) or '(none)'}"
+        )
+    whole = {unit: [unit] for unit in groups.values() if unit not in of_group.values()}
+    for path, module in model.named_modules():
+        if id(module) in of_group:
+            whole.setdefault(of_group[id(module)], []).extend(_outermost_called(path, module))
+    return groups, whole
+
+
+def _matcher(policy: object) -> Callable[[nn.Module], bool]:
+    """Which modules are units by themselves."""
+    items = policy if isinstance(policy, (list, tuple)) else [policy]
+    classes = tuple(item for item in items if isinstance(item, type))
+    rest = [item for item in items if not isinstance(item, type)]
+    if items and all(isinstance(item, (list, tuple)) for item in rest):
+        return lambda module: isinstance(module, classes)
+    if isinstance(policy, (list, tuple)) or not callable(policy):
+        raise TypeError(
+            "units must be module classes, groups of modules or names, a callable or a number of bytes, found "
+            f"{policy!r}"
+        )
+    return policy
+
+
+def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[int, str]:
+    """Id of each module in a group -> the name of the unit.
+
+    Raises:
+        ValueError: an empty group; something that the model does not have, or that is in two of them.
+    """
+    found: dict[int, str] = {}
+    named = dict(model.named_modules(remove_duplicate=False))
+    paths = {id(module): path for path, module in model.named_modules()}
+    for group in policy if isinstance(policy, (list, tuple)) else ():
+        if isinstance(group, type):
+            continue
+        members = []
+        for one in group:
+            path = one if isinstance(one, str) else paths.get(id(one), "")
+            if not path or path not in named:
+                shown = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
+                raise ValueError(f"units: {shown} in a group is no module inside {type(model).__name__}")
+            members.append(read_by[path])  # a part of what cannot be divided stands for the whole
+        if not members:
+            raise ValueError("units: a group without modules")
+        for path in members:
+            if found.setdefault(id(named[path]), " + ".join(members)) != " + ".join(members):
+                raise ValueError(f"units: {path} is in two groups")
+    return found
+
+
+def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathered) -> list[UnitSpec]:
+    """The same units, those marked that keep their weights from forward to backward.
+
+    Raises:
+        ValueError: a pattern that matches no unit.
+    """
+    if isinstance(keep, bool):
+        return [replace(spec, stays=keep) for spec in specs]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    result = list(specs)
+    for pattern in keep:
+        matching = [any(matches(pattern, path, modules[path]) for path in spec.calls) for spec in result]
+        if not any(matching):
+            raise ValueError(f"keep_gathered: {pattern!r} matches no unit; units are {[spec.name for spec in specs]}")
+        result = [replace(spec, stays=spec.stays or hit) for spec, hit in zip(result, matching, strict=True)]
+    return result
+
+
+def _modules_by_size(
+    model: nn.Module, unit_bytes: int, read_by: dict[str, str]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`.
+
+    A module that fits is not divided: it may use what is inside it without calling it (a fused kernel takes the weights
+    of its parts; a head, the embedding of another part). So its weights are there as soon as it is called.
+
+    Returns:
+        Path of each module -> its unit; and unit -> the undivided modules in it.
+    """
+    if unit_bytes <= 0:
+        raise ValueError(f"units as a number of bytes must be positive, found {unit_bytes}")
+    own, inside = _bytes_by_module(model, read_by)
+    groups: dict[str, str] = {}
+    undivided: dict[str, list[str]] = {}
+    current, size = "", 0
+
+    def visit(path: str, module: nn.Module) -> None:
+        nonlocal current, size
+        fits = inside[path] <= unit_bytes or (bool(path) and is_whole(module))
+        num_bytes = inside[path] if fits else own[path]
+        if num_bytes and path and (not current or size + num_bytes > unit_bytes):
+            current, size = f"{path}..", 0
+        size += num_bytes if path else 0
+        groups[path] = (current or f"{path}..") if path else ""
+        if fits:
+            if inside[path]:
+                undivided.setdefault(groups[path], []).extend(_outermost_called(path, module))
+            nested = [name for name, _ in module.named_modules(prefix=path, remove_duplicate=False)]
+            groups.update(dict.fromkeys(nested, groups[path]))
+        else:
+            for name, child in module.named_children():
+                visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    by_module = {id(model.get_submodule(path)): group for path, group in groups.items()}
+    for path, module in model.named_modules(remove_duplicate=False):  # one that has several places is one unit's
+        groups.setdefault(path, by_module.get(id(module), ""))
+    held = {path: read_by[path] for path, module in model.named_modules(remove_duplicate=False) if module._parameters}
+    return groups | {path: groups[reader] for path, reader in held.items()}, undivided
+
+
+def _bytes_by_module(model: nn.Module, read_by: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the parameters that each module reads, and of all inside it. One in several places counts in the first."""
+    own = dict.fromkeys(read_by, 0)
+    seen: set[nn.Parameter] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        first = [p for p in module._parameters.values() if p is not None and p not in seen]
+        seen.update(first)
+        own[read_by[path]] += sum(p.numel() * p.element_size() for p in first)
+    inside = dict.fromkeys(own, 0)
+    for path, num_bytes in own.items():
+        inside[""] += num_bytes
+        while path:
+            inside[path] += num_bytes
+            path = path.rpartition(".")[0]
+    return own, inside
+
+
+def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
+    """The module itself, or, if it is a mere list of others, those."""
+    if has_forward(module):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _outermost_called(f"{path}.{name}" if path else name, child)
+
+
+def _runs_around_others(unit: str, modules: Sequence[str], groups: dict[str, str]) -> bool:
+    """Whether a module that needs this unit has descendants in another unit."""
+    return any(
+        groups[path] != unit and path != module and (not module or path.startswith(f"{module}."))
+        for module in dict.fromkeys(modules)
+        for path in groups
+    )
+
+
+def refuse_unsupported(name: str, parameter: Tensor) -> None:
+    """Raises:
+    ValueError: a parameter whose values cannot lie in a flat buffer."""
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name} has no shape yet: call the model once, with an input, before shard()")
+    if hasattr(parameter, "device_mesh"):
+        raise ValueError(
+            f"parameter {name} is a DTensor, distributed already (by FSDP2's fully_shard, or for tensor parallelism): "
+            "shard the plain model, or name the parameter in ignored= to leave it as it is"
+        )
+    with as_tensors():
+        inner: Any = parameter.detach()  # a Parameter hides what it was made of
+    if is_traceable_wrapper_subclass(inner):
+        raise ValueError(
+            f"parameter {name} is a {type(inner).__name__}, made of several tensors (quantised, perhaps): "
+            "only plain dense ones can be sharded; name it in ignored= to leave it as it is"
+        )
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}: complex parameters are not supported; register "
+            "torch.view_as_real(parameter) as the parameter and view it as complex in forward"
+        )
+    if parameter.is_sparse or parameter.layout is not torch.strided:
+        raise ValueError(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")

@@ -1,0 +1,85 @@
+"""Which optimizer has which parameters of a model: at most one each. The optimizers are held weakly."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from zeroshard.storage.buffer import live_bytes
+from zeroshard.storage.unit import Unit
+
+
+class Owner(Protocol):
+    """An optimizer, as the engine sees it."""
+
+    def rebuild(self) -> None:
+        """There are more parameters to update than there were."""
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What it holds, by kind."""
+
+
+class Claims:
+    """Of the optimizers of one model."""
+
+    def __init__(self, name_of: Callable[[nn.Parameter], str]) -> None:
+        """`name_of`: a bound method, held weakly: whose it is owns the claims."""
+        self._name_of = weakref.WeakMethod(name_of)
+        self._owner_of: dict[int, weakref.ref[Owner]] = {}
+        self._owners: list[weakref.ref[Owner]] = []  # also those that have no parameter yet
+
+    def claim(self, parameters: Iterable[nn.Parameter], owner: Owner) -> None:
+        """From now on these are the owner's.
+
+        Raises:
+            ValueError: a parameter that another living optimizer has.
+        """
+        parameters = list(parameters)
+        for parameter in parameters:
+            other = self.owner_of(parameter)
+            if other is not None and other is not owner:
+                name_of = self._name_of()
+                raise ValueError(
+                    f"parameter {'' if name_of is None else name_of(parameter)} belongs to another ShardedOptimizer: "
+                    "give each its own parameters, or delete the other one first"
+                )
+        self._owner_of.update({id(parameter): weakref.ref(owner) for parameter in parameters})
+        if all(known is not owner for known in self.owners()):
+            self._owners.append(weakref.ref(owner))
+
+    @contextmanager
+    def claimed(self, parameters: Iterable[nn.Parameter], owner: Owner) -> Iterator[None]:
+        """As `claim`; what is done inside may fail, and then nothing has been claimed."""
+        new, before = [p for p in parameters if self.owner_of(p) is not owner], list(self._owners)
+        self.claim(new, owner)
+        try:
+            yield
+        except BaseException:
+            for parameter in new:
+                self._owner_of.pop(id(parameter), None)
+            self._owners = before
+            raise
+
+    def unclaimed(self, unit: Unit) -> set[int]:
+        """Slots that no living optimizer has."""
+        return {index for index, parameter in enumerate(unit.parameters) if self.owner_of(parameter) is None}
+
+    def owner_of(self, parameter: nn.Parameter) -> Owner | None:
+        """The living optimizer that has it."""
+        return self._owner_of.get(id(parameter), lambda: None)()
+
+    def owners(self) -> list[Any]:
+        """The living optimizers of this model."""
+        return [owner for reference in self._owners if (owner := reference()) is not None]
+
+    def has_any(self) -> bool:
+        """Whether a living optimizer has any parameter."""
+        return any(reference() is not None for reference in self._owner_of.values())
+
+    def scratch_bytes(self) -> int:
+        """What the optimizers hold for the time of a step."""
+        return live_bytes([tensor for owner in self.owners() for tensor in owner.tensors().get("scratch", [])])

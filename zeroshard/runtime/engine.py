@@ -1,0 +1,290 @@
+"""What trains a sharded model: its units, and who moves, reduces and steps what of them, from `shard` to `close`.
+
+The optimizers, checkpoints and joins of a model work on its engine. `handle.py` is what its user reads and touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.model.casting import Cast
+from zeroshard.model.managed import EVERYTHING, Managed
+from zeroshard.model.transforms import outside_transforms
+from zeroshard.placement import Plan
+from zeroshard.runtime.claims import Claims
+from zeroshard.runtime.freezing import Freezing
+from zeroshard.runtime.gather import Gatherer, in_backward
+from zeroshard.runtime.hooks import NotCopied, Schedule
+from zeroshard.runtime.life import Life
+from zeroshard.runtime.loss_ledger import LossLedger
+from zeroshard.runtime.parking import Parking
+from zeroshard.runtime.plain_model import PlainModel
+from zeroshard.runtime.reduce import Reducer
+from zeroshard.storage.pool import KINDS as TRANSIENT_KINDS
+from zeroshard.storage.pool import Pool
+from zeroshard.storage.unit import Unit
+
+KINDS = ("weights", "grads", "main", "state", "scalars", *TRANSIENT_KINDS)
+
+
+class Unfinished(Protocol):
+    """Work that goes on in the background. `finish`: wait for it, and raise its error if nobody has seen it yet."""
+
+    def finish(self) -> None: ...
+
+
+class Engine(NotCopied):
+    """Of one sharded model.
+
+    Attributes:
+        plan: where weights, gradients and main rest.
+        plain: the model, as its user knows it.
+        ledger: which loss was multiplied by what.
+        claims: which optimizer has which parameters.
+        background: a checkpoint that is still being written.
+        untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by their names.
+        life: open, parked or closed.
+        units: in registration order; none once it is closed.
+        pool: full-size buffers for weights, gradients and scratch.
+        gatherer: who brings the weights, and hides them.
+        reducer: who accumulates gradients, and reduces them.
+        schedule: which hook leads to which of both.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        collectives: Collectives,
+        model: nn.Module | None,
+        managed: Managed = EVERYTHING,
+        max_transient_bytes: int | None = None,
+    ) -> None:
+        self.plan, self.collectives = plan, collectives
+        self.plain = PlainModel(model, managed)
+        self.ledger = LossLedger()
+        self.claims = Claims(self.name_of)
+        self.background: Unfinished | None = None
+        self.untaken: dict[str, nn.Parameter] = {}
+        self.life = Life.OPEN
+        self._parking = Parking(collectives)
+        self._hold(units, max_transient_bytes)
+
+    def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
+        """Begin with these units, of which nothing is under way."""
+        self.units = tuple(units)
+        self.pool = Pool(self.collectives, max_transient_bytes)
+        self.pool.besides = self.claims.scratch_bytes
+        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
+        self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
+        self.schedule = Schedule(self.gatherer, self.reducer)
+        self._freezing = Freezing(self.units, self.collectives)
+
+    def add(self, units: Sequence[Unit]) -> None:
+        """Further ones, without gradients of their own (OPTIMIZER_ONLY)."""
+        self.units = (*self.units, *units)
+        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
+        self.schedule.continue_with(self.gatherer, self.reducer, ())
+
+    @property
+    def model(self) -> nn.Module:
+        """
+        Raises:
+            RuntimeError: it is gone, or there never was one.
+        """
+        return self.plain.module
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
+        trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
+        return [p for p in self.model.parameters() if id(p) in trainable]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """For messages."""
+        for unit in self.units:
+            for mine, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+                if mine is parameter:
+                    return slot.name
+        return "(unknown)"
+
+    def unsharded_state(self) -> dict[str, Tensor]:
+        """See `PlainModel`."""
+        return self.plain.unsharded_state(self.units)
+
+    def tied(self) -> dict[str, str]:
+        """See `PlainModel`."""
+        return self.plain.tied(self.units)
+
+    # Memory --------------------------------------------------------------------------------------------------------
+
+    def memory(self, *, peak: bool = False) -> dict[str, int]:
+        """See `Handle.memory`."""
+        if self.life is not Life.PARKED:
+            self.check_open("memory")
+        kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+        for kind in TRANSIENT_KINDS:
+            kinds[kind] = self.pool.tensors(kind)
+        for holder in (*self.units, *self.claims.owners()):
+            for held, tensors in holder.tensors().items():
+                kinds[held] += tensors
+        found = self._parking.live_bytes(kinds)
+        if peak and self.life is Life.OPEN:
+            found["grads"] = sum(unit.grads.most for unit in self.units)
+            found |= {kind: self.pool.most.get(kind, 0) for kind in TRANSIENT_KINDS}
+            found["scratch"] += self.pool.besides()
+        return found
+
+    # Gradients and what is frozen ----------------------------------------------------------------------------------
+
+    def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
+        """Whether gradients are waiting for a step.
+
+        Args:
+            units: only those of these; None: of all.
+            reduced: only those that have been reduced.
+        """
+        self.reducer.notice()  # what the user has discarded since
+        return self.reducer.has_gradients(units, reduced=reduced)
+
+    def expect_no_gradients(self, what: str) -> None:
+        """Raises:
+        RuntimeError: gradients are waiting for a step."""
+        if self.has_gradients():
+            raise RuntimeError(
+                f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
+                "between a step (or zero_grad) and the next backward"
+            )
+
+    @torch.no_grad()
+    def unfreeze(self) -> None:
+        """Which parameters require grad may have changed: those that do not are not reduced any more, until they do
+        again; units that were frozen at `shard` get gradients and main, and the optimizers that have them
+        begin to update them. Collective; done by the next call of the model.
+
+        Raises:
+            ValueError: ranks differ; more transients than `max_transient_bytes` allows.
+            RuntimeError: gradients are waiting for a step, and a unit needs some for the first time.
+        """
+        if not self._freezing.has_changed():
+            return
+        slots = self._freezing.agree()
+        self._begin_to_train()
+        self._freezing.apply(slots)
+        self.reducer.find_order()
+
+    def _begin_to_train(self) -> None:
+        frozen = [unit for unit in self.units if not unit.trainable and unit.requiring_grad()]
+        if not frozen:
+            return
+        if self.has_gradients():
+            raise RuntimeError(
+                "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
+                "parameters require grad between a step (or zero_grad) and the next forward"
+            )
+        self.pool.expect_units(
+            [replace(unit.spec, trainable=unit.spec.trainable or unit in frozen) for unit in self.units]
+        )
+        self.gatherer.settle()  # the next gatherer knows nothing of what is arriving
+        for unit in self.units:
+            unit.weights.rest()
+        for unit in frozen:
+            unit.unfreeze(self.collectives)
+        local = self.reducer.local
+        self.pool.clear()  # the places are allotted anew, for more units
+        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
+        self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
+        self.reducer.local = local
+        self.schedule.continue_with(self.gatherer, self.reducer, frozen)
+        self.collectives.meet()
+        for owner in self.claims.owners():
+            owner.rebuild()
+
+    # Life cycle ----------------------------------------------------------------------------------------------------
+
+    def check_open(self, what: str) -> None:
+        """Raises:
+        RuntimeError: closed, or parked."""
+        self.life.expect_open(what)
+
+    def finish_background(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
+        unfinished, self.background = self.background, None
+        if unfinished is not None:
+            unfinished.finish()
+
+    @torch.no_grad()
+    def park(self, device: torch.device) -> None:
+        """See `Handle.park`."""
+        parked = self.life.after("park")
+        if self.has_gradients():
+            raise RuntimeError("park: gradients are waiting for a step; call step() or zero_grad() first")
+        self.gatherer.settle()
+        self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
+        self.pool.empty()
+        self._parking.park(self.units, self.claims.owners(), device)
+        self.life = parked
+
+    @torch.no_grad()
+    def unpark(self) -> None:
+        """See `Handle.unpark`."""
+        opened = self.life.after("unpark")
+        self._parking.unpark()
+        self.life = opened
+        self.gatherer.settle()
+
+    def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
+        """Install the hooks that train the model."""
+        self.schedule.attach(self.model, casts, self.before_forward)
+
+    def before_forward(self, module: nn.Module, args: object) -> None:
+        """The model is about to be called: agree on what trains, and look at what the user may have done since.
+
+        Raises:
+            RuntimeError: closed or parked; a parameter that is new, or whose data somebody has replaced; gradients that
+                no optimizer uses; as `unfreeze`.
+        """
+        self.check_open("forward")
+        self.schedule.come_first()  # the user may have registered hooks since, with `prepend=True`
+        orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
+        if orders is not None and not in_use:
+            orders.before_forward()
+        with outside_transforms():
+            if torch.is_grad_enabled():
+                self._expect_known_parameters()
+                if not in_use and not in_backward():  # inside `unsharded` ranks run what they like
+                    self.unfreeze()
+            self.expect_in_place()
+            self.gatherer.begin_forward()
+        if torch.is_grad_enabled() and not self.claims.has_any() and self.has_gradients(reduced=True):
+            raise RuntimeError(
+                "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
+                "parameters (a plain optimizer sees no gradient, and would train nothing)"
+            )
+
+    def _expect_known_parameters(self) -> None:
+        known = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        for name, parameter in self.plain.parameters().items():
+            if id(parameter) in known or not isinstance(parameter, nn.Parameter):
+                continue  # what is no Parameter has been put there by a functional_call, for this call alone
+            raise RuntimeError(
+                f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
+                "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "
+                "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
+            )
+
+    def expect_in_place(self) -> None:
+        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""
+        for unit in self.units:
+            unit.weights.expect_in_place()
+
+    def release(self) -> None:
+        """Let go of the model, and of all memory."""
+        self.life = self.life.after("close")
+        self.schedule.detach()
+        self._hold(())

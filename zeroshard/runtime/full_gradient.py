@@ -1,0 +1,53 @@
+"""The reduced gradient of one parameter in full, out of the shards and back, between backward and step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeroshard.placement import REPLICATED, SHARDED
+from zeroshard.runtime.engine import Engine
+from zeroshard.storage.gradients import Gradients, GradState
+from zeroshard.storage.same import expect_same
+from zeroshard.storage.unit import Unit
+
+
+def full_gradient(engine: Engine, name: str) -> Tensor:
+    """In the shape of the parameter: the mean over ranks, unscaled. Collective.
+
+    Raises:
+        ValueError: no trainable parameter of that name.
+        RuntimeError: no gradient has been reduced.
+    """
+    unit, index, grads = _find(engine, name, "gradient")
+    engine.reducer.notice()
+    if grads.state is not GradState.REDUCED:
+        raise RuntimeError(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
+    own = unit.layout.slots[index].world & unit.own_shard()
+    mean = unit.new_buffer(grads.buffer.dtype, SHARDED)
+    grads.read(own, mean.own_part_of_full()[own.relative_to(unit.own_shard().start).slice])
+    portions = unit.layout.portions({index})
+    mean.redistribute(REPLICATED, engine.collectives, unit=unit.name, phase="unshard", portions=portions).wait()
+    return mean.views()[index].div(engine.ledger.scale)
+
+
+def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
+    """The reduced gradient becomes `values` (in the shape of the parameter, as above). Collective.
+
+    Raises:
+        ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
+        RuntimeError: gradients of its unit that are only accumulated; weighted losses.
+    """
+    unit, index, _ = _find(engine, name, "set_gradient")
+    shape = unit.layout.slots[index].shape
+    if tuple(values.shape) != shape:
+        raise ValueError(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
+    expect_same(engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks")
+    engine.reducer.set_gradient(unit, index, values)
+
+
+def _find(engine: Engine, name: str, what: str) -> tuple[Unit, int, Gradients]:
+    for unit, grads in engine.reducer.grads.items():
+        for index, slot in enumerate(unit.layout.slots):
+            if slot.name == name:
+                return unit, index, grads
+    raise ValueError(f"{what}: the model has no trainable parameter of the name {name!r}")

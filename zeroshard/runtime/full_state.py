@@ -1,0 +1,164 @@
+"""The whole model under the plain model's names, out of the shards and back: unit by unit, so that nobody holds more on
+the device than one unit in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.together import together
+from zeroshard.model.absent import give
+from zeroshard.model.units import plain_name
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.gather import Gatherer
+from zeroshard.storage.same import expect_same
+from zeroshard.storage.unit import Unit
+
+
+class IncompatibleKeys(NamedTuple):
+    """As `nn.Module.load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+PASS_THE_SAME = (
+    "Nothing has been changed. Pass the same state dict on every rank, or the one of rank 0 alone with "
+    "broadcast_from_rank0=True (the other ranks pass None)"
+)
+
+
+class Taking(NamedTuple):
+    """Where full values go. `rank0_only`: the other ranks only take part; `device`: None leaves them where they are."""
+
+    rank0_only: bool = False
+    device: torch.device | str | None = None
+
+    def is_taken_by(self, rank: int) -> bool:
+        return not self.rank0_only or rank == 0
+
+    def copy(self, value: Tensor) -> Tensor:
+        return value.detach().to(self.device or value.device, copy=True)
+
+
+EVERYWHERE = Taking()
+
+
+def full_state(engine: Engine, taking: Taking, *, main: bool) -> dict[str, Tensor]:
+    """Name -> full value, for those who take it; empty for the others. Collective.
+
+    Args:
+        main: main's values instead of the weights'.
+    """
+    is_taken, names = taking.is_taken_by(engine.collectives.mesh.world.rank), engine.plain.state()
+    values: dict[int, Tensor] = {}
+    for unit in engine.units:
+        for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit, main=main), strict=True):
+            if is_taken:
+                values[id(parameter)] = taking.copy(value)
+    engine.gatherer.settle()
+    if not is_taken:
+        return {}
+    return {name: values[id(v)] if id(v) in values else taking.copy(v) for name, v in names.items()}
+
+
+def give_back(engine: Engine) -> None:
+    """Every parameter gets its own full storage, in the dtype it had before `shard` and with main's values.
+    Collective."""
+    values: list[tuple[nn.Parameter, Tensor]] = []
+    for unit in engine.units:
+        for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit), strict=True):
+            values.append((parameter, value.to(unit.spec.dtype, copy=True)))
+    for parameter, value in values:  # after the last gather: units that take turns in a buffer move each other's
+        give(parameter, value)
+
+
+def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
+    """Main, weights and buffers become these values. Collective.
+
+    Args:
+        state: name -> value, the same on every rank; or, `from_rank0`, what rank 0 has: the others get it unit by
+            unit. Buffers may differ, and what is ignored: each rank takes its own.
+
+    Raises:
+        ValueError: on every rank, and nothing has been changed: other shapes; names that only one side has, if strict;
+            parameters of which the ranks have other values.
+    """
+    names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
+    collectives, left_alone = engine.collectives, engine.plain.ignored
+    has_state = not from_rank0 or collectives.mesh.world.rank == 0
+
+    def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
+        if not has_state:
+            return {}, IncompatibleKeys([], [])
+        if not isinstance(state, (Mapping, type(None))):
+            raise ValueError(f"expected a dict of tensors, found a {type(state).__name__}")
+        given = {plain_name(str(name)): value for name, value in (state or {}).items()}
+        keys, problem = _compare(names, given, strict=strict)
+        if problem and not given and not from_rank0:
+            problem = "found an empty state dict. Where rank 0 alone has one, pass broadcast_from_rank0=True"
+        if problem:
+            raise ValueError(problem)
+        return given, keys
+
+    given, keys = together(collectives, "load_full_state_dict", look)
+    found = [IncompatibleKeys(*of_rank) for of_rank in collectives.exchange_objects(list(keys))]
+    if not from_rank0 and found.count(found[0]) < len(found):
+        raise ValueError(f"load_full_state_dict: the ranks have different state dicts. {PASS_THE_SAME}")
+    keys = found[0]
+    missing = set(keys.missing_keys)
+    sharded = {id(parameter) for unit in units for parameter in unit.parameters}
+    if not from_rank0:  # each rank takes a part of these; of buffers and ignored parameters it has its own
+        shared = {name: given[name] for name, v in names.items() if id(v) in sharded and name not in missing}
+        expect_same(collectives, shared, "load_full_state_dict", PASS_THE_SAME)
+    name_of = {id(value): name for name, value in names.items() if name not in missing}
+    for unit in units:
+        of_unit = [name_of.get(id(parameter)) for parameter in unit.parameters]
+        values = (
+            _broadcast(unit, of_unit, given, gatherer) if from_rank0 else [given.get(name or "") for name in of_unit]
+        )
+        unit.write_slots(values)
+        gatherer.updated(unit)
+    for name, value in names.items():
+        if id(value) not in sharded and name not in missing:
+            if has_state:
+                value.detach().copy_(given[name])
+            if from_rank0 and name not in left_alone:
+                collectives.broadcast([value.detach()])
+    gatherer.settle()
+    return keys
+
+
+def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict: bool) -> tuple[IncompatibleKeys, str]:
+    """What only one side has, and what is wrong with it."""
+    missing = [name for name in names if name not in given]
+    unexpected = [name for name in given if name not in names]
+    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
+    problems = problems if strict else []
+    for name, value in given.items():
+        if name not in names:
+            continue
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            problems.append(f"{name}: expected a dense tensor, found a {type(value).__name__}")
+        elif value.is_meta:
+            problems.append(f"{name} is on the meta device, and has no values")
+        elif names[name].shape != value.shape:
+            problems.append(f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}")
+    return IncompatibleKeys(missing, unexpected), "; ".join(problems[:10])
+
+
+def _broadcast(
+    unit: Unit, of_unit: Sequence[str | None], given: Mapping[str, Tensor], gatherer: Gatherer
+) -> list[Tensor | None]:
+    """Rank 0's values of one unit, in main's dtype."""
+    dtype = unit.main.dtype
+    full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.weights.own().device)
+    views = [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
+    for name, view in zip(of_unit, views, strict=True):
+        if name is not None and name in given:
+            view.copy_(given[name])
+    gatherer.collectives.broadcast([full])
+    return [None if name is None else view for name, view in zip(of_unit, views, strict=True)]

@@ -1,0 +1,252 @@
+"""Inputs for different numbers of steps: ranks that have run out take part, with nothing of their own, until all have.
+
+    rank 0   forward  backward  step   forward  backward  step   forward  backward  step     leaves
+    rank 1   forward  backward  step   leaves the loop: gather ... reduce zeros ... step     leaves
+                                    ^ all ranks meet before each forward: who goes on?
+
+A rank that has run out computes nothing: it has no inputs, and random numbers, buffers and hooks are not its own affair
+any more. It does what the collectives of the others need, in their order (`orders.py`): gives its shard, reduces zeros,
+and steps its part of main with the others' hyper-parameters. So all ranks end with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from zeroshard.comm.backends import timeout_of
+from zeroshard.comm.orders import Orders, Voice
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.loss_ledger import Loss, LossAccount
+from zeroshard.storage.weights import Residency
+
+
+class Agreeing(Protocol):
+    used_up: bool
+
+    def situation(self, orders: Voice) -> dict[str, Any]: ...
+
+
+class Stepping(Protocol):
+    """An optimizer, as a join sees it."""
+
+    @property
+    def agreement(self) -> Agreeing: ...
+    @property
+    def scaling(self) -> LossAccount: ...
+    def hyper_parameters(self) -> list[dict[str, Any]]: ...
+    def set_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
+    def what_steps(self) -> dict[str, Any]: ...
+    def step_as(self, values: Mapping[str, Any]) -> None: ...
+    def agree_as(self, norm_type: float) -> None: ...
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
+
+
+@contextmanager
+def join(
+    engines: Sequence[Engine], divide_by_initial_world_size: bool, throw_on_early_termination: bool
+) -> Iterator[None]:
+    """See `Handle.join`."""
+    if any(engine.collectives.orders is not None for engine in engines):
+        raise RuntimeError("join: this handle is inside of another `with handle.join():` already")
+    if len({id(engine) for engine in engines}) < len(engines):
+        raise ValueError("join: the same handle twice")
+    if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
+        raise ValueError("join: the handles have different ranks: all of them must have the same")
+    one = Join(engines, divide_by_initial_world_size, throw_on_early_termination)
+    try:
+        yield
+        one.follow()
+    finally:
+        one.close()
+
+
+class Join:
+    """Of one handle or several, from entering the block to leaving it."""
+
+    def __init__(self, engines: Sequence[Engine], divide_by_initial_world_size: bool, throw: bool) -> None:
+        self._throw, self._collectives = throw, engines[0].collectives
+        world = self._collectives.mesh.world
+        self._orders = Orders(
+            _get_process_group_store(world.group),
+            self._collectives.name_of_join(),
+            world.rank,
+            world.ranks,
+            timeout_of(world.group, self._collectives.device),
+        )
+        weight = 1.0 if divide_by_initial_world_size else 0.0
+        self._parts: list[Part] = []
+        for number, engine in enumerate(engines):
+            voice = Voice(self._orders, number, self._meet_as_active)
+            self._parts.append(Part(engine, self._orders, voice, weight))
+
+    def follow(self) -> None:
+        """This rank has run out of inputs: take part until all have."""
+        self._give_meeting()
+        while self._meet(active=False):
+            self._follow_until_the_next_meeting()
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _meet_as_active(self) -> None:
+        self._give_meeting()
+        self._meet(active=True)
+
+    def _give_meeting(self) -> None:
+        """With the hyper-parameters, which a scheduler may have changed after the last step."""
+        self._orders.give("meet", *(part.hyper_parameters() for part in self._parts))
+
+    def _meet(self, *, active: bool) -> bool:
+        """Who goes on? Collective. False: nobody.
+
+        Raises:
+            RuntimeError: a rank has run out, and that was not to be.
+        """
+        collectives = self._collectives
+        with self._orders.told():
+            rows = collectives.exchange(
+                torch.tensor([active], dtype=torch.uint8, device=collectives.device), "a forward inside of a join"
+            )
+        followers = [rank for rank, goes_on in enumerate(rows[:, 0].tolist()) if not goes_on]
+        self._orders.meet(followers)
+        if self._throw and 0 < len(followers) < len(rows):
+            ranks = ", ".join(str(collectives.mesh.world.ranks[rank]) for rank in followers)
+            raise RuntimeError(f"join: rank {ranks} has run out of inputs (throw_on_early_termination)")
+        return len(followers) < len(rows)
+
+    def _follow_until_the_next_meeting(self) -> None:
+        while (order := self._orders.take())[0] != "meet":
+            what, number, *arguments = order
+            with self._orders.told():
+                self._parts[number].act(what, arguments)
+        for part, groups in zip(self._parts, order[1:], strict=True):
+            part.set_hyper_parameters(groups)
+
+
+class Part:
+    """What one engine does in a join."""
+
+    def __init__(self, engine: Engine, orders: Orders, voice: Voice, weight: float) -> None:
+        """`weight`: of a follower's losses, where they have none of their own."""
+        self._engine, self._orders, self._voice, self._weight = engine, orders, voice, weight
+        self._units = {unit.name: unit for unit in engine.units}
+        self._optimizers: list[Stepping] = engine.claims.owners()
+        self._acts: dict[str, Callable[..., None]] = {
+            "gather": self._gather,
+            "backward": self._begin_backward,
+            "open": self._open,
+            "reduce": self._reduce,
+            "end": self._end_backward,
+            "agree": self._agree,
+            "step": self._step,
+        }
+        for number, optimizer in enumerate(self._optimizers):
+            _expect_tellable(optimizer)
+            voice.names[id(optimizer.agreement)] = number
+            if optimizer.scaling.default is not None:
+                voice.scalers[id(optimizer.scaling.default)] = number
+        self._hooks = [hook for number in range(len(self._optimizers)) for hook in self._watch(number)]
+        engine.collectives.orders = voice
+
+    def close(self) -> None:
+        self._engine.collectives.orders = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def hyper_parameters(self) -> list[Any]:
+        """Of each optimizer."""
+        return [optimizer.hyper_parameters() for optimizer in self._optimizers]
+
+    def set_hyper_parameters(self, groups: Sequence[Any]) -> None:
+        for optimizer, of_one in zip(self._optimizers, groups, strict=True):
+            optimizer.set_hyper_parameters(of_one)
+
+    def _watch(self, number: int) -> Sequence[Any]:
+        optimizer = self._optimizers[number]
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._orders.followers and (len(args) > 1 or any(value is not None for value in kwargs.values())):
+                raise RuntimeError(
+                    "join: step(closure) cannot be followed, nor further arguments: call forward and backward before "
+                    "step()"
+                )
+            self._voice.expect_no_edits(self._engine.reducer.visible.version)
+            self._voice.give("step", number, optimizer.what_steps(), optimizer.agreement.situation(self._voice))
+            self._orders.begin_told()
+
+        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._orders.end_told()
+
+        return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+
+    # Following -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, what: str, arguments: Sequence[Any]) -> None:
+        """As an order says."""
+        self._acts[what](*arguments)
+
+    def _gather(self, unit: str, phase: str) -> None:
+        """Give the own shard; what arrives goes where it would."""
+        weights = self._units[unit].weights
+        if weights.state is not Residency.SHARDED:
+            weights.drop()
+        self._engine.gatherer.start(self._units[unit], phase)
+
+    def _begin_backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
+        """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""
+        reducer = self._engine.reducer
+        reducer.keep_only(waiting)
+        with self._engine.ledger.backward(Loss(scale, weighted)):
+            reducer.begin_backward()
+
+    def _open(self, unit: str) -> None:
+        """A bucket; the others may wait until this rank has read the one before."""
+        self._engine.reducer.open_empty(self._units[unit])
+
+    def _reduce(self, unit: str) -> None:
+        self._engine.reducer.reduce_next(self._units[unit])
+
+    def _end_backward(self) -> None:
+        self._engine.reducer.end_following()
+
+    def _agree(self, optimizer: int, norm_type: float, situation: dict[str, Any]) -> None:
+        self._come_into(situation, self._optimizers[optimizer])
+        self._optimizers[optimizer].agree_as(norm_type)
+
+    def _step(self, optimizer: int, values: dict[str, Any], situation: dict[str, Any]) -> None:
+        self._come_into(situation, self._optimizers[optimizer])
+        self._optimizers[optimizer].step_as(values)
+
+    def _come_into(self, situation: dict[str, Any], optimizer: Stepping) -> None:
+        """What is under way arrives; gradients, scales and weights of losses are as those of a rank that has inputs."""
+        for unit in self._engine.units:
+            if unit.weights.state is Residency.GATHERING:
+                unit.weights.arrive()
+        self._engine.reducer.keep_only(situation["waiting"])
+        scalers = [self._optimizers[number].scaling.default for number in situation["scalers"]]
+        weight = 0.0 if situation["weighted"] else self._weight
+        optimizer.scaling.use_as([scaler for scaler in scalers if scaler is not None], weight)
+        optimizer.agreement.used_up = situation["used_up"]
+
+
+def _expect_tellable(optimizer: Stepping) -> None:
+    """Raises:
+    ValueError: hyper-parameters that no order can tell of."""
+    for group in optimizer.hyper_parameters():
+        for key, value in group.items():
+            try:
+                json.dumps(value)
+            except TypeError:
+                raise ValueError(
+                    f"join: the hyper-parameter {key!r} is a {type(value).__name__}, and ranks that have run out of "
+                    "inputs step with what the others tell them: only numbers, texts and lists of these can be told"
+                ) from None

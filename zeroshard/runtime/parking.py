@@ -1,0 +1,93 @@
+"""Giving memory back between two phases of training, and taking it again: storages are emptied, views stay.
+
+| kind                        | while parked                                                             |
+|-----------------------------|--------------------------------------------------------------------------|
+| weights                     | the own shard, elsewhere (replicated ones are gathered when they return) |
+| main, state of the optimizer| elsewhere                                                                |
+| gradients, pool buffers     | nothing: between steps their values do not matter                        |
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.runtime.claims import Owner
+from zeroshard.storage.buffer import live_bytes, plain_parts
+from zeroshard.storage.unit import Unit
+
+_MADV_REMOVE = 9  # frees the pages of a shared mapping; the next access finds zeros
+
+
+class Parking:
+    """Of one model. While it is not parked, nothing is."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._moved: list[tuple[Tensor, Tensor]] = []  # tensor, and its values elsewhere
+        self._emptied: list[tuple[Tensor, int]] = []  # tensor, and the bytes of its storage
+        self._shards: dict[Unit, Tensor] = {}  # of replicated weights
+
+    def park(self, units: Iterable[Unit], owners: Iterable[Owner], device: torch.device) -> None:
+        """Empty all storages. Those whose values matter have them on `device` meanwhile, or lie there already."""
+        kept: list[Tensor] = []
+        emptied: list[Tensor] = []
+        for unit in units:
+            if unit.weights.buffer.rests_in_full:
+                self._shards[unit] = unit.weights.own().to(device, copy=True)
+                emptied += unit.weights.buffer.storages()
+            else:
+                kept += unit.weights.buffer.storages()
+            unit.weights.drop(forget=True)
+            emptied += unit.grads.storages()
+            kept += unit.main.storages()
+        for owner in owners:
+            for kind, tensors in owner.tensors().items():
+                (emptied if kind == "scratch" else kept).extend(tensors)
+        elsewhere = [tensor for tensor in plain_parts(kept) if tensor.device.type != device.type]
+        self._moved = [(tensor, tensor.detach().to(device)) for tensor in elsewhere]
+        for tensor in [*elsewhere, *plain_parts(emptied)]:
+            self._empty(tensor)
+
+    def unpark(self) -> None:
+        """Every storage has its size again, those that were kept their values, and replicated weights start arriving.
+        Collective."""
+        for tensor, num_bytes in self._emptied:
+            if not tensor.untyped_storage().nbytes():
+                tensor.untyped_storage().resize_(num_bytes)
+        for tensor, value in self._moved:
+            tensor.copy_(value)
+        for unit, values in self._shards.items():
+            unit.weights.own().copy_(values)
+        self._collectives.exchange_objects(None)  # nobody reads what is not there yet
+        for unit in self._shards:
+            unit.weights.gather(self._collectives, "unshard")
+        self._moved, self._emptied, self._shards = [], [], {}
+
+    def live_bytes(self, kinds: dict[str, list[Tensor]]) -> dict[str, int]:
+        """By kind, where the model lives: without what has been emptied."""
+        empty = {tensor.untyped_storage().data_ptr() for tensor, _ in self._emptied}
+        found = {
+            kind: live_bytes([part for part in plain_parts(tensors) if part.untyped_storage().data_ptr() not in empty])
+            for kind, tensors in kinds.items()
+        }
+        device = self._collectives.device
+        found["weights"] += live_bytes([shard for shard in self._shards.values() if shard.device.type == device.type])
+        return found
+
+    def _empty(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return
+        self._emptied.append((tensor, storage.nbytes()))
+        if self._collectives.is_shared(tensor):
+            if ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), _MADV_REMOVE
+            ):
+                raise OSError("park: the system does not give back shared memory (madvise)")
+        else:
+            storage.resize_(0)

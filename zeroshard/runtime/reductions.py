@@ -1,0 +1,143 @@
+"""The reductions under way, and the buckets and scratch that they need.
+
+fill u3 | reduce u3 ........ | fill u1     bucket 0      a bucket is free when its unit is reduced, here and
+        | fill u2 | reduce u2 ....         bucket 1      wherever a peer reads it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.layout.pool_plan import PoolPlan
+from zeroshard.layout.sums import reduce_scratch_bytes
+from zeroshard.storage.gradients import Gradients, GradState
+from zeroshard.storage.pool import Pool, PoolBuffer, Turns
+from zeroshard.storage.unit import Unit
+
+IN_FLIGHT = 2
+"""Reductions under way at a time: one arriving, one starting. Where each needs memory of its own (a bucket, scratch)
+there is one, while the gradients of the next unit come."""
+
+
+class Reductions:
+    """Of the trainable units of a model, in the order in which they are reduced."""
+
+    def __init__(self, grads: Mapping[Unit, Gradients], collectives: Collectives, pool: Pool) -> None:
+        self._collectives = collectives
+        self._borrowing = {unit: of_unit for unit, of_unit in grads.items() if of_unit.needs_bucket}
+        requests = {unit: unit.spec.bucket_request(unit.layout.numel) for unit in self._borrowing}
+        plan = PoolPlan.for_gradients(requests.values(), collectives.transport)
+        self._buckets = Turns(pool, "buckets", plan, requests, self)
+        self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `PoolPlan.for_gradients`
+        for kind, buckets in self._buckets.shared.items():
+            if len(buckets) > 1 and collectives.transport != "shared":
+                taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
+                self._last_two[kind] = [unit for unit in taking_turns if requests[unit].kind == kind][-2:]
+        in_place = not self._borrowing
+        num_bytes = max((scratch_bytes(unit, collectives, in_place=in_place) for unit in grads), default=0)
+        is_alone = self._borrowing and (num_bytes or collectives.transport != "shared")
+        self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
+        self._arriving: deque[tuple[Unit, Gradients, PoolBuffer]] = deque()
+        self._read_by_peers: deque[tuple[Unit, Gradients]] = deque()  # reduced here, perhaps not yet everywhere
+
+    def expect_room(self, units: Collection[Unit]) -> None:
+        """For gradients of all these units, in full, at once.
+
+        Raises:
+            RuntimeError: the pool's limit does not allow that many buckets.
+        """
+        self._buckets.expect_room(
+            [unit for unit in self._borrowing if unit in units],
+            "no_sync, which keeps a gradient of full size,",
+            "reduce in every backward",
+        )
+
+    def open(self, unit: Unit, grads: Gradients) -> None:
+        """Gradients of the unit come: they have a bucket from now on."""
+        if not grads.needs_bucket:
+            grads.open()
+            return
+        bucket = self._buckets.given(unit) or self._bucket_in_turn(unit, grads)
+        if bucket is None:  # local sums wait for more, or earlier units for gradients that may never come
+            why = f"a bucket for unit {unit.name}, while others wait for gradients or a backward that reduces,"
+            bucket = self._buckets.give(unit, why)
+            bucket.lasting = bucket.is_shared
+        bucket.occupy(unit)
+        grads.open(bucket.tensor(unit.layout.numel, grads.buffer.dtype))
+
+    def _bucket_in_turn(self, unit: Unit, grads: Gradients) -> PoolBuffer | None:
+        """The one that is free, or will be when a reduction under way is over."""
+        if unit in self._last_two.get(grads.buffer.dtype, ())[1:]:
+            self.wait()
+        bucket = self._buckets.free(unit)
+        while bucket is None and (self._arriving or self._read_by_peers):
+            if not self._read_by_peers:
+                self._finish_oldest()
+            self._release_oldest()
+            bucket = self._buckets.free(unit)
+        return bucket
+
+    def start(self, unit: Unit, grads: Gradients) -> None:
+        """Let the gradients of an opened unit be reduced."""
+        if not self._free_scratch:
+            self._finish_oldest()
+        if unit in self._last_two.get(grads.buffer.dtype, ())[:1]:
+            self.wait()
+            for bucket in self._buckets.shared[grads.buffer.dtype]:
+                bucket.try_to_give_back()
+        scratch = self._free_scratch.pop()
+        grads.reduce(self._collectives, scratch.storage)
+        self._arriving.append((unit, grads, scratch))
+
+    def wait(self) -> None:
+        """For all that are under way."""
+        while self._arriving:
+            self._finish_oldest()
+        while self._read_by_peers:
+            self._release_oldest()
+
+    def _finish_oldest(self) -> None:
+        unit, grads, scratch = self._arriving.popleft()
+        grads.arrive()
+        self._free_scratch.append(scratch)
+        self._read_by_peers.append((unit, grads))
+
+    def _release_oldest(self) -> None:
+        unit, grads = self._read_by_peers.popleft()
+        grads.release()
+        grads.replicate(self._collectives)
+        self.close(unit, grads)
+
+    def close(self, unit: Unit, grads: Gradients) -> None:
+        """Give a borrowed bucket back."""
+        grads.close()
+        if (bucket := self._buckets.occupied_by(unit)) is not None:
+            bucket.occupant = None
+
+    def vacate(self, buffer: PoolBuffer) -> bool:
+        """Nobody refers to it any more, unless it holds gradients that have not been reduced."""
+        unit: Unit | None = buffer.occupant
+        if unit is not None and self._borrowing[unit].state is GradState.EMPTY:
+            self.close(unit, self._borrowing[unit])  # they have been discarded
+        if buffer.occupant is not None or any(buffer is scratch for *_, scratch in self._arriving):
+            return False
+        for other, grads in self._borrowing.items() if buffer.kind == "buckets" else ():
+            if self._buckets.occupied_by(other) is None:
+                grads.close(forget=True)  # its views would keep the storage
+        return True
+
+
+def scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> int:
+    """What reducing the unit needs beside its bucket. `in_place`: all buckets are the plan's own."""
+    precision, mesh = unit.spec.precision, collectives.mesh
+    return reduce_scratch_bytes(
+        unit.layout.numel,
+        precision.grad,
+        precision.wire,
+        mesh.reduce.size,
+        mesh.replicate.size,
+        collectives.transport,
+        in_place=in_place,
+    )

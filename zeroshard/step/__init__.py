@@ -1,0 +1,1 @@
+"""What an optimizer step does with them: what ranks agree on, and the steppers."""

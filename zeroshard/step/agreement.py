@@ -1,0 +1,267 @@
+"""What the ranks agree on before a step: that everybody is ready, the norm, who has gradients, and whether to skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.orders import Voice
+from zeroshard.comm.settings import Items, Settings, Told, plain
+from zeroshard.loss_scale import LossScaler
+from zeroshard.model.absent import as_tensors
+from zeroshard.placement import REPLICATED
+from zeroshard.runtime.engine import Engine
+from zeroshard.step.control import Control, Status, exchange_control
+from zeroshard.step.same_gradients import SameGradients
+from zeroshard.storage.gradients import GradState
+from zeroshard.storage.unit import Unit
+
+NonFinite = Literal["raise", "skip", "ignore"]
+
+
+class Agreement:
+    """Of one optimizer with its counterparts on the other ranks.
+
+    Attributes:
+        units: the slots of each unit that are this optimizer's, in the handle's order.
+        half_done: an update has raised: some of main is new, some is not.
+        losses: since the last step, as the ledger of the model has them.
+        same: where every rank has the gradients in full: samples of them.
+        used_up: a step has used the gradients, and nobody has called `zero_grad` since.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        units: dict[Unit, set[int]],
+        scaler: LossScaler | None,
+        non_finite: NonFinite | None,
+        skip_norm_above: float | None,
+    ) -> None:
+        if non_finite not in ("raise", "skip", "ignore", None):
+            raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
+        self.units = units
+        self.half_done = self.used_up = False
+        self._engine, self.losses = engine, engine.ledger.open_account(scaler)
+        self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
+        self._told_settings = Told()
+        self.same = SameGradients(engine.collectives) if engine.plan.mean is REPLICATED else None
+        self._known: tuple[object, Control] | None = None  # and the version of the gradients it is about
+
+    def control(
+        self,
+        parameters: Iterable[nn.Parameter],
+        gradients: Callable[[], Iterator[tuple[int, Tensor]]],
+        num_groups: int,
+        settings: Settings | None,
+        norm_type: float | None = None,
+    ) -> Control:
+        """The control exchange. Once per step and kind of norm (but for gradients in p.grad, which change without our
+        knowing). Collective.
+
+        Args:
+            gradients: the own ones, with their param group.
+            settings: that this rank steps with; None: those that the others tell it.
+            norm_type: None: as before in this step, or 2.
+
+        Raises:
+            RuntimeError: on all ranks alike, if one is not ready.
+            ValueError: the weights of all losses are 0.
+        """
+        self._engine.check_open("use the optimizer")
+        if norm_type is None:
+            norm_type = self._known[1].norm_type if self._known else 2.0
+        by_hand = self._engine.reducer.notice()
+        now = self._engine.reducer.version
+        if self._known and self._known[0] == now and self._known[1].norm_type == norm_type and not by_hand:
+            self._told_settings.went_on_with(settings)
+            return self._known[1]
+        self._told_settings.begin(settings)
+        try:
+            with self._told(norm_type, now):
+                control = self._exchange(parameters, gradients, num_groups, settings, norm_type, by_hand)
+        finally:
+            self._engine.reducer.visible.edits.clear()  # they have been compared
+        self._known = self._engine.reducer.version, control
+        return control
+
+    @contextmanager
+    def _told(self, norm_type: float, version: object) -> Iterator[None]:
+        """Inside of a join, ranks that have run out of inputs hear of it, and do the same."""
+        orders = self._engine.collectives.orders
+        if orders is None:
+            yield
+            return
+        if id(self) not in orders.names:
+            raise RuntimeError("join: build the optimizer before `with handle.join():`")
+        orders.expect_no_edits(version)
+        orders.give("agree", orders.names[id(self)], norm_type, self.situation(orders))
+        with orders.told():
+            yield
+
+    def situation(self, orders: Voice) -> dict[str, Any]:
+        """What a rank that has run out of inputs must know before it agrees: see `join.Part`."""
+        return {
+            "weighted": self.losses.weight is not None,
+            "scalers": orders.scalers_used(self.losses.used),
+            "waiting": self._engine.reducer.waiting(),
+            "used_up": self.used_up,
+        }
+
+    def _exchange(
+        self,
+        parameters: Iterable[nn.Parameter],
+        gradients: Callable[[], Iterator[tuple[int, Tensor]]],
+        num_groups: int,
+        settings: Settings | None,
+        norm_type: float,
+        by_hand: dict[tuple[int, int], Tensor],
+    ) -> Control:
+        status = self._status(parameters, by_hand=bool(by_hand))
+        flags = [flag for unit in self.units for flag in unit.have_gradients()]
+        self._engine.gatherer.finish()  # a gather that is late would meet what the step writes
+        self._sample_weights()
+        if self.same is not None and status is Status.READY:
+            self.same.look(self.units)
+        control = exchange_control(
+            self._engine.collectives,
+            status,
+            1.0 if self.losses.weight is None else self.losses.weight,
+            list(gradients()) if status is Status.READY else [],
+            num_groups,
+            norm_type,
+            flags + self.losses.overflows(),
+            self._told_settings,
+            self.same,
+        )
+        if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
+            self._engine.reducer.reduce_by_hand(by_hand)
+            return self.control(parameters, gradients, num_groups, settings, norm_type)
+        for status, message in _NOT_READY.items() if not control.is_idle else ():
+            ranks = [rank for rank, found in enumerate(control.status) if found is status]
+            if ranks:
+                raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
+        if control.weight == 0:
+            raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
+        return control
+
+    def settings(self) -> Items:
+        """What this part of a step is told, and all ranks must be told alike."""
+        return (
+            ("non_finite", self._non_finite),
+            ("skip_norm_above", plain(self._skip_norm_above)),
+            ("the losses of this step have weights", self.losses.weight is not None),
+            ("the loss scales of this step", tuple(map(repr, self.losses.used))),
+        )
+
+    def _sample_weights(self) -> None:
+        """Of one unit whose weights rest in full, another one each time: nothing else may tell that they differ."""
+        samples, units = self._engine.collectives.samples, self._engine.units
+        if units:
+            unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
+            if unit.weights.is_resting_in_full:  # it may still be arriving on a rank that has not called it
+                samples.take(number, unit.name, unit.weights.full)
+
+    def forget(self) -> None:
+        """The gradients it was made of are gone."""
+        self._known = None
+
+    def _status(self, parameters: Iterable[nn.Parameter], *, by_hand: bool) -> Status:
+        if self.half_done:
+            return Status.HALF_DONE
+        updated = {id(p) for unit in self._engine.units if unit.trainable for p in unit.parameters}
+        with as_tensors():
+            if any(p.grad is not None and id(p) not in updated for p in parameters):
+                return Status.UNFROZEN
+        if any(unit.grads.state is GradState.PARTIAL for unit in self.units):
+            return Status.NOT_REDUCED
+        if by_hand:
+            return Status.BY_HAND
+        if any(unit.grads.waiting & slots for unit, slots in self.units.items()):
+            return Status.READY
+        return Status.USED_UP if self.used_up else Status.NO_GRADIENTS
+
+    # What follows from it --------------------------------------------------------------------------------------------
+
+    def mean_factor(self, control: Control) -> float:
+        """Buffers hold means over ranks of scaled, weighted losses."""
+        return len(control.status) / (control.weight * self._engine.ledger.scale)
+
+    def active(self, control: Control) -> dict[Unit, list[bool]]:
+        """The slots that have a gradient on any rank."""
+        active, position = {}, 0
+        for unit in self.units:
+            active[unit] = list(control.present[position : position + len(unit.parameters)])
+            position += len(unit.parameters)
+        return active
+
+    def overflows(self, control: Control) -> list[bool]:
+        """For each scaler in use: whether any rank saw its loss overflow."""
+        return list(control.present[sum(len(unit.parameters) for unit in self.units) :])
+
+    def is_skipped(self, control: Control, norm: float) -> bool:
+        """Whether the step changes nothing.
+
+        Raises:
+            RuntimeError: a gradient that is not finite, where that is not to be skipped, or once too often in a row.
+        """
+        policy = self._non_finite or ("skip" if self.losses.used else "raise")
+        if control.finite or policy == "ignore":
+            return self._skip_norm_above is not None and not norm <= self._skip_norm_above
+        exhausted = self.losses.exhausted(self.overflows(control))
+        if policy == "raise" or exhausted is not None:
+            many = f" {exhausted} times in a row" if exhausted is not None else ""
+            raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
+        return True
+
+    def count_zero_gradients(self) -> int:
+        """Elements of the reduced gradient that are exactly zero, over all ranks. Collective."""
+        zeros = sum(
+            int((tensor == 0).sum())
+            for unit, slots in self.units.items()
+            for index in slots & unit.grads.waiting
+            if (world := unit.layout.slots[index].world & unit.own_shard())
+            for tensor in unit.grads.views(world)
+        )
+        collectives = self._engine.collectives
+        row = torch.tensor([zeros], dtype=torch.float64, device=collectives.device)
+        rows = collectives.exchange(row, "optimizer.count_zero_gradients()")
+        return int(sum(rows[collectives.mesh.one_of_each_shard, 0].tolist()))
+
+    def _name_nonfinite(self) -> str:
+        """Where, as far as it is known: two more exchanges, on the way out."""
+        collectives = self._engine.collectives
+        mine = [
+            (-unit.index, unit.slot_index(fragment.slot.name), fragment.slot.name)  # in the order of backward
+            for unit in self.units
+            for fragment in unit.layout.fragments_in(unit.own_shard())
+            if not all(torch.isfinite(view).all() for view in unit.grads.views(fragment.world))
+        ]
+        reduced = sorted({tuple(place) for places in collectives.exchange_objects(mine) for place in places})
+        names = [name for *_, name in reduced]
+        found = collectives.exchange_objects(self._engine.reducer.origins.first(set(names)))
+        origins = [(*origin, rank) for rank, origin in enumerate(found) if origin is not None]
+        if origins:
+            first = min(micro_batch for micro_batch, *_ in origins)
+            return "; ".join(f"{what} on rank {rank}" for micro_batch, what, rank in origins if micro_batch == first)
+        return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
+
+
+_REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
+"""Whatever else there is."""
+
+_NOT_READY = {
+    Status.HALF_DONE: "an earlier update raised half way, so some weights are one step ahead of others. Load "
+    "weights and optimizer state again (a checkpoint, or load_full_state_dict and load_state_dict)",
+    Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
+    "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
+    Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
+    "backward outside of no_sync()",
+    Status.USED_UP: "the previous step has consumed the gradients (a plain optimizer would apply them once more). Call "
+    "backward before step or clip_grad_norm_, or zero_grad() if this step is to do nothing",
+    Status.NO_GRADIENTS: "no gradients, although other ranks have some. Call backward on every rank, or on none",
+}

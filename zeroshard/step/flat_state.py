@@ -1,0 +1,337 @@
+"""The state of elementwise optimizers: of pieces of main, put together to torch's own layout, and cut again.
+
+In a piece, which is 1-D, shapes say what an item is: as many values as elements, or one for all of them. In torch's
+layout they do not: of a parameter of a single element, moments and counts of steps look alike. There the class says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.together import tell_together
+from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.layout import Fragment, Slot
+from zeroshard.placement import REPLICATED
+from zeroshard.step.inner import READING, Inner, OptimizerClass, Options
+from zeroshard.step.low_bit import dense, quantise
+from zeroshard.step.pieces import Piece, cut, slots_in
+from zeroshard.step.stepper import (
+    FullState,
+    Groups,
+    Need,
+    SavedState,
+    SavedTensor,
+    StateChunk,
+    StateEntry,
+    expect_dense,
+    whole_entry,
+)
+from zeroshard.storage.unit import Unit
+from zeroshard.storage.values import decode, encode, no_tensors
+
+ELEMENTWISE, SCALAR, PLAIN = "elementwise", "scalar", "plain"
+"""What an item of a parameter's state is: a value for every element; a tensor of one number; no tensor."""
+
+Described = dict[str, list[Any]]
+"""Key -> [ELEMENTWISE, dtype], [SCALAR, dtype, shape, number] or [PLAIN, value as JSON]."""
+
+
+class FlatState:
+    """The pieces that this rank updates, and their state in the inner optimizer.
+
+    Attributes:
+        groups: unit -> the param group of each slot.
+        pieces: all of them, in unit order.
+        inner: the optimizer whose parameters they are.
+        num_cuts: how often pieces have been replaced by others.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: OptimizerClass,
+        options: dict[int, Options],
+        defaults: Options,
+        groups: Groups,
+        collectives: Collectives,
+    ) -> None:
+        self.groups = groups
+        self.pieces = [piece for unit, keys in groups.items() for piece in _pieces(unit, keys, keys)]
+        self.inner = Inner(optimizer_class, options, defaults, self.tensors_of)
+        self.num_cuts = 0
+        self._collectives = collectives
+
+    # Pieces ------------------------------------------------------------------------------------------------------
+
+    def tensors_of(self, group: int) -> list[Tensor]:
+        return [piece.tensor for piece in self.pieces if piece.group == group]
+
+    def of_unit(self, unit: Unit) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.unit is unit]
+
+    def refine(self, unit: Unit, marks: Sequence[Hashable]) -> None:
+        """Cut the pieces of a unit also where the marks (one per slot) of neighbours differ. Values do not change."""
+        old = self.of_unit(unit)
+        if not old:
+            return
+        new: list[Piece] = []
+        keys = [None if group is None else (group, mark) for group, mark in zip(self.groups[unit], marks, strict=True)]
+        fresh = list(_pieces(unit, self.groups[unit], keys))
+        for piece in old:
+            new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
+        for piece in set(old) - set(new):
+            state = self.inner.state_of(piece.tensor)
+            self.inner.set_state(piece.tensor, {})
+            for part in new if state else ():
+                if part.world in piece.world:
+                    local = part.world.relative_to(piece.world.start).slice
+                    cut_state = {
+                        key: self._as_held(part, key, _part_of_state(key, value, local, piece.tensor.numel()))
+                        for key, value in state.items()
+                    }
+                    self.inner.set_state(part.tensor, cut_state)
+        position = self.pieces.index(old[0])
+        self.pieces[position : position + len(old)] = new
+        for index, group in self.inner.groups.items():
+            group["params"] = self.tensors_of(index)
+        self.num_cuts += 1
+
+    def _is_elementwise(self, piece: Piece, key: str, value: Tensor) -> bool:
+        """Whether an item of a piece's state has a value for every element of it."""
+        if value.shape != piece.tensor.shape:
+            return False
+        return value.numel() != 1 or self.elementwise(piece.group).get(key, True)
+
+    def _as_held(self, piece: Piece, key: str, value: Any) -> Any:
+        """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method; fused
+        and capturable kernels want step counts on the device."""
+        if not isinstance(value, Tensor):
+            return value
+        options = self.inner.groups[piece.group]
+        if value.shape != piece.tensor.shape:
+            return value.to(piece.tensor.device) if options.get("fused") or options.get("capturable") else value
+        if not self._quantises:
+            return value
+        held = self.inner.optimizer._new_buffer(piece.tensor, key == "exp_avg")  # type: ignore[attr-defined]
+        return quantise(held, value)
+
+    @property
+    def _quantises(self) -> bool:
+        """Whether the class holds moments in fewer bits, and says how (torchao's do)."""
+        return hasattr(self.inner.optimizer, "_new_buffer")
+
+    # Storing -----------------------------------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[StateEntry]:
+        """Of the own shard; numbers by the rank that has the first element of the parameter."""
+        for piece in self.pieces:
+            state = self.inner.state_of(piece.tensor)
+            for fragment in piece.unit.layout.fragments_in(piece.world & piece.unit.own_shard()):
+                slot, param = fragment.slot, fragment.param
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
+                        if not self._quantises:
+                            expect_dense(slot.name, key, value)
+                        read = partial(_read_fragment, value, fragment)
+                        yield StateChunk(slot.name, key, slot.shape, value.dtype, param, False, read)
+                    elif param.start == 0:  # once for each parameter
+                        if isinstance(value, Tensor) and value.numel() != 1:
+                            raise ValueError(f"state {key} of {slot.name} has the shape {tuple(value.shape)}")
+                        yield whole_entry(slot.name, key, value, False)
+
+    # Loading -----------------------------------------------------------------------------------------------------
+
+    def needs(self) -> Iterator[Need]:
+        for unit, groups in self.groups.items():
+            for parameter, slot, group in zip(unit.parameters, unit.layout.slots, groups, strict=True):
+                held = slot.world & unit.main.interval
+                if group is not None and held:
+                    yield Need(parameter, slot, held.relative_to(slot.world.start))
+
+    def fits(self, slot: Slot, shape: tuple[int, ...]) -> bool:
+        return shape == slot.shape or torch.Size(shape).numel() == slot.world.numel == 1
+
+    def elementwise(self, group: int) -> Mapping[str, bool]:
+        return self.inner.elementwise(group)
+
+    @torch.no_grad()
+    def load(self, state: SavedState, only: Collection[Tensor] | None = None) -> None:
+        """Pieces are cut where parameters differ in their numbers, and where the state of one is to stay."""
+        for unit, groups in self.groups.items():
+            slots = list(zip(unit.parameters, groups, strict=True))
+            loaded = [group is not None and (only is None or parameter in only) for parameter, group in slots]
+            if not any(loaded):
+                continue
+            of_slot = [state.get(parameter, {}) if loaded[index] else {} for index, (parameter, _) in enumerate(slots)]
+            marks = [_same_in_a_piece(values) if loaded[index] else None for index, values in enumerate(of_slot)]
+            self.refine(unit, marks)
+            for piece in self.of_unit(unit):
+                of_piece = [index for index in slots_in(unit, piece.world) if loaded[index]]
+                if of_piece:
+                    self._load_piece(piece, of_slot, next((of_slot[i] for i in of_piece if of_slot[i]), {}))
+
+    def _load_piece(self, piece: Piece, of_slot: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> None:
+        """`first`: the state of a slot that has all the keys."""
+        self.inner.set_state(piece.tensor, {})  # before the new one is made
+        values = {key: _piece_value(piece, key, of_slot, value) for key, value in first.items()}
+        self.inner.set_state(piece.tensor, {key: self._as_held(piece, key, value) for key, value in values.items()})
+
+    def clear(self) -> None:
+        self.inner.optimizer.state.clear()
+
+    # Gathering ---------------------------------------------------------------------------------------------------
+
+    def gather(self, only: Collection[Tensor] | None = None) -> FullState:
+        """Unit by unit and key by key: the transient is one full buffer."""
+        result: FullState = {}
+        for unit, of_slot in self._described(only).items():
+            dtypes: dict[str, torch.dtype] = {}
+            for described in of_slot.values():
+                for key, (kind, *rest) in described.items():
+                    if kind == ELEMENTWISE:
+                        dtypes[key] = torch.promote_types(dtypes.get(key, DTYPES[rest[0]]), DTYPES[rest[0]])
+            for index, described in of_slot.items():
+                result[unit.parameters[index]] = {key: _value(*item) for key, item in described.items()}
+            for key, dtype in dtypes.items():
+                full = self._gather_key(unit, key, dtype)
+                for index, described in of_slot.items():
+                    if described.get(key, [PLAIN])[0] == ELEMENTWISE:
+                        slot, own_dtype = unit.layout.slots[index], DTYPES[described[key][1]]
+                        result[unit.parameters[index]][key] = (
+                            full[slot.world.slice].view(slot.shape).to(own_dtype, copy=True)
+                        )
+        return result
+
+    def parameters(self) -> list[Tensor]:
+        return [unit.parameters[index] for unit, of_slot in self._described(None).items() for index in of_slot]
+
+    def _described(self, only: Collection[Tensor] | None) -> dict[Unit, dict[int, Described]]:
+        """Unit -> slot -> its state, as the rank has it that holds the first element. Collective."""
+        units = list(self.groups)
+
+        def describe() -> tuple[None, list[Any]]:
+            mine: list[Any] = []
+            for number, unit in enumerate(units):
+                pieces = [piece for piece in self.of_unit(unit) if self.inner.state_of(piece.tensor)]
+                for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
+                    first = Interval(slot.world.start, slot.world.start + 1)
+                    if not slot.world or first not in unit.own_shard() or (only is not None and parameter not in only):
+                        continue
+                    holding = [p for p in pieces if first in p.world and self.groups[unit][index] is not None]
+                    mine += [[number, index, self._describe(piece, slot)] for piece in holding]
+            return None, mine
+
+        _, of_ranks = tell_together(self._collectives, READING, describe)
+        found = {(number, index): described for of_rank in of_ranks for number, index, described in of_rank}
+        result: dict[Unit, dict[int, Described]] = {}
+        for (number, index), described in sorted(found.items()):
+            result.setdefault(units[number], {})[index] = described
+        return result
+
+    def _describe(self, piece: Piece, slot: Slot) -> Described:
+        result: Described = {}
+        for key, value in self.inner.state_of(piece.tensor).items():
+            where = f"the optimizer's state {key!r} of {slot.name}"
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: its name must be a text")
+            if not isinstance(value, Tensor):
+                result[key] = [PLAIN, encode(value, no_tensors, where)]
+            elif self._is_elementwise(piece, key, value):
+                result[key] = [ELEMENTWISE, DTYPE_NAMES[value.dtype]]
+            elif value.numel() == 1:
+                result[key] = [SCALAR, DTYPE_NAMES[value.dtype], list(value.shape), value.item()]
+            else:
+                raise ValueError(f"{where} has the shape {tuple(value.shape)}: neither elementwise nor a single number")
+        return result
+
+    def _gather_key(self, unit: Unit, key: str, dtype: torch.dtype) -> Tensor:
+        """[layout.numel]: an elementwise item of each piece's state in its place, from all ranks."""
+        gathered = unit.new_buffer(dtype, unit.plan.main)
+        assert gathered.full is not None
+        for piece in self.of_unit(unit):
+            value = self.inner.state_of(piece.tensor).get(key)
+            if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
+                gathered.full[piece.world.slice] = dense(value)
+        gathered.redistribute(REPLICATED, self._collectives, unit=unit.name, phase="state").wait()
+        return gathered.full
+
+
+def main_tensor(unit: Unit, world: Interval) -> Tensor:
+    """What stands for a piece in the inner optimizer: a view of main, or a placeholder until it is joined."""
+    main = unit.main
+    if main.needs_scratch:
+        return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
+    return main.read(world).detach()
+
+
+def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
+    """The pieces of what this rank updates; `keys` (finer than `groups`) say where neighbours are cut."""
+    assert unit.trainable, f"unit {unit.name} is frozen"
+    for _, world in cut(unit.layout, keys):
+        if world in unit.main.interval:
+            slots = slots_in(unit, world)
+            group = groups[slots[0]] if slots else None
+            if group is not None:  # what is only padding stays zero by itself
+                yield Piece(unit, world, group, main_tensor(unit, world))
+
+
+def _split(piece: Piece, parts: Sequence[Interval]) -> list[Piece]:
+    if len(parts) == 1:
+        return [piece]
+    return [Piece(piece.unit, part, piece.group, main_tensor(piece.unit, part), piece.active) for part in parts]
+
+
+def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == (numel,):
+        return dense(value)[local].clone()
+    if value.numel() == 1:
+        return value.clone()
+    raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")
+
+
+def _read_fragment(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
+    """Elements `param` of a parameter's state, out of that of the piece. What is quantised is stored by its values."""
+    return dense(value)[fragment.local.slice][param.relative_to(fragment.param.start).slice]
+
+
+def _piece_value(piece: Piece, key: str, of_slot: Sequence[Mapping[str, Any]], example: Any) -> Any:
+    if isinstance(example, Tensor):
+        return example.clone()
+    if not isinstance(example, SavedTensor):
+        return example
+    value = torch.zeros(piece.world.numel, dtype=example.dtype, device=piece.tensor.device)
+    unit = piece.unit
+    for fragment in unit.layout.fragments_in(piece.world):
+        saved = of_slot[unit.slot_index(fragment.slot.name)].get(key)
+        if saved is not None:
+            saved.read(fragment.param, value[fragment.local.slice])
+    return value
+
+
+def _same_in_a_piece(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What all parameters of one piece must agree in."""
+    numbers = {
+        key: value.item() if isinstance(value, Tensor) else value
+        for key, value in values.items()
+        if not isinstance(value, SavedTensor)
+    }
+    return tuple(sorted((key, repr(value)) for key, value in numbers.items())) if values else (("", "none"),)
+
+
+def _value(kind: str, *rest: Any) -> Any:
+    if kind == SCALAR:
+        dtype, shape, number = rest
+        return torch.tensor(number, dtype=DTYPES[dtype]).view(shape)
+    return decode(rest[0], _nothing) if kind == PLAIN else None
+
+
+def _nothing(name: str) -> Tensor:
+    raise AssertionError("there is no tensor in a plain value")

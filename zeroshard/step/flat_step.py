@@ -1,0 +1,222 @@
+"""The user's optimizer class, on flat pieces of main: any elementwise optimizer, unmodified.
+
+for each batch of pieces (a few MB: gradient, main and moments stay in cache between the four lines)
+    gradient -> main's dtype, times one factor (mean over ranks, loss scale, clip: folded)
+    main     -> joined, where only a remainder is kept
+    inner optimizer steps
+    main     -> weights (rounded, or split)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.step.flat_state import FlatState, main_tensor
+from zeroshard.step.inner import Arguments, OptimizerClass, Options, run_step
+from zeroshard.step.pieces import BATCH_NUMEL, Piece, Scratch, batches, scratch_bytes, slots_in
+from zeroshard.step.stepper import Groups, Update
+from zeroshard.storage.unit import Unit
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces stepped together; `finished`: units of which no piece comes later."""
+
+    pieces: tuple[Piece, ...]
+    finished: tuple[Unit, ...]
+
+
+class FlatStep:
+    """Steps the pieces of main that this rank updates, in batches (see `stepper.Stepper`).
+
+    Attributes:
+        state: the pieces, and what the inner optimizer holds of them.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: OptimizerClass,
+        options: dict[int, Options],
+        defaults: Options,
+        groups: Groups,
+        collectives: Collectives,
+    ) -> None:
+        """`options`: the hyper-parameters of each param group that is this stepper's, by its index."""
+        self.state = FlatState(optimizer_class, options, defaults, groups, collectives)
+        self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
+        self._active: dict[Unit, list[bool]] = {}
+        self._batches: tuple[Batch, ...] = ()
+        self._planned_at = 0  # the number of cuts then
+        self._plan_batches()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.state.inner.optimizer
+
+    @property
+    def groups(self) -> Groups:
+        return self.state.groups
+
+    def set_active(self, active: dict[Unit, list[bool]]) -> None:
+        """Where one piece holds slots that take part and others it is cut, and its state with it."""
+        if active == self._active:
+            return
+        self._active = active
+        for unit, flags in active.items():
+            if any(len({flags[i] for i in slots_in(unit, piece.world)}) > 1 for piece in self.state.of_unit(unit)):
+                self.state.refine(unit, flags)
+        changed = False
+        for piece in self.state.pieces:
+            flags = active[piece.unit]
+            is_active = any(flags[i] for i in slots_in(piece.unit, piece.world))
+            changed |= is_active != piece.active
+            piece.active = is_active
+        if changed:
+            self._plan_batches()
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """Of all pieces in the own shard, whatever this rank updates."""
+        for piece in self.state.pieces:
+            own = piece.unit.own_shard()
+            if piece.world in own:
+                for tensor in piece.unit.grads.views(piece.world):
+                    yield piece.group, tensor
+
+    # Stepping ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(
+        self,
+        options: Sequence[dict[str, Any]],
+        update: Update,
+        start: Callable[[Unit], None],
+        updated: Callable[[Unit], None],
+        arguments: Options,
+    ) -> None:
+        """One step of all active pieces, a batch at a time."""
+        if self._planned_at != self.state.num_cuts:
+            self._plan_batches()
+        inner = self.state.inner
+        started: set[Unit] = set()
+        try:
+            for number, batch in enumerate(self._batches):
+                for piece in batch.pieces:
+                    if piece.unit not in started:
+                        started.add(piece.unit)
+                        start(piece.unit)
+                self._load(batch.pieces, update)
+                # Every group is stepped, and every batch starts from the same options: a class that counts steps in
+                # its groups counts one, on all ranks, however many pieces there are.
+                for index, group in inner.groups.items():
+                    group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
+                stepped = {index: group for index, group in inner.groups.items() if group["params"] or not number}
+                inner.read_options(options, stepped)
+                inner.optimizer.param_groups = list(stepped.values())
+                run_step(inner.optimizer, arguments)
+                self._store(batch.pieces)
+                for unit in batch.finished:
+                    updated(unit)
+        finally:
+            inner.optimizer.param_groups = list(inner.groups.values())
+            for index, group in inner.groups.items():
+                group["params"] = self.state.tensors_of(index)
+            for piece in self.state.pieces:
+                piece.tensor.grad = None
+        inner.write_options(options)
+
+    @torch.no_grad()
+    def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
+        """Another method of the class, on all pieces; what it does to main reaches the weights."""
+        self.state.inner.read_options(options)
+        for piece in self.state.pieces:
+            self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
+        result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+        for piece in self.state.pieces:
+            piece.unit.main.write(piece.world, piece.tensor)
+            if piece.unit.main.needs_scratch:
+                piece.tensor.data = main_tensor(piece.unit, piece.world)
+        self.state.inner.write_options(options)
+        return result
+
+    def _load(self, pieces: Sequence[Piece], update: Update) -> None:
+        for scratch in (self._gradient_scratch, self._main_scratch):
+            scratch.rewind()
+        for piece in pieces:
+            numel, main = piece.world.numel, piece.unit.main
+            self._bring_main(piece, partial(self._main_scratch.allocate, dtype=main.dtype))
+            cast = self._gradient_scratch.allocate(numel, main.dtype) if _needs_gradient_scratch(piece) else None
+            piece.tensor.grad = update.apply(piece.unit.grads.read(piece.world, cast))
+
+    def _bring_main(self, piece: Piece, scratch: Callable[[int], Tensor]) -> None:
+        """Main of a piece, as it is now, in its tensor."""
+        main = piece.unit.main
+        if main.needs_scratch:
+            piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
+        elif main.follows:  # the tensor is a view of main
+            self._held_scratch.rewind()
+            main.follow(piece.world, self._held_scratch.allocate(piece.world.numel, main.weights.dtype))
+
+    def _store(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            piece.tensor.grad = None
+            piece.unit.main.write(piece.world, piece.tensor)
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """State as large as main, the scalars beside it (step counts), and scratch."""
+        if self._planned_at != self.state.num_cuts:
+            self._plan_batches()
+        kinds: dict[str, list[Tensor]] = {"state": [], "scalars": [], "scratch": []}
+        for tensor, state in self.optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    kinds["state" if value.shape == tensor.shape else "scalars"].append(value)
+        scratch = (self._gradient_scratch, self._main_scratch, self._held_scratch)
+        kinds["scratch"] = [one.storage for one in scratch]
+        return kinds
+
+    def _plan_batches(self) -> None:
+        """Fill batches in unit order, and hold as much scratch as the largest one needs."""
+        active = [piece for piece in self.state.pieces if piece.active]
+        limit = BATCH_NUMEL["cuda" if active and active[0].tensor.is_cuda else "cpu"]
+        ranges = batches([piece.world.numel for piece in active], limit)
+        # Every unit is finished once, in one order, on all ranks: also where this one has no piece of it.
+        units, done = list(self.groups), 0
+        planned = []
+        for of_batch in ranges:
+            end = units.index(active[of_batch.stop].unit) if of_batch.stop < len(active) else len(units)
+            planned.append(Batch(tuple(active[i] for i in of_batch), tuple(units[done:end])))
+            done = end
+        self._batches, self._planned_at = tuple(planned), self.state.num_cuts
+        self._reserve(self._gradient_scratch, _needs_gradient_scratch)
+        self._reserve(self._main_scratch, lambda piece: piece.unit.main.needs_scratch)
+
+        held = [
+            scratch_bytes(piece.world.numel, piece.unit.main.weights.dtype)
+            for piece in self.state.pieces
+            if piece.unit.main.follows
+        ]
+        if held:
+            self._held_scratch.reserve(max(held), self.state.pieces[0].tensor.device)
+
+    def _reserve(self, scratch: Scratch, needed: Callable[[Piece], bool]) -> None:
+        sizes = [
+            sum(scratch_bytes(piece.world.numel, piece.tensor.dtype) for piece in batch.pieces if needed(piece))
+            for batch in self._batches
+        ]
+        if any(sizes):
+            scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
+
+
+def _needs_gradient_scratch(piece: Piece) -> bool:
+    return piece.unit.grads.held_in != piece.unit.main.dtype

@@ -1,0 +1,113 @@
+"""Which optimizers may be stepped on flat pieces, and which need whole parameters. Never a guess: listed, or tried.
+
+An elementwise optimizer updates each element from that element's own gradient and state (and scalars): it gives the
+same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo do not.
+"""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.optim import Lamb, Lars
+from zeroshard.step.inner import begin_training, expect_no_closure, run_step
+
+
+class Kind(Enum):
+    ELEMENTWISE = "elementwise"
+    WHOLE = "whole"
+
+
+_OPTIM = torch.optim
+_KNOWN: dict[type[torch.optim.Optimizer], Kind] = {
+    _OPTIM.SGD: Kind.ELEMENTWISE,
+    _OPTIM.Adam: Kind.ELEMENTWISE,
+    _OPTIM.AdamW: Kind.ELEMENTWISE,
+    _OPTIM.NAdam: Kind.ELEMENTWISE,
+    _OPTIM.RAdam: Kind.ELEMENTWISE,
+    _OPTIM.Adamax: Kind.ELEMENTWISE,
+    _OPTIM.Adagrad: Kind.ELEMENTWISE,
+    _OPTIM.Adadelta: Kind.ELEMENTWISE,
+    _OPTIM.RMSprop: Kind.ELEMENTWISE,
+    _OPTIM.Rprop: Kind.ELEMENTWISE,
+    _OPTIM.ASGD: Kind.ELEMENTWISE,
+    _OPTIM.Adafactor: Kind.WHOLE,
+    Lamb: Kind.WHOLE,
+    Lars: Kind.WHOLE,
+} | ({_OPTIM.Muon: Kind.WHOLE} if hasattr(_OPTIM, "Muon") else {})
+
+_REFUSED = {
+    _OPTIM.LBFGS: "LBFGS looks at all parameters at once and evaluates the loss many times per step",
+    _OPTIM.SparseAdam: "SparseAdam takes sparse gradients, and buckets are dense; use Adam",
+}
+
+
+def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], elementwise: bool | None) -> Kind:
+    """Listed classes by name, torchao's low-bit ones (elementwise in blocks of 256, which shards never cut), others as
+    declared by `elementwise`, or else by trial: two small matrices stepped together, one by one, and cut.
+
+    Raises:
+        ValueError: a class that cannot be sharded, or that the trial cannot run.
+    """
+    if optimizer_class in _REFUSED:
+        raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
+    expect_no_closure(optimizer_class)
+    if elementwise is not None:
+        return Kind.ELEMENTWISE if elementwise else Kind.WHOLE
+    if optimizer_class in _KNOWN:
+        return _KNOWN[optimizer_class]
+    if optimizer_class.__module__.startswith("torchao."):
+        return Kind.ELEMENTWISE
+    try:
+        together, one_by_one = (_try_out(optimizer_class, options, apart=apart) for apart in (False, True))
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
+            "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
+        ) from error
+    if not _close(together, one_by_one):
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
+            "norm over all of them, perhaps), and no rank has them all"
+        )
+    try:
+        return Kind.ELEMENTWISE if _close(one_by_one, _try_out(optimizer_class, options, cut=True)) else Kind.WHOLE
+    except Exception:  # it takes matrices, and no pieces of them
+        return Kind.WHOLE
+
+
+def _try_out(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], *, apart: bool = True, cut: bool = False
+) -> Tensor:
+    """Two matrices, or pieces of them, after four steps: by one optimizer, or by one each."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if cut:
+        tensors = [piece.clone() for piece in torch.split(flat, 7)]
+    members = [[tensor.requires_grad_()] for tensor in tensors] if apart else [[t.requires_grad_() for t in tensors]]
+    optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
+    for optimizer in optimizers:
+        begin_training(optimizer)
+    gradients = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        gradient = torch.randn(flat.numel(), generator=gradients) * torch.linspace(0.1, 3, flat.numel())
+        _set_gradients(tensors, gradient)
+        for optimizer in optimizers:
+            run_step(optimizer)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def _set_gradients(tensors: list[Tensor], gradient: Tensor) -> None:
+    start = 0
+    for tensor in tensors:
+        tensor.grad = gradient[start : start + tensor.numel()].view_as(tensor).clone()
+        start += tensor.numel()

@@ -1,0 +1,254 @@
+"""Optimizers that look at whole parameters (Muon, LAMB, LARS, Adafactor): an owner rank steps each one.
+
+    shards       rank 0 | rank 1 | rank 2        a parameter lies where it lies, cut anywhere
+                     \\      |      /
+    all-to-all        v     v     v              fragments of the gradient, to the owner
+    owner            rank 1: whole parameter, whole state, one step of the user's class, unmodified
+                      /     |     \\
+    all-to-all       v      v      v             fragments of main, back where they lie
+
+An owner keeps main of what it owns: after a step it has what the holders have. Main travels to it only before the first
+step, and after weights have been set from outside. So a step sends main's size twice, and holds it once more, divided
+among the ranks. State is stored once.
+
+Owners are balanced by cost, longest processing time first (Graham, 1969). The routes follow from the layouts alone, so
+every rank knows them. Where main is replicated every rank has everything and owns everything: the routes are empty, the
+code is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.layout.interval import Interval
+from zeroshard.step.inner import Arguments, OptimizerClass, Options, run_step
+from zeroshard.step.owner_state import OwnerState, WholeParameter
+from zeroshard.step.stepper import Groups, Update
+from zeroshard.storage.main_weights import follow_weights
+from zeroshard.storage.unit import Unit
+
+
+@dataclass(frozen=True)
+class Route:
+    """A fragment that `holder` has and `owner` steps; `world` in the unit, `param` in the flattened parameter."""
+
+    whole: WholeParameter
+    holder: int
+    world: Interval
+    param: Interval
+
+
+class OwnerStep:
+    """Steps whole parameters at their owners (see `stepper.Stepper`).
+
+    Attributes:
+        state: who owns what, and what the inner optimizer holds of it.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: OptimizerClass,
+        options: dict[int, Options],
+        defaults: Options,
+        groups: Groups,
+        collectives: Collectives,
+    ) -> None:
+        self.state = state = OwnerState(optimizer_class, options, defaults, groups, collectives)
+        self._collectives = collectives
+        self._active = dict.fromkeys(state.wholes, True)
+        self._routes = [route for whole in state.wholes for route in self._routes_of(whole)]
+        self._dtypes = sorted({whole.dtype for whole in state.wholes}, key=str)  # one message for each
+        self._gradients = state.allocate()
+        self._edits: dict[Unit, int] = {}  # of each unit, when its values at the owners were those of its holders
+        most = max(
+            sum(route.world.numel for route in directed) * dtype.itemsize
+            for dtype in self._dtypes
+            for directed in (self._outgoing(self._routes_in(dtype)), self._incoming(self._routes_in(dtype)))
+        )
+        self._sent = torch.empty(most, dtype=torch.uint8, device=state.device)
+        self._received = torch.empty(0 if state.replicated else most, dtype=torch.uint8, device=state.device)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.state.inner.optimizer
+
+    @property
+    def groups(self) -> Groups:
+        return self.state.groups
+
+    # Stepping ----------------------------------------------------------------------------------------------------
+
+    def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        for whole in self.state.wholes:
+            part = whole.slot.world & whole.unit.own_shard()
+            for tensor in whole.unit.grads.views(part) if part else ():
+                yield whole.group, tensor
+
+    def set_active(self, active: dict[Unit, list[bool]]) -> None:
+        self._active = {whole: active[whole.unit][whole.index] for whole in self.state.wholes}
+
+    @torch.no_grad()
+    def step(
+        self,
+        options: Sequence[dict[str, Any]],
+        update: Update,
+        start: Callable[[Unit], None],
+        updated: Callable[[Unit], None],
+        arguments: Options,
+    ) -> None:
+        """Fragments to their owners, one step of the whole parameters, fragments back. Collective."""
+        self.state.inner.read_options(options)
+        for unit in self.groups:
+            start(unit)
+
+        def read_gradient(route: Route, out: Tensor) -> None:
+            route.whole.unit.grads.read(route.world, out)
+            update.apply(out)
+
+        active = [route for route in self._routes if self._active[route.whole]]
+        self._to_owners(active, read_gradient, self._gradients)
+        self._fetch_main()
+        try:
+            for whole, value in self.state.values.items():
+                value.grad = self._gradients[whole] if self._active[whole] else None
+            run_step(self.optimizer, arguments)
+        finally:
+            for value in self.state.values.values():
+                value.grad = None
+        self._to_holders([whole for whole, active in self._active.items() if active])
+        self._edits = {unit: unit.edits for unit in self.groups}
+        for unit in self.groups:
+            updated(unit)
+        self.state.inner.write_options(options)
+
+    @torch.no_grad()
+    def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
+        """Another method of the class, on the whole parameters; what it does to them becomes main. Collective."""
+        self.state.inner.read_options(options)
+        self._fetch_main()
+        result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+        self._to_holders(self.state.wholes)
+        self._edits = {unit: unit.edits for unit in self.groups}
+        self.state.inner.write_options(options)
+        return result
+
+    def _fetch_main(self) -> None:
+        """What has been set from outside reaches the owners. Until they give main back, nobody else has theirs."""
+        changed = {unit for unit in self.groups if self._edits.get(unit) != unit.edits}
+        self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self.state.values)
+        self._edits = {}
+        for whole, value in self.state.values.items():
+            main, buffer = whole.unit.main, whole.unit.weights.buffer
+            if buffer.rests_in_full:  # see [Note: written weights]
+                follow_weights(value, buffer.views()[whole.index], main.rounded)
+
+    def _to_owners(
+        self, routes: Sequence[Route], read: Callable[[Route, Tensor], None], target: dict[WholeParameter, Tensor]
+    ) -> None:
+        for dtype in self._dtypes:
+            of_dtype = [route for route in routes if route.whole.dtype == dtype]
+            if not of_dtype:
+                continue
+            sent = _Cursor(_as(self._sent, dtype))
+            for route in self._outgoing(of_dtype):
+                read(route, sent.advance(route.world.numel))
+            received = _Cursor(self._exchange(of_dtype, dtype, forth=True))
+            for route in self._incoming(of_dtype):
+                target[route.whole].view(-1)[route.param.slice] = received.advance(route.world.numel)
+
+    def _to_holders(self, wholes: Collection[WholeParameter]) -> None:
+        """Main of `wholes` is sent, and set."""
+        wanted = set(wholes)
+        for dtype in self._dtypes:
+            routes = [route for route in self._routes_in(dtype) if route.whole in wanted]
+            if not routes:
+                continue
+            sent = _Cursor(_as(self._sent, dtype))
+            for route in self._incoming(routes):
+                sent.advance(route.world.numel).copy_(self.state.values[route.whole].view(-1)[route.param.slice])
+            received = _Cursor(self._exchange(routes, dtype, forth=False))
+            for route in self._outgoing(routes):
+                route.whole.unit.main.set(route.world, received.advance(route.world.numel), spare=True)
+
+    def _exchange(self, routes: Sequence[Route], dtype: torch.dtype, *, forth: bool) -> Tensor:
+        if self.state.replicated:
+            return _as(self._sent, dtype)
+        held, owned = [0] * self.state.num_owners, [0] * self.state.num_owners
+        for route in routes:
+            if route.holder == self.state.rank:
+                held[route.whole.owner] += route.world.numel
+            if route.whole.owner == self.state.rank:
+                owned[route.holder] += route.world.numel
+        sent, received = (held, owned) if forth else (owned, held)
+        into, data = _as(self._received, dtype), _as(self._sent, dtype)
+        self._collectives.all_to_all(into, data, received, sent, unit="owners", phase="step").wait()
+        return into
+
+    def _routes_in(self, dtype: torch.dtype) -> list[Route]:
+        return [route for route in self._routes if route.whole.dtype == dtype]
+
+    # Routes ------------------------------------------------------------------------------------------------------
+
+    def _routes_of(self, whole: WholeParameter) -> Iterator[Route]:
+        layout, slot = whole.unit.layout, whole.slot
+        for holder in range(self.state.num_owners):
+            held = slot.world if self.state.replicated else slot.world & layout.shard(holder)
+            if held:
+                yield Route(whole, holder, held, held.relative_to(slot.world.start))
+
+    def _outgoing(self, routes: Iterable[Route]) -> list[Route]:
+        """What this rank holds, in the order of the owners."""
+        return sorted(
+            (route for route in routes if route.holder == self.state.rank), key=lambda route: route.whole.owner
+        )
+
+    def _incoming(self, routes: Iterable[Route]) -> list[Route]:
+        """What this rank owns, in the order of the holders."""
+        return sorted(
+            (route for route in routes if route.whole.owner == self.state.rank), key=lambda route: route.holder
+        )
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """State and main of what this rank owns, scalars, and scratch (whole gradients, and the messages)."""
+        kinds: dict[str, list[Tensor]] = {
+            "main": [*self.state.values.values()],
+            "state": [],
+            "scalars": [],
+            "scratch": [],
+        }
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    kinds["state" if value.dim() else "scalars"].append(value)
+        kinds["scratch"] = [*self._gradients.values(), self._sent, self._received]
+        return kinds
+
+
+def _as(storage: Tensor, dtype: torch.dtype) -> Tensor:
+    return storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+class _Cursor:
+    """Gives one part of a buffer after the other."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._at = buffer, 0
+
+    def advance(self, numel: int) -> Tensor:
+        self._at += numel
+        return self._buffer[self._at - numel : self._at]
+
+
+def _read_main(route: Route, out: Tensor) -> None:
+    main = route.whole.unit.main
+    value = main.read(route.world, out)
+    if value is not out:
+        out.copy_(value)

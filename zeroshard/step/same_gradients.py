@@ -1,0 +1,82 @@
+"""Gradients that every rank has in full are the same on all of them: samples of a few parameters' at each step.
+
+Under plan OPTIMIZER_ONLY they differ where nobody has averaged them: every rank would step its part of main with its
+own. Under DDP they differ where one rank alone has changed `p.grad`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.samples import Listing, Samples
+from zeroshard.storage.unit import Unit
+
+_AT_A_TIME = 8
+"""Parameters that are looked at in one step: others in the next."""
+
+
+class SameGradients:
+    """Of one optimizer, on one rank."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._samples = Samples(collectives.device)
+        self._external = False
+
+    def look(self, units: dict[Unit, set[int]]) -> None:
+        """At some of the gradients of these slots, which every rank has in full."""
+        slots = [(unit, index) for unit, of_unit in units.items() for index in sorted(of_unit)]
+        first = self._samples.turn * _AT_A_TIME
+        self._external = any(unit.grads.is_external for unit in units)
+        for number in range(first, first + min(_AT_A_TIME, len(slots))):
+            unit, index = slots[number % len(slots)]
+            gradient = unit.grads.in_full(index)
+            if gradient is not None:
+                self._samples.take(number, unit.layout.slots[index].name, gradient.detach().reshape(-1))
+
+    def digest(self) -> Tensor:
+        """0-d float64."""
+        return self._samples.digest()
+
+    def expect_same(self, what: str) -> None:
+        """One more exchange, as digests differ. `what`: it is for.
+
+        Raises:
+            RuntimeError: on every rank, with the parameter.
+        """
+        found = self._collectives.exchange_objects(self._samples.listing(), what)
+        self.forget()
+        for rank, theirs in enumerate(found[1:], start=1):
+            if difference := _difference(found[0], theirs, rank, "parameter number " if self._external else ""):
+                raise RuntimeError(
+                    f"the ranks step with different gradients: {difference}. Nothing has been updated. "
+                    f"{_NOBODY_AVERAGES if self._external else _EDITED}"
+                )
+
+    def forget(self) -> None:
+        """They have been compared."""
+        self._samples.forget()
+
+    def tensors(self) -> list[Tensor]:
+        return self._samples.tensors()
+
+
+_NOBODY_AVERAGES = (
+    "An optimizer that is built from parameters leaves it to others to average their gradients over the ranks: wrap "
+    'the model in DistributedDataParallel, or let zeroshard do it: handle = zeroshard.shard(model, "zero1"), and '
+    "ShardedOptimizer(handle, ...)"
+)
+_EDITED = "What is done to p.grad between backward and step must be done on every rank alike"
+
+
+def _difference(mine: Listing, theirs: Listing, rank: int, kind: str) -> str:
+    of_first, of_other = ({number: (name, words) for number, name, words in one} for one in (mine, theirs))
+    for number in sorted(of_first.keys() | of_other.keys()):
+        if number not in of_first or number not in of_other:
+            having, missing = (0, rank) if number in of_first else (rank, 0)
+            name, _ = of_first.get(number) or of_other[number]
+            return f"{kind}{name} has one on rank {having}, and none on rank {missing}"
+        if of_first[number] != of_other[number]:
+            return f"that of {kind}{of_first[number][0]} has other values on rank {rank} than on rank 0"
+    return ""

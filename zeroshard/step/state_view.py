@@ -1,0 +1,100 @@
+"""`optimizer.state`: the state of each parameter in full, gathered when it is read.
+
+Reading is collective: `state[p]`, `p in state`, `len(state)`, iterating. (Who has a part of a parameter knows its
+state, the other ranks do not.) Writing is not, but every rank must do it: `state[p] = {...}`, `state[p]["step"] = ...`,
+`del state[p]`, `state.clear()`. What has been read is a copy. To write into its tensors would change nothing, and
+raises: they are inference tensors.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Collection, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.step.optimizer_state import OptimizerState
+from zeroshard.step.stepper import FullState
+
+
+class StateView(MutableMapping[Tensor, Any]):
+    """See the module's note. `params`: those of one optimizer; of no other a state is kept."""
+
+    def __init__(self, params: Sequence[Tensor], state: OptimizerState) -> None:
+        self._params, self._state = params, state
+
+    def __getitem__(self, parameter: Tensor) -> ParameterState:
+        self._expect_mine(parameter)
+        return ParameterState(self, parameter, self._gather({parameter}).get(parameter, {}))
+
+    def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: an item of another shape.
+        """
+        self._expect_mine(parameter)
+        self._state.load({parameter: state} if state else {}, {parameter})
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self[parameter] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        found = self._state.parameters()
+        return iter([parameter for parameter in self._params if parameter in found])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter is one for one in self)
+
+    def items(self) -> ItemsView[Tensor, Any]:
+        """All of it at once: unit by unit, not parameter by parameter."""
+        full = self._gather(None)
+        return {p: ParameterState(self, p, full[p]) for p in self._params if p in full}.items()
+
+    def values(self) -> ValuesView[Any]:
+        return dict(self.items()).values()
+
+    def clear(self) -> None:
+        """As if no step had been taken."""
+        self._state.clear()
+
+    def __repr__(self) -> str:
+        return f"<the state of {len(self._params)} parameters, gathered when it is read: optimizer.state[parameter]>"
+
+    def _gather(self, only: Collection[Tensor] | None) -> FullState:
+        full = self._state.gather(only)
+        with torch.inference_mode():
+            for state in full.values():
+                state.update({key: v.clone() for key, v in state.items() if isinstance(v, Tensor)})
+        return full
+
+    def _expect_mine(self, parameter: Tensor) -> None:
+        if not any(parameter is one for one in self._params):
+            raise KeyError("optimizer.state: no parameter of this optimizer")
+
+
+class ParameterState(UserDict[str, Any]):
+    """Of one parameter: a copy; items that are set or deleted are set or deleted in the optimizer."""
+
+    def __init__(self, view: StateView, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        self._view, self._parameter = view, parameter
+        self.data = dict(state)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._replace({**self.data, key: value})
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self.data:
+            raise KeyError(key)
+        self._replace({name: value for name, value in self.data.items() if name != key})
+
+    def clear(self) -> None:
+        self._replace({})
+
+    def _replace(self, state: dict[str, Any]) -> None:
+        self._view[self._parameter] = state
+        self.data = state

@@ -1,0 +1,1 @@
+"""Where the bytes of a unit lie: flat buffers, weights, gradients, main."""

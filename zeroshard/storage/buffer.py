@@ -1,0 +1,237 @@
+"""Flat storage: one contiguous 1-D tensor per unit and kind, its views, and where its values are.
+
+[Note: placement] A buffer has two placements. `resting` is where its values are between steps: it decides which storage
+the buffer holds for good, and so what else has to be asked: whether a place of the pool comes into play (`borrows`),
+and whether values stay on this rank (`rests_in_full`). `placement` is where they are now; `redistribute` changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.layout.portions import Portions
+from zeroshard.placement import SHARDED, Move, Placement, moves
+
+Allocate = Callable[[int], Tensor]
+"""Number of bytes -> uint8 zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How terms are summed: see `Collectives.reduce_scatter`."""
+
+    scratch: Tensor
+    wire: torch.dtype
+    divisor: int
+
+
+class FlatBuffer:
+    """A buffer under a layout. See [Note: placement].
+
+    Attributes:
+        layout: shared by the weights, gradients and main of a unit.
+        full: [layout.numel], or None while only the shard is held.
+        shard: [layout.shard_numel], the own interval: a view of `full` where `full` is held for good, else a storage
+            of its own (then a borrowed `full` comes and goes by `attach` and `detach`). Empty while it is let go.
+        is_guest: whether the shard lies in somebody else's storage for a while.
+        most: the most bytes of its own that it has held.
+        resting: where its values are between steps.
+        borrows: whether a full tensor is somebody else's, for a while: it rests in a shard that is not the whole.
+        placement: where its values are now (while a redistribution is under way: where they will be).
+    """
+
+    __slots__ = (
+        "_allocate",
+        "_lasting",
+        "_padding",
+        "_storage",
+        "_views",
+        "_views_of",
+        "borrows",
+        "full",
+        "is_guest",
+        "layout",
+        "most",
+        "placement",
+        "rank",
+        "resting",
+        "shard",
+    )
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        rank: int,
+        dtype: torch.dtype,
+        resting: Placement,
+        allocate: Allocate,
+        *,
+        lasting: bool = True,
+    ) -> None:
+        """`resting`: SHARDED allocates the shard alone, anything else the full buffer (so does a shard that is the
+        whole). `lasting`: False holds nothing before `hold`, and then the values that `allocate` gives."""
+        self.layout, self.rank = layout, rank
+        self.resting = self.placement = resting
+        self.borrows = resting is SHARDED and layout.num_shards > 1
+        self._views: list[Tensor] = []
+        self._padding: list[Tensor] = []
+        self._views_of: Tensor | None = None
+        self._lasting, self._allocate = lasting, allocate
+        self.is_guest = False
+        self._storage = allocate(0)
+        self.full: Tensor | None = None
+        self.shard = self._storage.view(dtype)
+        self.most = 0
+        if lasting:
+            self.hold()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.dtype
+
+    @property
+    def rests_in_full(self) -> bool:
+        """Whether the full tensor is its own: once all values are there, they stay."""
+        return not self.borrows
+
+    def hold(self) -> None:
+        """Have storage of its own, where it has none."""
+        if self._storage.numel():
+            return
+        numel = self.layout.shard_numel if self.borrows else self.layout.numel
+        self._storage = self._allocate(numel * self.dtype.itemsize)
+        self.most = self._storage.nbytes
+        held = self._storage.view(self.dtype)
+        if self.borrows:
+            self.shard = held
+        else:
+            self.full, self.shard = held, held[self.layout.shard(self.rank).slice]
+
+    def let_go(self) -> None:
+        """Nobody needs the values any more: its own storage goes, unless it is lasting."""
+        if not self._lasting:
+            self.is_guest = False
+            self._storage = self._allocate(0)
+            self.shard = self._storage.view(self.dtype)
+            if not self.borrows:
+                self.full = None
+                self._forget_views()
+
+    def move(self, storage: Tensor | None = None) -> None:
+        """The values of the shard go into `storage`, uint8 [its bytes], which belongs to somebody else; None: into a
+        storage of its own again."""
+        assert self.borrows and not self._lasting, "not a shard that comes and goes"
+        self.is_guest = storage is not None
+        storage = self._allocate(self._storage.nbytes) if storage is None else storage
+        self._storage = storage.copy_(self._storage)
+        self.shard = self._storage.view(self.dtype)
+
+    def attach(self, full: Tensor) -> None:
+        """Borrow a full-size tensor [layout.numel] for a while."""
+        assert self.borrows and self.full is None and full.numel() == self.layout.numel, "not a borrower"
+        self.full = full
+
+    def detach(self, *, forget: bool = False) -> None:
+        """Give a borrowed full tensor back. Its views are kept for the next time, unless it is to be forgotten."""
+        if self.borrows:
+            self.full = None
+            if forget:
+                self._forget_views()
+
+    def redistribute(
+        self,
+        to: Placement,
+        collectives: Collectives,
+        *,
+        unit: str,
+        phase: str,
+        portions: Portions | None = None,
+        reduction: Reduction | None = None,
+        acknowledge: bool = False,
+    ) -> Pending:
+        """Start the change of placement: the values are `to` once what is returned has been waited for.
+
+        Args:
+            portions: what moves; None: everything.
+            reduction: of values that are PARTIAL.
+            acknowledge: the own shard will be written to before the ranks meet again (see `Collectives.all_gather`).
+
+        Raises:
+            ValueError: no such transition.
+        """
+        pending = Pending()
+        for number, move in enumerate(moves(self.placement, to)):
+            assert self.full is not None, "a redistribution needs the full tensor"
+            if number:
+                pending.release()  # what the move before has read is overwritten by this one
+            if move is Move.REDUCE_SCATTER:
+                assert reduction is not None, "a sum needs scratch"
+                pending = collectives.reduce_scatter(
+                    self.full,
+                    self.shard,
+                    reduction.scratch,
+                    wire=reduction.wire,
+                    unit=unit,
+                    phase=phase,
+                    divisor=reduction.divisor,
+                    portions=portions,
+                )
+            else:
+                pending = collectives.all_gather(
+                    self.full, self.shard, unit=unit, phase=phase, acknowledge=acknowledge, portions=portions
+                )
+        self.placement = to
+        return pending
+
+    def views(self) -> list[Tensor]:
+        """One view per slot of the full buffer, in the parameter's shape."""
+        self._look()
+        return self._views
+
+    def padding(self) -> list[Tensor]:
+        """The elements of the full buffer that belong to no slot, as 1-D views."""
+        self._look()
+        return self._padding
+
+    def _look(self) -> None:
+        assert self.full is not None, "the full buffer is not here"
+        if self._views_of is not self.full:
+            self._views = [self.full[slot.world.slice].view(slot.shape) for slot in self.layout.slots]
+            self._padding = [self.full[interval.slice] for interval in self.layout.padding]
+            self._views_of = self.full
+
+    def _forget_views(self) -> None:
+        self._views, self._padding, self._views_of = [], [], None
+
+    def own_part_of_full(self) -> Tensor:
+        """[shard_numel]: the own interval inside the full buffer."""
+        assert self.full is not None, "the full buffer is not here"
+        return self.full[self.layout.shard(self.rank).slice]
+
+    def storages(self) -> list[Tensor]:
+        """What this buffer owns (not what it borrows)."""
+        return [] if self.is_guest else [self._storage]
+
+
+def live_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    plain = plain_parts(tensors)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain}
+    return sum(storages.values())
+
+
+def plain_parts(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors inside those that are made of several (quantised state: codes, scales), the others themselves."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from plain_parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor

@@ -1,0 +1,101 @@
+"""Gradients that no buffer of this engine holds: those of a frozen unit, and those that others leave in `p.grad`.
+
+| class               | of                                  | values                                                  |
+|---------------------|-------------------------------------|---------------------------------------------------------|
+| `Gradients`         | a unit that trains (`gradients.py`) | in its buffer: accumulated, reduced, used up by a step  |
+| `ExternalGradients` | a unit under OPTIMIZER_ONLY         | in `p.grad`, reduced by others: read, and left there    |
+| `NoGradients`       | a frozen unit                       | none                                                    |
+
+What reads gradients (a step, a norm, a look for what is not finite) asks all three alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.model.absent import as_tensors
+from zeroshard.storage.gradients import Gradients, GradState
+
+
+class NoGradients:
+    """Of a frozen unit. Attributes and methods mean what they mean in `Gradients`."""
+
+    is_external: ClassVar[bool] = False
+    state: ClassVar[GradState] = GradState.EMPTY  # there is nothing to reduce, to show or to use up
+    held_in: ClassVar[torch.dtype | None] = None
+    most: ClassVar[int] = 0
+
+    @property
+    def summed(self) -> set[int]:
+        return set()
+
+    @property
+    def present(self) -> set[int]:
+        return set()
+
+    @property
+    def waiting(self) -> set[int]:
+        return self.present
+
+    def sum_only(self, slots: set[int]) -> None:
+        """Nothing is summed here."""
+
+    def consume(self, slots: Collection[int]) -> None:
+        """Nothing is used up here."""
+
+    def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
+        assert scratch is not None, "these gradients lie in no buffer"
+        return scratch.zero_()
+
+    def views(self, world: Interval) -> Iterator[Tensor]:
+        return iter(())
+
+    def in_full(self, index: int) -> Tensor | None:
+        return None
+
+    def storages(self) -> list[Tensor]:
+        return []
+
+
+class ExternalGradients(NoGradients):
+    """The means over ranks that something else (torch DDP, say) leaves in `p.grad`, in full on every rank. A step reads
+    them there and leaves them there: they are the user's, and may change without our knowing."""
+
+    is_external = True
+
+    def __init__(self, layout: BufferLayout, parameters: Sequence[nn.Parameter]) -> None:
+        self._layout, self._parameters = layout, parameters
+        self._of_name = {slot.name: parameter for slot, parameter in zip(layout.slots, parameters, strict=True)}
+
+    @property
+    def present(self) -> set[int]:
+        """Slots with a `p.grad`: one look at each parameter."""
+        with as_tensors():
+            return {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
+
+    def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
+        out = super().read(world, scratch)
+        for fragment in self._layout.fragments_in(world):
+            grad = self._of_name[fragment.slot.name].grad
+            if grad is not None:
+                out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
+        return out
+
+    def views(self, world: Interval) -> Iterator[Tensor]:
+        for fragment in self._layout.fragments_in(world):
+            grad = self._of_name[fragment.slot.name].grad
+            if grad is not None:
+                yield grad.reshape(-1)[fragment.param.slice]
+
+    def in_full(self, index: int) -> Tensor | None:
+        grad = self._parameters[index].grad
+        return grad if grad is not None and grad.layout is torch.strided else None
+
+
+AnyGradients = Gradients | ExternalGradients | NoGradients

@@ -1,0 +1,293 @@
+"""The gradients of one unit: accumulated in a bucket, reduced into the shard, consumed by the step.
+
+    EMPTY --open()--> PARTIAL --reduce()--> REDUCING --arrive()--> REDUCED --consume()--> EMPTY
+                         ^                                            |
+                         +------------- open(), next micro-batch -----+
+
+The *bucket* is the full-size buffer that backward writes to. Plans whose gradients rest in full own it; plans with
+sharded gradients borrow one and keep the shard alone. A reduction leaves the mean over ranks, as torch DDP does.
+Reducing at every micro-batch follows one rule under all plans, so that they stay bit-identical: what has been reduced
+so far enters the next sum, times the number of ranks, as part of the owner's own term.
+
+Slots that are frozen are not summed: their gradient is zero wherever somebody may look at it, in the shard and in a
+buffer that is held in full. In a borrowed bucket they are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.sums import add
+from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
+from zeroshard.storage.buffer import FlatBuffer, Reduction
+
+
+class GradState(Enum):
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+class Gradients:
+    """See the module's note.
+
+    Attributes:
+        is_external: whether others reduce them, and a step leaves them where they are (`external_gradients.py`).
+        buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
+            REDUCED: the mean over ranks of such sums.
+        num_ranks: that the mean is over.
+        carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
+        mean: where the mean is once gradients have been reduced: REPLICATED is gathered then.
+        state: the life cycle above.
+        summed: slots that reductions sum; the same on every rank.
+        stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
+        ready: slots accumulated in the backward under way.
+        present: slots that got a gradient on this rank since the last step.
+        waiting: slots that no step has used yet; the same on every rank, as `present` need not be. All are in `summed`.
+    """
+
+    is_external: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        unit: str,
+        buffer: FlatBuffer,
+        wire: torch.dtype,
+        *,
+        num_ranks: int = 1,
+        carries: bool = True,
+        mean: Placement = SHARDED,
+    ) -> None:
+        self._unit, self._wire = unit, wire
+        self.num_ranks, self.carries, self.mean = num_ranks, carries, mean
+        self._pending = Pending()
+        self._carry = False
+        self._reduced_before = False
+        self.buffer = buffer
+        self.state = GradState.EMPTY
+        self.stale: set[int] = set()
+        self.ready: set[int] = set()
+        self.present: set[int] = set()
+        self.waiting: set[int] = set()
+        self.sum_only(set(range(len(buffer.layout.slots))))
+
+    def sum_only(self, slots: set[int]) -> None:
+        """From now on; between two backwards, with the same slots on every rank."""
+        assert self.waiting <= slots, "what waits for a step is added to"
+        self.summed = slots
+        self._portions = self.buffer.layout.portions(slots)
+        if self.state is GradState.PARTIAL:
+            self.waiting = set(slots)
+
+    @property
+    def needs_bucket(self) -> bool:
+        """Whether the next accumulation has to borrow a full-size bucket first."""
+        return self.buffer.full is None and self.buffer.borrows
+
+    def open(self, bucket: Tensor | None = None) -> None:
+        """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
+        self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
+        self._reduced_before = self.state is GradState.REDUCED
+        carries = self._reduced_before and self.carries
+        if self.buffer.is_guest:  # before others need the place: what is reduced next goes here
+            self.buffer.move()
+        if bucket is not None:
+            self.buffer.attach(bucket)
+        else:
+            self.buffer.hold()
+        assert self.buffer.full is not None, "accumulation needs a bucket"
+        if padding := self.buffer.padding():  # borrowed buckets and unparked ones have any values there
+            torch._foreach_zero_(padding)
+        self._carry = carries and self.buffer.borrows
+        if carries and self.buffer.rests_in_full:  # the own interval carries the sum so far, the others start anew
+            own = self.buffer.layout.shard(self.buffer.rank)
+            self.buffer.full[: own.start].zero_()
+            self.buffer.full[own.stop :].zero_()
+            self.buffer.shard.mul_(self.num_ranks)
+        else:
+            self.stale = set(range(len(self.buffer.layout.slots)))
+        self.waiting = set(self.summed)
+        self.buffer.placement = PARTIAL
+        self.state = GradState.PARTIAL
+
+    def accumulate(self, index: int, grad: Tensor) -> None:
+        """Add one parameter's gradient (any shape-equal float tensor) to its slot, in the buffer's dtype."""
+        view = self.buffer.views()[index]
+        if index in self.stale:
+            self.stale.discard(index)
+            view.copy_(grad)
+        elif grad.dtype == view.dtype:
+            view.add_(grad)
+        else:
+            flat = view.view(-1)
+            add(flat, grad.reshape(-1), out=flat)
+        self.ready.add(index)
+        self.present.add(index)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the bucket holds this rank's terms and nothing else."""
+        return self.state is GradState.PARTIAL and not self._reduced_before
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the shard is all that is held, and not where somebody else's storage is already."""
+        return self.state is GradState.REDUCED and self.buffer.full is None and not self.buffer.is_guest
+
+    def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
+        """PARTIAL -> REDUCING. Summed slots without a gradient take part with zeros."""
+        self._expect((GradState.PARTIAL,), "reduce")
+        for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
+            self.buffer.views()[index].zero_()
+        self.stale.clear()
+        self.buffer.hold()
+        if self.buffer.borrows and not self._portions.is_whole:
+            self._clear_between_portions()
+        if self._carry:
+            self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.num_ranks))
+        self._pending = self.buffer.redistribute(
+            SHARDED,
+            collectives,
+            unit=self._unit,
+            phase="backward",
+            portions=self._portions,
+            reduction=Reduction(scratch, self._wire, self.num_ranks),
+        )
+        self.state = GradState.REDUCING
+
+    def _clear_between_portions(self) -> None:
+        """In the shard. What waits for a step is in the portions."""
+        end = 0
+        for portion in self._portions.inside(self.buffer.rank):
+            self.buffer.shard[end : portion.start].zero_()
+            end = portion.stop
+        self.buffer.shard[end:].zero_()
+
+    def arrive(self) -> None:
+        """REDUCING -> REDUCED: the shard holds the mean. A borrowed bucket may be given back (`close`)."""
+        self._expect((GradState.REDUCING,), "wait for")
+        self._pending.wait()
+        self._carry = False
+        self.state = GradState.REDUCED
+
+    def release(self) -> None:
+        """Wait until no peer reads the bucket any more."""
+        self._pending.release()
+
+    def close(self, *, forget: bool = False) -> None:
+        """Give a borrowed bucket back."""
+        self.buffer.detach(forget=forget)
+
+    def replicate(self, collectives: Collectives) -> None:
+        """The mean goes where the plan wants it, started: `release` waits for it. No peer may still be reading the
+        bucket."""
+        self._expect((GradState.REDUCED,), "replicate")
+        self._pending = self.buffer.redistribute(
+            self.mean, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
+        )
+
+    def consume(self, slots: set[int]) -> None:
+        """-> EMPTY for these slots: the step has used them, or somebody discards them."""
+        if self.state is GradState.EMPTY:
+            return
+        self.present -= slots
+        self.waiting -= slots
+        if not self.waiting:
+            self.state = GradState.EMPTY
+            self.buffer.let_go()
+            return
+        for index in slots:
+            if self.buffer.full is not None:
+                self.buffer.views()[index].zero_()
+            if self.buffer.full is None or self._carry:
+                self.own_part(index).zero_()
+
+    def assign(self, index: int, part: Tensor) -> None:
+        """The reduced gradient of one slot becomes `part`: flat, of the elements that `held_interval` has of it."""
+        if self.state is GradState.EMPTY:
+            self.buffer.hold()
+            for held in (self.buffer.shard, self.buffer.full):
+                held.zero_() if held is not None else None
+            self.stale.clear()
+            self.buffer.placement = self.mean
+            self.state = GradState.REDUCED
+        self._expect((GradState.REDUCED,), "assign")
+        if index not in self.summed:  # frozen; a backward before the step adds to it
+            self.sum_only(self.summed | {index})
+        self.held_part(index).copy_(part)
+        self.present.add(index)
+        self.waiting.add(index)
+
+    @property
+    def means_in_full(self) -> bool:
+        """Whether every rank holds all of what has been reduced."""
+        return self.mean is REPLICATED
+
+    @property
+    def own_interval(self) -> Interval:
+        return self.buffer.layout.shard(self.buffer.rank)
+
+    @property
+    def held_interval(self) -> Interval:
+        """Where reduced values are valid on this rank."""
+        return Interval(0, self.buffer.layout.numel) if self.means_in_full else self.own_interval
+
+    def own_part(self, index: int) -> Tensor:
+        """Flat: what this rank's shard has of the reduced gradient of one slot; perhaps nothing."""
+        world = self.buffer.layout.slots[index].world & self.own_interval
+        return self.buffer.shard[world.relative_to(self.own_interval.start).slice] if world else self.buffer.shard[:0]
+
+    def held_part(self, index: int) -> Tensor:
+        """Flat: what this rank holds of the reduced gradient of one slot."""
+        return self.buffer.views()[index].view(-1) if self.means_in_full else self.own_part(index)
+
+    def piece(self, world: Interval) -> Tensor:
+        """[world.numel] of the reduced gradient; `world` must lie in what this rank holds."""
+        if self.buffer.full is not None:
+            return self.buffer.full[world.slice]
+        return self.buffer.shard[world.relative_to(self.own_interval.start).slice]
+
+    @property
+    def held_in(self) -> torch.dtype | None:
+        """The dtype in which `read` finds them, without scratch, where they lie; None: it can't."""
+        return self.buffer.dtype
+
+    def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
+        """[world.numel] of the reduced gradient: where it lies, or in `scratch` (any float dtype), as zeros where there
+        is none."""
+        if scratch is None:
+            return self.piece(world)
+        return scratch.zero_() if self.state is GradState.EMPTY else scratch.copy_(self.piece(world))
+
+    def views(self, world: Interval) -> Iterator[Tensor]:
+        """What there is of the same elements, where they lie."""
+        if self.state is not GradState.EMPTY:
+            yield self.piece(world)
+
+    def in_full(self, index: int) -> Tensor | None:
+        """The reduced gradient of one slot, of gradients that are replicated; None: there is none."""
+        is_there = self.state is GradState.REDUCED and index in self.waiting
+        return self.buffer.views()[index] if is_there else None
+
+    @property
+    def most(self) -> int:
+        """Bytes at once, so far."""
+        return self.buffer.most
+
+    def storages(self) -> list[Tensor]:
+        return self.buffer.storages()
+
+    def _expect(self, states: tuple[GradState, ...], verb: str) -> None:
+        if self.state not in states:
+            allowed = " or ".join(state.value for state in states)
+            raise RuntimeError(
+                f"unit {self._unit}: cannot {verb} gradients that are {self.state.value}: they must be {allowed}"
+            )

@@ -1,0 +1,89 @@
+"""What `state_dict()` methods give, as JSON and tensors, and back: numbers, texts, lists, dicts, tuples, tensors.
+
+JSON has no tuples, no keys but texts, no infinity and no tensors. These become objects of one entry:
+
+    (1, 2) -> {"$tuple": [1, 2]}    {3: "x"} -> {"$dict": [[3, "x"]]}    inf -> {"$float": "inf"}
+    Counter({3: 1}) -> {"$counter": [[3, 1]]}    tensor -> {"$tensor": "<name under which it is stored>"}
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.io.checked import CheckpointError
+from zeroshard.io.tensor_file import DTYPE_NAMES
+
+
+def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
+    """`value` as JSON; `store` takes each tensor and names it.
+
+    Raises:
+        ValueError: something that is none of the above (code is never stored); a tensor that is sparse or quantised.
+    """
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int) and type(value) is int:
+        return value
+    if isinstance(value, float) and type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            raise ValueError(f"{where} is a {type(value).__name__} of layout {value.layout}: only dense, plain tensors")
+        if value.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{where} has the dtype {value.dtype}, which safetensors files do not have")
+        return {"$tensor": store(value.detach())}
+    if isinstance(value, dict):
+        items = [[key, encode(item, store, f"{where}[{key!r}]")] for key, item in value.items()]
+        if any(not isinstance(key, (str, int, float, bool, type(None))) for key in value):
+            raise ValueError(f"{where} has keys that are neither texts nor numbers")
+        if isinstance(value, Counter):
+            return {"$counter": items}
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return dict(items)
+        return {"$dict": items}
+    if type(value) in (list, tuple):
+        items = [encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    raise ValueError(
+        f"{where} is of type {type(value).__name__}: a checkpoint holds numbers, texts, lists, tuples, dicts and "
+        "tensors; let its state_dict() give these"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse; `tensor` reads one by its name.
+
+    Raises:
+        CheckpointError: JSON that `encode` cannot have made.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: decode(item, tensor) for key, item in value.items()}
+    (kind, content), *_ = value.items()
+    try:
+        if kind == "$tensor":
+            return tensor(content)
+        if kind == "$float":
+            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
+        if kind == "$tuple":
+            return tuple(decode(item, tensor) for item in content)
+        if kind == "$dict":
+            return {key: decode(item, tensor) for key, item in content}
+        if kind == "$counter":
+            return Counter({key: decode(item, tensor) for key, item in content})
+    except (TypeError, ValueError, KeyError, RecursionError):
+        pass
+    raise CheckpointError(f"holds a value of the unknown kind {kind[:20]!r}, or a damaged one")
+
+
+def no_tensors(value: Tensor) -> str:
+    raise ValueError(f"a tensor of shape {tuple(value.shape)} where a plain number is expected")
