@@ -223,8 +223,8 @@ def check_limit(
 
 def _too_small(limit: int, needed: int) -> str:
     return (
-        f"max_transient_bytes={limit}: these units need {needed} bytes of full-size places, buckets and scratch. Allow "
-        "that much, or choose smaller units (the largest parameter sets the least)"
+        f"max_transient_bytes={limit}: these units need {needed} bytes of full-size buffers, buckets and scratch. "
+        "Allow that much, or choose smaller units (the largest parameter sets the least)"
     )
 
 

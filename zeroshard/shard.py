@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
 from zeroshard.model.absent import give
@@ -31,7 +32,6 @@ from zeroshard.planner import check_limit, fit_units
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.materialize import META, Source, is_on_meta, move
 from zeroshard.runtime.materialize import materialize as give_values
-from zeroshard.storage.same import expect_same
 from zeroshard.storage.unit import Unit
 
 _LOAD_THE_SAME = (

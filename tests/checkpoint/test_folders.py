@@ -20,7 +20,7 @@ import zeroshard
 from tests.checkpoint.common import same_bits
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.folders import LATEST, find, latest, steps, sweep
-from zeroshard.storage.values import decode, encode
+from zeroshard.io.values import decode, encode
 from zeroshard.testing import run_ranks
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, same_bits
+from zeroshard.comm.same import differing, fingerprint
 from zeroshard.io.tensor_file import bytes_of
-from zeroshard.storage.same import differing, fingerprint
 from zeroshard.testing import run_ranks
 
 

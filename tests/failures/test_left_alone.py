@@ -17,7 +17,7 @@ import zeroshard
 from tests.checkpoint.common import Run
 from tests.failures.common import Ended, Ranks, finish_all
 from tests.patience import AT_ONCE
-from zeroshard.layout.positions import Here, Position, Wait, knot
+from zeroshard.comm.positions import Here, Position, Wait, knot
 
 
 def early(rank: int, mark: Callable[[], Any], plan: str, last: int, case: str, folder: Path) -> None:

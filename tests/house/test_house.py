@@ -137,7 +137,7 @@ def _missing(walks: str) -> list[str]:
 
 
 def test_the_walks_name_what_exists() -> None:
-    _, _, rest = PAGE.read_text().partition("## Three walks\n")
+    _, _, rest = PAGE.read_text().partition("## Four walks\n")
     walks, _, _ = rest.partition("\n## ")
     assert len(re.findall(r"`[\w/]+\.py:", walks)) > 20
     assert not _missing(walks)

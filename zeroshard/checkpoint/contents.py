@@ -23,12 +23,12 @@ from torch import Tensor
 from zeroshard.checkpoint.rank_state import blob, number, whole
 from zeroshard.checkpoint.saved_state import StateKinds, names_of
 from zeroshard.checkpoint.writer import Item
+from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.stepper import StateChunk, StateEntry, whole_entry
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.values import encode, no_tensors
 
 Optimizers = ShardedOptimizer | Sequence[ShardedOptimizer] | None
 

@@ -16,8 +16,8 @@ from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import Item
 from zeroshard.io.tensor_file import bytes_of
+from zeroshard.io.values import decode, encode
 from zeroshard.layout.interval import Interval
-from zeroshard.storage.values import decode, encode
 
 
 def whole(name: str, value: Tensor) -> Item:

@@ -18,13 +18,13 @@ from zeroshard.checkpoint.rank_state import rank_state, set_random_state
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import SavedOptimizer, names_of, saved_entries, saved_groups
 from zeroshard.comm.profiling import phase
+from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.stepper import SavedTensor, stepped
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.values import decode
 
 # Before anything is changed -------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.reader import Reader
+from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.precision import precision_for
@@ -25,7 +26,6 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.inner import is_elementwise_state
 from zeroshard.step.stepper import SavedTensor
-from zeroshard.storage.values import decode
 
 KINDS = ("optimizer", "scalar", "number", "value")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zeroshard.comm.positions import Position
 from zeroshard.comm.processes import Who
-from zeroshard.layout.positions import Position
 
 GIVING_UP = "giving up"
 OUTSIDE = "outside of the program's own lines"

@@ -36,11 +36,11 @@ from zeroshard.comm.messages import Messages, Told, label, receive, send
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.packets import HEAD_BYTES, ROOM_BYTES, Elsewhere, expect_same, pack
 from zeroshard.comm.patience import wait_for_all
+from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.profiling import span
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.layout.portions import Portions, everything
-from zeroshard.layout.positions import HERE, Wait
 from zeroshard.layout.sums import carve, divide, in_shards, parts, split_like, sum_in_rank_order
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -16,7 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeroshard.comm import watch
-from zeroshard.layout.positions import HERE, Wait
+from zeroshard.comm.positions import HERE, Wait
 
 
 class Orders:

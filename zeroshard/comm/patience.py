@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from zeroshard.comm import watch
-from zeroshard.layout.positions import HERE, Wait
+from zeroshard.comm.positions import HERE, Wait
 
 
 def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:

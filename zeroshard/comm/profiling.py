@@ -4,8 +4,8 @@
     zeroshard::gather(blocks.3)                  a phase: from when a module needs the unit until it is shown
         zeroshard::all_gather(blocks.3)      a collective: what this rank does to start it
 
-Every call costs one test of a flag (less than a microsecond) while no profiler runs. With one, a range costs some microseconds, so it is
-asked for per unit or per step, never per parameter.
+Every call costs one test of a flag (less than a microsecond) while no profiler runs. With one, a range costs some
+microseconds, so it is asked for per unit or per step, never per parameter.
 """
 
 from __future__ import annotations

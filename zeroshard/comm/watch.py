@@ -35,9 +35,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.comm.backends import backends_of, timeout_of
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE, Seen, blame, describe_knot
+from zeroshard.comm.positions import HERE, Position, knot
 from zeroshard.comm.processes import Who
 from zeroshard.comm.store_line import Silent, StoreLine
-from zeroshard.layout.positions import HERE, Position, knot
 
 BEAT_SECONDS = 0.5
 """Between two times that a rank says that it runs: to its watch, and to those with whom it saves."""

@@ -17,8 +17,8 @@ from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_g
 from zeroshard.checkpoint.writer import SYNC_BYTES
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.exchange.exported import place, stored_item
+from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
-from zeroshard.storage.values import decode
 
 DATA = "__0_0.distcp"
 BOX_BYTES = 16 << 20

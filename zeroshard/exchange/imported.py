@@ -20,8 +20,8 @@ from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.together import in_words
 from zeroshard.exchange.dcp_folder import Box, Foreign
 from zeroshard.io.tensor_file import open_model
+from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
-from zeroshard.storage.values import encode, no_tensors
 
 
 @dataclass(frozen=True)

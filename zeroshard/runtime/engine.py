@@ -196,7 +196,7 @@ class Engine(NotCopied):
         for unit in frozen:
             unit.unfreeze(self.collectives)
         local = self.reducer.local
-        self.pool.clear()  # the places are allotted anew, for more units
+        self.pool.clear()  # its buffers are planned anew, for more units
         self.gatherer = Gatherer(self.units, self.collectives, self.pool)
         self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
         self.reducer.local = local

@@ -15,8 +15,8 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.together import together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.io.values import decode, encode
 from zeroshard.model.trees import map_tensors
-from zeroshard.storage.values import decode, encode
 
 
 class FromRank0:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from zeroshard.comm.same import expect_same
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.runtime.engine import Engine
 from zeroshard.storage.gradients import Gradients, GradState
-from zeroshard.storage.same import expect_same
 from zeroshard.storage.unit import Unit
 
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.model.absent import give
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import Gatherer
-from zeroshard.storage.same import expect_same
 from zeroshard.storage.unit import Unit
 
 

@@ -330,12 +330,13 @@ class Schedule(NotCopied):
         task = torch._C._current_graph_task_id()
         # A backward inside of this one (a reentrant checkpoint's) has a later number. While it runs nobody can tell
         # whether the outer one has more for a unit that it had come to: that is asked when it goes on.
-        unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._is_done(unit, units)}
+        unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._leave(unit, units)}
         self._at = dict.fromkeys(units, task) | unfinished
         self.gatherer.enter_backward(units)
 
-    def _is_done(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
-        """Backward leaves the unit for the next ones. If that was for the last time, it is reduced."""
+    def _leave(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
+        """Backward goes on to the next units. Has it come here for the last time, the unit is reduced. False where the
+        graph has more for it, which an outer backward will be asked about again."""
         if unit in next_units or any(visit.unit is unit for visit in self._visits):
             return True
         return not self._accumulates or self.reducer.complete(unit, at_end=self._backward is None)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import TensorFile, open_model
 from zeroshard.layout.interval import Interval
 from zeroshard.model.managed import Managed
 from zeroshard.model.units import plain_name
-from zeroshard.storage.same import expect_same
 from zeroshard.storage.unit import Unit
 
 META = torch.device("meta")

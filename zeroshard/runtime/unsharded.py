@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.same import expect_same
 from zeroshard.runtime.gather import Gatherer
-from zeroshard.storage.same import expect_same
 from zeroshard.storage.unit import Unit
 
 Part = nn.Module | nn.Parameter | str

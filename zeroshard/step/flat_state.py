@@ -16,6 +16,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.together import tell_together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.io.values import decode, encode, no_tensors
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
@@ -34,7 +35,6 @@ from zeroshard.step.stepper import (
     whole_entry,
 )
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.values import decode, encode, no_tensors
 
 ELEMENTWISE, SCALAR, PLAIN = "elementwise", "scalar", "plain"
 """What an item of a parameter's state is: a value for every element; a tensor of one number; no tensor."""

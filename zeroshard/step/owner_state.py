@@ -14,6 +14,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.together import tell_together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
+from zeroshard.io.values import decode, encode
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
@@ -21,7 +22,6 @@ from zeroshard.placement import REPLICATED
 from zeroshard.step.inner import READING, Inner, OptimizerClass, Options
 from zeroshard.step.stepper import FullState, Groups, Need, SavedState, SavedTensor, StateEntry, whole_entry
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.values import decode, encode
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.from_rank0 import FromRank0
@@ -16,7 +17,6 @@ from zeroshard.runtime.full_state import EVERYWHERE, PASS_THE_SAME, Taking
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import FullState, stepped
-from zeroshard.storage.same import expect_same
 from zeroshard.storage.unit import Unit
 
 

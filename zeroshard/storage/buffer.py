@@ -1,7 +1,7 @@
 """Flat storage: one contiguous 1-D tensor per unit and kind, its views, and where its values are.
 
 [Note: placement] A buffer has two placements. `resting` is where its values are between steps: it decides which storage
-the buffer holds for good, and so what else has to be asked: whether a place of the pool comes into play (`borrows`),
+the buffer holds for good, and so what else has to be asked: whether a buffer of the pool comes into play (`borrows`),
 and whether values stay on this rank (`rests_in_full`). `placement` is where they are now; `redistribute` changes it.
 """
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.io.values import encode
 from zeroshard.layout.digest import digest
-from zeroshard.storage.values import encode
 
 SHOWN = 5
 """Names in a message."""
