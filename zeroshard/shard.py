@@ -212,14 +212,8 @@ def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives
         if parameter.is_meta:
             raise ValueError(f"{name} is ignored, and on the meta device: give it values before shard()")
     for name, parameter in parameters.items():
-        other = handle_of(parameter)
-        if other is not None and other.plan.external_gradients:
-            raise ValueError(
-                f"parameter {name} belongs to a ShardedOptimizer that was built before shard(): call shard() first, "
-                "then ShardedOptimizer(handle, ...)"
-            )
-        if other is not None:
-            raise ValueError(f"parameter {name} is sharded already, as {other!r}: close() that handle first")
+        if taken := _taken(parameter):
+            raise ValueError(f"parameter {name} {taken}")
         if parameter.device.type not in (device.type, "meta"):
             raise ValueError(
                 f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "
@@ -230,6 +224,19 @@ def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives
                 f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
                 "A rank has the whole model on one device"
             )
+
+
+def _taken(parameter: nn.Parameter) -> str:
+    """By which handle; nothing where by none. (In words: an error that is kept would keep the handle.)"""
+    other = handle_of(parameter)
+    if other is None:
+        return ""
+    if other.plan.external_gradients:
+        return (
+            "belongs to a ShardedOptimizer that was built before shard(): call shard() first, then "
+            "ShardedOptimizer(handle, ...)"
+        )
+    return f"is sharded already, as {other!r}: close() that handle first"
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device | None:

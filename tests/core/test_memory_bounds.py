@@ -26,7 +26,7 @@ import zeroshard
 from zeroshard.comm import collectives
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh
-from zeroshard.layout.layout import pool_plan
+from zeroshard.layout import pool_plan
 from zeroshard.model.absent import as_tensors
 from zeroshard.planner import plan_memory
 from zeroshard.step import pieces

@@ -235,7 +235,7 @@ class OtherClamp(Run):
 class AfterClip(Run):
     """The exchange of the step was over by then."""
 
-    named = r"after clip_grad_norm_, lr of group 0: as before on rank 0, 0.3 on rank 1. The step before has used it"
+    named = r"after clip_grad_norm_, lr of group 0: as before on rank 0, 0.3 on rank 1. The previous step has used it"
 
     def edit(self, step: int) -> None:
         self.optimizer.clip_grad_norm_(1.0)

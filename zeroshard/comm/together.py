@@ -70,5 +70,8 @@ def tell_together(
     if failed:
         rank, (kind, text) = failed[0]
         where = "" if len(failed) == len(results) and all(of[1] == text for _, of in failed) else f" (on rank {rank})"
-        raise {one.__name__: one for one in errors}.get(kind, errors[0])(f"{what}{where}: {text}") from failure
+        try:
+            raise {one.__name__: one for one in errors}.get(kind, errors[0])(f"{what}{where}: {text}") from failure
+        finally:
+            failure = None  # its traceback has this frame: a circle, which would keep what `work` has looked at
     return kept, [of_rank for _, of_rank in results]
