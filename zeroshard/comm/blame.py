@@ -1,4 +1,4 @@
-"""Whom a rank has waited for in vain: what can be said, from what has been heard of the others. No store, no clock."""
+"""Which rank a timed-out wait was for, and why it did not come, from the others' heartbeats. No store, no clock."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Where the ranks are among their collectives, and whether they wait for each other without end.
+"""Which collectives the ranks have reached, and whether they wait for each other forever.
 
-A rank that waits says for what: the n-th collective of a kind. It *needs* every member that has not begun that one yet,
-and waits as well. Ranks that need each other in a circle, or one that has left, wait in vain:
+A rank that waits says for which collective: the n-th of a kind. It *needs* every member that has not begun that one
+yet, if that member waits too or has left. Ranks that need each other in a circle, and a rank that needs one that has
+left, wait forever:
 
     rank 0   if rank == 0: optimizer.state_dict()    waits for gather 7;  rank 1 has begun 6
     rank 1   dist.barrier()                          waits for rank 0, which is not there

@@ -1,13 +1,14 @@
-"""The watch: what the ranks know of each other's end, so that none waits for one that will not come.
+"""The watch: each rank learns when another rank fails, so that no rank waits for one that will not come.
 
     rank 1   raises ── prints its traceback ── tells the store ── exits
-    rank 0   waits for rank 1 in a collective ... hears of it, or its connection closes ── says so in a line ── exits
+    rank 0   waits for rank 1 in a collective ... learns of it, or its connection closes ── prints one line ── exits
 
-Twice a second each rank writes down that its process runs, and where its main thread is; one that has waited for long
-also for what. So whoever gives up waiting can say whom it waited for: a process that no longer exists, one that stands
-still, a host that cannot be reached, or one that is somewhere else; and ranks that wait for each other are noticed
-before anybody gives up. Who has heard of a failure has `GRACE_SECONDS` to end by itself, and no longer waits inside of
-gloo; then its watch ends it. That is the only way out for a rank that waits inside of NCCL.
+Twice a second each rank writes to the store that its process runs and where its main thread is. A rank that has waited
+for long also writes what it waits for. A rank whose collective has timed out can therefore report why the other one did
+not come: its process no longer exists, it is stopped, its host cannot be reached, or it is at another place in the
+program. Ranks that wait for each other are detected before any of them times out. A rank that has learnt of a failure
+has `GRACE_SECONDS` to end by itself, and its waits inside gloo are interrupted; after that its watch ends the process.
+For a rank that waits inside NCCL this is the only way out.
 """
 
 from __future__ import annotations

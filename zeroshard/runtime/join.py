@@ -1,12 +1,12 @@
-"""Inputs for different numbers of steps: ranks that have run out take part, with nothing of their own, until all have.
+"""Inputs for different numbers of steps: ranks that have run out take part in the others' steps until all have.
 
     rank 0   forward  backward  step   forward  backward  step   forward  backward  step     leaves
     rank 1   forward  backward  step   leaves the loop: gather ... reduce zeros ... step     leaves
                                     ^ all ranks meet before each forward: who goes on?
 
-A rank that has run out computes nothing: it has no inputs, and random numbers, buffers and hooks are not its own affair
-any more. It does what the collectives of the others need, in their order (`orders.py`): gives its shard, reduces zeros,
-and steps its part of main with the others' hyper-parameters. So all ranks end with the same weights.
+A rank that has run out of inputs does not run the model, so it has no part in random numbers, buffers and hooks. It
+calls the collectives that the other ranks call, in their order (`orders.py`): it provides its shard, contributes zeros
+to reductions, and updates its part of main with the others' hyper-parameters. So all ranks end with the same weights.
 """
 
 from __future__ import annotations

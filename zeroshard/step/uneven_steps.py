@@ -1,8 +1,9 @@
 """Plan OPTIMIZER_ONLY inside of torch's `Join([ddp, optimizer])`: ranks with inputs for different numbers of steps.
 
-Torch's DDP reduces the gradients of the ranks that have inputs, and tells the others nothing of the result. So before
-each exchange of a step all ranks say what they are about to do. If some have run out of inputs, one that goes on gives
-them its gradients (all that go on have the same), and they do as it does: their part of main is stepped, too.
+Torch's DDP reduces the gradients of the ranks that have inputs, but does not pass the result to the other ranks. So
+before each exchange of a step all ranks announce what they are about to do. If some have run out of inputs, one rank
+that continues sends them its gradients (all ranks that continue have the same), and they take the same step. Their part
+of main is thus updated too.
 
     rank 0   forward  backward  step      forward  backward  step
     rank 1   forward  backward  step      hook of DDP        hook of the optimizer: gradients of rank 0, step
