@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -259,3 +259,48 @@ def test_it_can_raise_as_soon_as_a_rank_has_run_out() -> None:
         return str(caught.value)
 
     assert len(set(run_ranks(run, 2))) == 1
+
+
+MICRO_BATCHES = (4, 3)  # of each rank; two make a step
+
+
+def _micro_batch(rank: int, number: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + number), dtype=torch.float64)
+
+
+def _linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2).double()
+
+
+def runs_out_between_micro_batches(rank: int, plan: str, weighted: bool, keeps: bool) -> Tensor:
+    model = _linear()
+    handle = zeroshard.shard(model, plan)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    with handle.join(divide_by_initial_world_size=keeps):
+        for number in range(MICRO_BATCHES[rank]):
+            loss = model(_micro_batch(rank, number)).square().mean()
+            optimizer.backward(loss if weighted else loss / 2, weight=1.0 + rank if weighted else None)
+            if number % 2:
+                optimizer.step()
+    return handle.full_state_dict()["weight"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_rank_that_runs_out_between_micro_batches_counts_with_what_it_has_given(weighted: bool, keeps: bool) -> None:
+    """Its weight was taken for 0, and its gradient was in the sum: the mean was too large, in silence."""
+    model = _linear()
+    for step in range(2):
+        terms = [(r, 2 * step + k) for r in range(2) for k in range(2) if 2 * step + k < MICRO_BATCHES[r]]
+        total = sum(1.0 + rank for rank, _ in terms) if weighted else 4.0
+        model.zero_grad()
+        for rank, number in terms:
+            loss = model(_micro_batch(rank, number)).square().mean()
+            (loss * ((1.0 + rank) if weighted else 1.0) / total).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    for plan in PLANS:
+        for found in run_ranks(runs_out_between_micro_batches, 2, plan, weighted, keeps):
+            torch.testing.assert_close(found, model.state_dict()["weight"], rtol=1e-12, atol=1e-12)

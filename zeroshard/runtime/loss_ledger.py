@@ -185,8 +185,11 @@ class LossAccount:
         self._losses, self._used = [], []
 
     def use_as(self, used: Sequence[LossScaler], weight: float) -> None:
-        """As other ranks have done with losses that this one has not."""
-        self._used, self.weight = list(used), weight
+        """As other ranks have done with losses that this one has not. (One that has run out of inputs between two
+        micro-batches has given gradients of its own to the sum: they count with the weight that they have.)"""
+        self._used = list(used)
+        if not self._losses:
+            self.weight = weight
 
     @property
     def used(self) -> Sequence[LossScaler]:
