@@ -18,7 +18,7 @@ from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
-from zeroshard.checkpoint.save import together
+from zeroshard.checkpoint.save import on_all_ranks
 from zeroshard.comm.profiling import phase
 from zeroshard.handle import Handle
 from zeroshard.model.right_call import expect_handle
@@ -93,8 +93,8 @@ def load(
             found.expect(str(directory / name), strict=strict)
             return (reader, found), reader.manifest.id
 
-        _, ((name, unique), *_) = together(engine, "load", find, (RuntimeError, ValueError))
-        (reader, found), ids = together(engine, "load", check)
+        _, ((name, unique), *_) = on_all_ranks(engine, "load", find, (RuntimeError, ValueError))
+        (reader, found), ids = on_all_ranks(engine, "load", check)
         if len(set(ids)) > 1:
             raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
         pairs = pairs_of(reader.manifest, optimizers)
@@ -112,7 +112,7 @@ def load(
 
         try:
             for work in (partial(preflight, reader, engine, pairs, meeting), restore):
-                together(engine, "load", partial(_unless_stopped, meeting, work))
+                on_all_ranks(engine, "load", partial(_unless_stopped, meeting, work))
         finally:
             if meeting.rank == 0:
                 meeting.forget()
@@ -127,7 +127,7 @@ def load(
             restore_rest(reader, engine, pairs, extra)
             return None, None
 
-        together(engine, "load", restore_what_is_whole)
+        on_all_ranks(engine, "load", restore_what_is_whole)
         unused = tuple(found.missing), tuple(found.unexpected)
         return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
 

@@ -141,7 +141,7 @@ def save(
     world = engine.collectives.mesh.world
 
     # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
-    own, found = together(
+    own, found = on_all_ranks(
         engine, "save", partial(_collect, engine, optimizers, extra, step), (ValueError, RuntimeError)
     )
     if len({of_rank[0] for of_rank in found}) > 1:
@@ -150,7 +150,7 @@ def save(
     same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
 
     # 2. Everybody knows to the byte what it will write; for the background, it has a copy.
-    file, sizes = together(
+    file, sizes = on_all_ranks(
         engine, "save", partial(_plan, engine, own, same, f"step {step}, {unique}", background), (ValueError,)
     )
     values = {**own.values, "extra": own.extra.values, "world_size": world.size}
@@ -162,7 +162,7 @@ def save(
         needed = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
         return open_folder(directory, step, unique, needed) if world.rank == 0 else None, None
 
-    lock, _ = together(engine, "save", make_folder)
+    lock, _ = on_all_ranks(engine, "save", make_folder)
 
     # 4. Write and commit: through files and the store alone.
     folder = directory / folders.temporary_name(step, unique)
@@ -173,7 +173,7 @@ def save(
     return saving
 
 
-def together(
+def on_all_ranks(
     engine: Engine, what: str, work: Callable[[], tuple[T, Any]], kinds: tuple[type[Exception], ...] = ()
 ) -> tuple[T, list[Any]]:
     """`work` gives something to keep, and something JSON-able for all ranks to know. If it raises on one, all raise a

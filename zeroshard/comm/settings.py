@@ -69,8 +69,8 @@ class Settings:
 
 
 @dataclass
-class Told:
-    """What one optimizer tells the others of its settings: those of the step at hand, and those of steps that were
+class SettingsReport:
+    """What one optimizer reports to the others of its settings: those of the step at hand, and those of steps that were
     taken with others than had been compared (they were changed between `clip_grad_norm_` and `step`)."""
 
     compared: Settings | None = None
@@ -136,7 +136,7 @@ def plain(value: Any) -> Any:
 
 
 def differ(digests: Sequence[float]) -> bool:
-    """Of all ranks, as `Told.digest` gives them."""
+    """Of all ranks, as `SettingsReport.digest` gives them."""
     return len(set(digests) - {NOT_TOLD}) > 1
 
 
@@ -144,7 +144,7 @@ def difference(by_rank: Sequence[Words]) -> str:
     """The first thing that differs, with its value on each rank, and what to do; "" for none.
 
     Args:
-        by_rank: `Told.words` of each rank.
+        by_rank: `SettingsReport.words` of each rank.
     """
     telling = {rank: words for rank, words in enumerate(by_rank) if words}
     keys = dict.fromkeys(key for words in telling.values() for key in words)

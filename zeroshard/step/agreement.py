@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.orders import Voice
-from zeroshard.comm.settings import Items, Settings, Told, plain
+from zeroshard.comm.settings import Items, Settings, SettingsReport, plain
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
@@ -48,7 +48,7 @@ class Agreement:
         self.half_done = self.used_up = False
         self._engine, self.losses = engine, engine.ledger.open_account(scaler)
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
-        self._told_settings = Told()
+        self._settings_report = SettingsReport()
         self.same = SameGradients(engine.collectives) if engine.plan.mean is REPLICATED else None
         self._known: tuple[object, Control] | None = None  # and the version of the gradients it is about
 
@@ -78,9 +78,9 @@ class Agreement:
         by_hand = self._engine.reducer.notice()
         now = self._engine.reducer.version
         if self._known and self._known[0] == now and self._known[1].norm_type == norm_type and not by_hand:
-            self._told_settings.went_on_with(settings)
+            self._settings_report.went_on_with(settings)
             return self._known[1]
-        self._told_settings.begin(settings)
+        self._settings_report.begin(settings)
         try:
             with self._told(norm_type, now):
                 control = self._exchange(parameters, gradients, num_groups, settings, norm_type, by_hand)
@@ -135,7 +135,7 @@ class Agreement:
             num_groups,
             norm_type,
             flags + self.losses.overflows(),
-            self._told_settings,
+            self._settings_report,
             self.same,
         )
         if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):

@@ -24,7 +24,7 @@ from torch.linalg import vector_norm
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven
 from zeroshard.comm.samples import first_difference
-from zeroshard.comm.settings import Told, differ, difference
+from zeroshard.comm.settings import SettingsReport, differ, difference
 from zeroshard.layout.norms import norms_of_rows
 from zeroshard.step.same_gradients import SameGradients
 
@@ -89,7 +89,7 @@ def exchange_control(
     num_groups: int,
     norm_type: float,
     present: Sequence[bool],
-    settings: Told,
+    settings: SettingsReport,
     same: SameGradients | None,
 ) -> Control:
     """Contribute this rank's row and read all of them. Collective.
@@ -202,7 +202,7 @@ def _first_difference(collectives: Collectives) -> str:
     )
 
 
-def _expect_same_settings(collectives: Collectives, settings: Told) -> None:
+def _expect_same_settings(collectives: Collectives, settings: SettingsReport) -> None:
     """One more exchange, as a digest says that they are not the same."""
     found = difference(collectives.exchange_objects(settings.words(), CONTROL))
     settings.end()
