@@ -50,12 +50,12 @@ test-settings: $(STAMP)
 	$(BIN)/python -m tests.settings $(SETTINGS) -- $(SIDE_BY_SIDE) $(TESTS)
 
 test-everything: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/core/test_plans.py tests/core/test_memory.py \
-		tests/core/test_communication.py tests/core/test_collectives.py tests/precision/test_parity.py \
-		tests/precision/test_whole.py tests/precision/test_keep.py tests/precision/test_bytes.py \
-		tests/precision/test_optimizers.py tests/precision/test_remainder_runs.py tests/precision/test_remainder.py \
-		tests/precision/test_scaling.py tests/models/test_transformers.py tests/models/test_random.py \
-		tests/models/test_modules.py tests/models/test_parameters.py tests/models/test_order.py
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/parity/test_plans.py tests/storage/test_memory.py \
+		tests/comm/test_communication.py tests/comm/test_collectives.py tests/parity/test_precisions.py \
+		tests/parity/test_whole.py tests/parity/test_keep.py tests/storage/test_bytes.py \
+		tests/parity/test_optimizers.py tests/parity/test_remainder_runs.py tests/storage/test_remainder.py \
+		tests/step/test_scaling.py tests/real_models/test_transformers.py tests/parity/test_random.py \
+		tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

@@ -2,7 +2,7 @@
 
     make test-settings                                        every setting, one after the other
     make test-settings SETTINGS=--few                         each value once: five runs
-    make test-settings SETTINGS=--few TESTS=tests/core        of these tests
+    make test-settings SETTINGS=--few TESTS=tests/runtime     of these tests
 
 Prints a table: setting, tests passed and failed, minutes; then what failed. Status 1 if anything did.
 """

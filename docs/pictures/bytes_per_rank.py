@@ -3,7 +3,8 @@
     python docs/pictures/bytes_per_rank.py                          write the picture
     python docs/pictures/bytes_per_rank.py out.svg --theme dark     one theme alone, for renderers without media queries
 
-The model is built on the meta device: nothing is allocated. `tests/test_documents.py` checks that the file is current.
+The model is built on the meta device: nothing is allocated. `tests/house/test_documents.py` checks that the
+file is current.
 """
 
 from __future__ import annotations

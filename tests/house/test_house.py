@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 
 from tests.house.house import (
     FACE,
@@ -149,3 +150,12 @@ def test_the_walks_name_what_exists() -> None:
 
 def test_rooms_are_all_there_and_import_each_other_in_no_circle() -> None:
     assert set(rooms_in_order()) == set(ROOMS)
+
+
+def test_tests_stand_in_folders_of_the_rooms_and_have_names_of_their_own() -> None:
+    """The documents name tests by their files alone."""
+    paths = list((ROOT / "tests").rglob("test_*.py"))
+    names = Counter(path.name for path in paths)
+    assert [name for name, times in names.items() if times > 1] == []
+    across = {"parity", "real_models", "failures", "outside", "house", "tests"}
+    assert {path.parent.name for path in paths} - across <= set(ROOMS)

@@ -1,6 +1,6 @@
 """torch: test/distributed/_composable/fsdp/test_fully_shard_comm.py, test_fully_shard_collectives.py,
 test_fully_shard_logging.py: what is gathered and reduced, when, and how often; what a profile shows of it. Compiled
-models: `tests/models/test_modules.py`.
+models: `tests/model/test_modules.py`.
 
 Under ZERO3 the root unit keeps a place of its own, and the last two blocks are still in theirs when backward begins
 (`docs/design.md`): that is FSDP2's `reshard_after_forward=None`, less two gathers.

@@ -426,7 +426,7 @@ def test_under_ddp_a_sharded_optimizer_is_the_local_one(optimizer_class: type[to
 
 def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:
     """test_zero_join_cpu: rank r has 2 + r batches. There a `Join` shadows the collectives of ranks that are done;
-    `tests/core/test_join.py` has that. Here they repeat a batch with weight 0, and the step takes the mean over
+    `tests/runtime/test_join.py` has that. Here they repeat a batch with weight 0, and the step takes the mean over
     those that still have one."""
 
     def train(rank: int, plan: Plan) -> State:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zeroshard
-from tests.core.test_graphs import data
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.model.test_graphs import data
 from zeroshard.model.absent import is_absent
 from zeroshard.step import pieces
 from zeroshard.testing import run_ranks

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard
 from tests.grids import at, grid
 from tests.kit import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
-from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
+from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks

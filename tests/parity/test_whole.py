@@ -29,7 +29,7 @@ from tests.kit import (
     same_bits,
     train,
 )
-from tests.precision.common import (
+from tests.parity.common import (
     BF16,
     Job,
     all_plans,

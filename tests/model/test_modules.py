@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.core.test_graphs import cross_entropy, data, expect_reference
 from tests.kit import (
     PLANS,
     WIDTH,
@@ -30,6 +29,7 @@ from tests.kit import (
     train,
     train_reference,
 )
+from tests.model.test_graphs import cross_entropy, data, expect_reference
 from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroshard.testing import run_ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUNNABLE = ["README.md", "docs/guide.md", "docs/memory.md"]
 """The pages whose Python examples continue the README's."""

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
 from tests.kit import CANCELLED, PLANS, Job, State, largest_difference, make, same_bits, train, train_reference
-from tests.models.real import ROWS, generator, llama, text, tokens
+from tests.real_models.real import ROWS, generator, llama, text, tokens
 from zeroshard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

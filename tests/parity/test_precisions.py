@@ -34,7 +34,7 @@ from tests.kit import (
     same_bits,
     train,
 )
-from tests.precision.common import (
+from tests.parity.common import (
     ELEMENTWISE,
     FP32,
     PRECISIONS,

@@ -388,7 +388,7 @@ def test_without_the_moments_training_goes_another_way() -> None:
 
 
 def test_an_optimizer_without_state() -> None:
-    """Those with state are in the table of `tests/precision/test_parity.py`."""
+    """Those with state are in the table of `tests/parity/test_precisions.py`."""
     job = Job(optimizer=torch.optim.SGD, defaults={"lr": 0.1, "foreach": False}, steps=4)
     expected = run_ranks(lambda rank: train_reference(job, 3)[0].weights, 1)[0]
 

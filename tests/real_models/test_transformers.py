@@ -26,7 +26,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, make, same_bits, train, train_reference
-from tests.models.real import (
+from tests.real_models.real import (
     OTHERS,
     PAD,
     ROWS,

@@ -22,7 +22,7 @@ from tests.checkpoint.common import FULL, Awkward, Kind, Run, make, muon_and_ada
 from tests.checkpoint.faults import faulty
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
-from tests.models.real import ROWS, Row
+from tests.real_models.real import ROWS, Row
 from zeroshard.checkpoint import Reader, folders, newest_good
 from zeroshard.exchange import export, import_model
 from zeroshard.io.tensor_file import open_model

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import PLANS
-from tests.precision.common import BF16, FP16, FP32, expect_equal_logs
+from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import CANCELLED, PLANS, largest_difference, make, same_bits
-from tests.precision.common import FP16, FP32, expect_equal_logs
+from tests.parity.common import FP16, FP32, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.kit import LAST_BITS, PLANS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, same_bits
-from tests.precision.common import expect_equal_logs
+from tests.parity.common import expect_equal_logs
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits, train
-from tests.precision.common import FP16, FP32, Job, expect_equal_logs
+from tests.parity.common import FP16, FP32, Job, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale
 from zeroshard.optim import Lamb
 from zeroshard.precision import MixedPrecision

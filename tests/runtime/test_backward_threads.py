@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.backward_threads import backward_on_threads
-from tests.core.test_graphs import Skips, one_loss
 from tests.kit import PLANS, Block, Job, Net, Outcome, same_bits, train, train_reference
+from tests.model.test_graphs import Skips, one_loss
 from zeroshard.testing import run_ranks
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from tests.precision.common import expect_equal_logs
+from tests.parity.common import expect_equal_logs
 from zeroshard.layout.interval import Interval
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import nearest_bf16_ties_away

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.grids import at, grid
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits, train
-from tests.precision.common import (
+from tests.parity.common import (
     BF16,
     FP16,
     FP32,

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.kit import LAST_BITS, Net, loss_of_tokens, make, same_bits
-from tests.precision.common import ELEMENTWISE, expect_equal_logs
+from tests.parity.common import ELEMENTWISE, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks

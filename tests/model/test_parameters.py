@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.core.test_graphs import expect_reference
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits
+from tests.model.test_graphs import expect_reference
 from zeroshard.testing import run_ranks
 
 

@@ -26,7 +26,7 @@ from tests.kit import (
     train,
     train_reference,
 )
-from tests.precision.common import ELEMENTWISE, Job, expect_equal_logs
+from tests.parity.common import ELEMENTWISE, Job, expect_equal_logs
 from zeroshard.optim import Lamb
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
