@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it, which takes 1.4 s: once here, not once in every forked rank
 
 from tests.backward_threads import backward_on_threads
+from tests.timed_backend import timed_ranks
 
 # The same examples on every run; a failure in continuous integration is then a failure on the desk.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
@@ -71,6 +72,14 @@ def _warm(_one_thread: None) -> None:
 def _backward_threads() -> Iterator[None]:
     """With ZEROSHARD_TEST_BACKWARD_THREAD=1 every backward runs on another thread, as it does on CUDA."""
     with backward_on_threads() if os.environ.get("ZEROSHARD_TEST_BACKWARD_THREAD") == "1" else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _backend() -> Iterator[None]:
+    """With ZEROSHARD_TEST_BACKEND=late (or another timing) ranks exchange by a backend that is not gloo."""
+    timing = os.environ.get("ZEROSHARD_TEST_BACKEND")
+    with timed_ranks(timing) if timing else nullcontext():
         yield
 
 

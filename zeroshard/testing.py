@@ -26,6 +26,10 @@ from zeroshard.comm import watch
 from zeroshard.comm.comm_log import CommLog
 
 
+BACKEND = "gloo"
+"""Of the groups that `run_ranks` makes."""
+
+
 class RankError(RuntimeError):
     """A rank raised; the message holds its traceback. `rank`: which."""
 
@@ -74,7 +78,7 @@ def _rank_main(
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         store = FileStore(str(folder / "store"), world_size)
         limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
         result = fn(rank, *args)
         _write(folder / f"result-{rank}", pickle.dumps(result))
         dist.barrier()

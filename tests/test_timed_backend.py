@@ -1,0 +1,136 @@
+"""The backend that chooses the worst legal moment: it computes what gloo does, and finds what only gloo forgives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeroshard
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.timed_backend import NAME, TIMINGS, timed_ranks
+from zeroshard.comm.collectives import Pending
+from zeroshard.storage.weights import Weights
+from zeroshard.testing import run_ranks
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_each_collective_is_right(timing: str) -> None:
+    def check(rank: int) -> None:
+        assert dist.get_backend() == NAME
+        own = torch.arange(4.0) + 10 * rank
+        every = torch.cat([torch.arange(4.0) + 10 * other for other in range(3)])
+        full = torch.zeros(12)
+        all_gather(full, own)
+        assert torch.equal(full, every)
+        in_place = torch.zeros(12)
+        in_place[4 * rank : 4 * rank + 4] = own
+        all_gather(in_place, in_place[4 * rank : 4 * rank + 4])
+        assert torch.equal(in_place, every)
+        out = torch.zeros(4)
+        reduce_scatter(out, every * (rank + 1))
+        assert torch.equal(out, 6 * own)
+        value = torch.full((3,), rank)
+        dist.broadcast(value, 1)
+        assert value.tolist() == [1, 1, 1]
+        total = torch.full((3,), float(rank))
+        dist.reduce(total, 2)
+        assert rank != 2 or total.tolist() == [3.0, 3.0, 3.0]
+        dist.all_reduce(total.fill_(rank), dist.ReduceOp.MAX)
+        assert total.tolist() == [2.0, 2.0, 2.0]
+        sizes = [1, 2, 3]
+        received = torch.zeros(3 * sizes[rank])
+        dist.all_to_all_single(received, torch.full((6,), float(rank)), [sizes[rank]] * 3, sizes)
+        assert received.tolist() == [float(other) for other in range(3) for _ in range(sizes[rank])]
+        found: list[object] = [None] * 3
+        dist.all_gather_object(found, {"rank": rank})
+        assert found == [{"rank": other} for other in range(3)]
+        pairs = dist.new_group([0, 2])
+        if rank != 1:
+            dist.all_reduce(total.fill_(1), group=pairs)
+            assert total.tolist() == [2.0, 2.0, 2.0]
+        dist.barrier()
+
+    with timed_ranks(timing):
+        run_ranks(check, 3, timeout=120)
+
+
+def test_late_is_late_and_early_is_early() -> None:
+    def check(rank: int) -> Tensor:
+        full, own = torch.zeros(4), torch.full((2,), 1.0 + rank)
+        work = all_gather(full, own, async_op=True)
+        seen = full.clone()
+        own += 10  # too soon
+        work.wait()
+        return torch.cat([seen, full])
+
+    with timed_ranks("late"):
+        for found in run_ranks(check, 2):
+            assert found[:4].isnan().all() and found[4:].tolist() == [11, 11, 12, 12]
+    with timed_ranks("early"):
+        for found in run_ranks(check, 2):
+            assert not found[:4].isnan().any() and found[4:].tolist() == [1, 1, 2, 2]
+
+
+def _train(rank: int, fault: Callable[[], None]) -> list[Tensor]:
+    fault()
+    found = []
+    for plan in PLANS:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, non_finite="ignore")
+        for step in range(2):
+            for number in range(2):
+                loss_of_tokens(model, rank, number, step, 2).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step(), optimizer.zero_grad()
+        found.append(torch.cat([value.flatten() for value in handle.full_state_dict().values()]))
+    return found
+
+
+def _wait_is_dropped() -> None:
+    wait, gathers = Pending.wait, []
+
+    def wait_but_once(self: Pending, *, stale: bool = False) -> None:
+        if self.at is not None and "blocks.1" in self.at.text and "all_gather" in self.at.text:
+            gathers.append(self)
+            return
+        wait(self, stale=stale)
+
+    Pending.wait = wait_but_once  # type: ignore[method-assign]
+
+
+def _shard_is_changed_too_soon() -> None:
+    gather = Weights.gather
+
+    def gather_and_write(self: Weights, *arguments: object, **named: object) -> None:
+        gather(self, *arguments, **named)  # type: ignore[arg-type]
+        self.buffer.shard.add_(1e-3)
+
+    Weights.gather = gather_and_write  # type: ignore[method-assign]
+
+
+def _nothing_is_wrong() -> None:
+    pass
+
+
+@pytest.mark.parametrize("timing", [*TIMINGS, "random-1"])
+def test_training_is_what_it_is_by_gloo(timing: str) -> None:
+    expected = run_ranks(_train, 2, _nothing_is_wrong)[0]
+    with timed_ranks(timing):
+        for found in run_ranks(_train, 2, _nothing_is_wrong):
+            assert all(torch.equal(weights, expected[0]) for weights in [*found, *expected])
+
+
+@pytest.mark.parametrize("fault", [_wait_is_dropped, _shard_is_changed_too_soon])
+def test_a_fault_of_time_is_found(fault: Callable[[], None]) -> None:
+    expected = run_ranks(_train, 2, _nothing_is_wrong)[0]
+    with timed_ranks("late"):
+        found = run_ranks(_train, 2, fault)[0]
+    assert not all(torch.equal(weights, expected[0]) for weights in found)

@@ -1,0 +1,324 @@
+"""A backend on a CPU that offers what NCCL offers, and chooses the worst legal moment for it.
+
+A collective may read its inputs at any time from its issue on, and write its outputs at any time until somebody waits
+for it. gloo does both at once, or nearly; on a GPU the moment depends on streams, on the wire and on the peers. A
+program that is right only because gloo is quick is found here:
+
+- "early": inputs are read at the issue; outputs are written as soon as the peers have come, whoever runs then.
+- "late": inputs are read, and outputs written, when somebody waits. Outputs hold NaN from the issue on.
+- "random": one or the other, for each collective, by a seed.
+
+The group is called neither gloo nor nccl. The bytes go by gloo, from copies of its own; sums are taken in rank order.
+
+    ZEROSHARD_TEST_BACKEND=late pytest tests/...        every group of ranks that the tests make
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMINGS = ("early", "late", "random")
+NAME = "timed"
+"""Of the backend, for `init_process_group`."""
+_UNREAD = 0.1
+"""Seconds after which inputs are read without a wait: a peer may wait for what this rank will not wait for itself."""
+
+
+class Timed(dist.Work):
+    """One collective. `read` copies the inputs and starts to send them; `write` fills the outputs."""
+
+    def __init__(self, group: TimedGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor], late: bool) -> None:
+        super().__init__()
+        self.group, self.inputs, self.outputs, self.late = group, inputs, outputs, late
+        self.spoiled: Sequence[Tensor] = ()  # by the backend, on its way
+        self.issued = time.monotonic()
+        self.start: Callable[[list[Tensor]], tuple[Any, Callable[[], list[Tensor]]]]
+        self._work: Any = None
+        self._take: Callable[[], list[Tensor]] | None = None
+        self.is_written = False
+
+    @property
+    def is_read(self) -> bool:
+        return self._take is not None
+
+    def read(self) -> None:
+        self._work, self._take = self.start([_bytes(tensor).clone() for tensor in self.inputs])
+
+    def has_arrived(self) -> bool:
+        return self.is_read and bool(self._work.is_completed())
+
+    def write(self) -> None:
+        """Into the outputs, but for what is an input as well (in place)."""
+        assert self._take is not None
+        self._work.wait()
+        if self.is_written:
+            return
+        self.is_written = True
+        for output, value in zip(self.outputs, self._take(), strict=True):
+            _bytes(output).copy_(value)
+        for tensor in self.spoiled:
+            _spoil(tensor)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        ALL.read_everything()
+        self._work.wait()
+        with ALL.lock:
+            self.write()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_written
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Everything:
+    """All collectives of this process that somebody may still wait for, in the order of their issue."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.waiting: list[Timed] = []
+        self._thread: threading.Thread | None = None
+        self._process = 0
+
+    def add(self, work: Timed) -> None:
+        with self.lock:
+            self._start()
+            self.waiting.append(work)
+            if not work.late:
+                self.read_everything(work.group)  # a group begins its collectives in one order
+
+    def read_everything(self, group: TimedGroup | None = None) -> None:
+        with self.lock:
+            for work in self.waiting:
+                if not work.is_read and (group is None or work.group is group):
+                    work.read()
+            self.waiting = [work for work in self.waiting if not (work.is_read and (work.late or work.is_written))]
+
+    def _start(self) -> None:
+        if self._process != os.getpid():
+            self._process, self.waiting = os.getpid(), []
+            self._thread = threading.Thread(target=self._go_on, daemon=True, name="timed collectives")
+            self._thread.start()
+
+    def _go_on(self) -> None:
+        """Early results are written by a thread of their own, as on a GPU."""
+        while True:
+            time.sleep(0.005)
+            with self.lock:
+                if any(not work.is_read and time.monotonic() - work.issued > _UNREAD for work in self.waiting):
+                    self.read_everything()
+                for work in self.waiting:
+                    if not work.late and not work.is_written and work.has_arrived():
+                        work.write()
+
+
+ALL = Everything()
+
+
+class TimedGroup(dist.ProcessGroup):
+    """Ranks that exchange through a gloo group of their own.
+
+    Args:
+        timing: "early", "late" or "random".
+        seed: of the latter.
+    """
+
+    def __init__(self, inner: Any, rank: int, size: int, timing: str, seed: int) -> None:
+        super().__init__(rank, size)
+        self.inner, self.timing = inner, timing
+        self._rank, self._size = rank, size
+        self._random = random.Random(seed + rank)
+        self._name = ""
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def _issue(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        start: Callable[[list[Tensor]], tuple[Any, Callable[[], list[Tensor]]]],
+    ) -> Timed:
+        """
+        Args:
+            start: copies of the inputs, as bytes -> the work under way, and what makes the bytes of the outputs of it.
+        """
+        late = self.timing == "late" or (self.timing == "random" and self._random.random() < 0.5)
+        work = Timed(self, list(inputs), list(outputs), late)
+        work.start = start
+        if late:
+            for output in outputs:
+                if not any(_overlap(output, tensor) for tensor in inputs):
+                    _spoil(output)
+        ALL.add(work)
+        return work
+
+    # The collectives -------------------------------------------------------------------------------------------------
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Timed:
+        parts = list(output.view(-1).chunk(self._size))
+        others = [part for rank, part in enumerate(parts) if rank != self._rank or not _overlap(part, input)]
+        keep = [rank for rank in range(self._size) if rank != self._rank or not _overlap(parts[rank], input)]
+
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            received = [torch.empty_like(copies[0]) for _ in range(self._size)]
+            return self.inner.allgather([received], copies), lambda: [received[rank] for rank in keep]
+
+        return self._issue([input], others, start)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Timed:
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            received = [torch.empty_like(copies[0]) for _ in range(self._size)]
+            return self.inner.allgather([received], copies), lambda: received
+
+        return self._issue(inputs, outputs[0], start)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Timed:
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            terms = torch.empty_like(copies[0])
+            work = self.inner.alltoall_base(terms, copies[0], [], [])
+            return work, lambda: [_bytes(_sum(terms.view(input.dtype).chunk(self._size)))]
+
+        issued = self._issue([input], [output], start)
+        if _overlap(input, output):  # in place, the shards of the others may hold anything afterwards
+            issued.spoiled = [part for part in input.view(-1).chunk(self._size) if not _overlap(part, output)]
+        return issued
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, to: list[int] | None, of: list[int] | None, opts: Any = None
+    ) -> Timed:
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            received = torch.empty_like(_bytes(output))
+            into, sent = (_in_bytes(sizes, tensor) for sizes, tensor in ((to, output), (of, input)))
+            return self.inner.alltoall_base(received, copies[0], into, sent), lambda: [received]
+
+        return self._issue([input], [output], start)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Timed:
+        root = opts.rootRank if opts is not None else 0
+        is_root = root == self._rank
+
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            values = copies if is_root else [torch.empty_like(_bytes(tensor)) for tensor in tensors]
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            return self.inner.broadcast(values, options), lambda: [] if is_root else values
+
+        return self._issue(tensors if is_root else [], [] if is_root else tensors, start)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Timed:
+        (tensor,) = tensors
+        is_root = opts.rootRank == self._rank
+
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            terms = [torch.empty_like(copies[0]) for _ in range(self._size)] if is_root else []
+            options = dist.GatherOptions()
+            options.rootRank = opts.rootRank
+            work = self.inner.gather([terms] if is_root else [], copies, options)
+            return work, lambda: [_bytes(_sum([term.view(tensor.dtype) for term in terms]))] if is_root else []
+
+        return self._issue(tensors, tensors if is_root else [], start)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Timed:
+        (tensor,) = tensors
+        operation = _operation(opts)
+
+        def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+            terms = [torch.empty_like(copies[0]) for _ in range(self._size)]
+            work = self.inner.allgather([terms], copies)
+            return work, lambda: [_bytes(operation([term.view(tensor.dtype) for term in terms]))]
+
+        return self._issue(tensors, tensors, start)
+
+    def barrier(self, opts: Any = None) -> Timed:
+        return self.allreduce([torch.zeros(1)])
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """
+    Raises:
+        RuntimeError: it is not contiguous, as a backend demands.
+    """
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _in_bytes(sizes: list[int] | None, tensor: Tensor) -> list[int]:
+    of_one = tensor.element_size() * (tensor.numel() // max(tensor.shape[0], 1))
+    return [size * of_one for size in sizes or []]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    begin, end = one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()
+    start, stop = other.data_ptr(), other.data_ptr() + other.numel() * other.element_size()
+    return begin < stop and start < end
+
+
+def _spoil(tensor: Tensor) -> None:
+    """NaN, for any dtype of floats."""
+    _bytes(tensor).fill_(255)
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _operation(opts: Any) -> Callable[[Sequence[Tensor]], Tensor]:
+    operation = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+    if operation == dist.ReduceOp.SUM:
+        return _sum
+    if operation == dist.ReduceOp.AVG:
+        return lambda terms: _sum(terms) / len(terms)
+    if operation == dist.ReduceOp.MAX:
+        return lambda terms: torch.stack(list(terms)).amax(0)
+    if operation == dist.ReduceOp.MIN:
+        return lambda terms: torch.stack(list(terms)).amin(0)
+    raise NotImplementedError(str(operation))
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> TimedGroup:
+    timing, _, seed = os.environ.get("ZEROSHARD_TEST_BACKEND", "late").partition("-")
+    inner = dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[call-arg]
+    return TimedGroup(inner, rank, size, timing, int(seed or 0))
+
+
+def register() -> None:
+    """Once in a process, before ranks are forked."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+
+
+@contextmanager
+def timed_ranks(timing: str) -> Iterator[None]:
+    """Inside, `run_ranks` makes groups of this backend. `timing`: as above; "random-7" has a seed."""
+    if timing.partition("-")[0] not in TIMINGS:
+        raise ValueError(f"ZEROSHARD_TEST_BACKEND: expected one of {', '.join(TIMINGS)}, found {timing!r}")
+    register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROSHARD_TEST_BACKEND", timing)
+        patch.setattr("zeroshard.testing.BACKEND", NAME)
+        yield
