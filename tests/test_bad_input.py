@@ -94,8 +94,10 @@ def net(rank: int, last: int) -> nn.Module:
 
 CASES: dict[str, Case] = {
     "unknown plan": (net, same(plan="zero4"), r"unknown plan 'zero4': expected one of 'ddp', .*did you mean 'zero"),
-    "plan by its upper-case name": (net, same(plan="ZERO3"), "did you mean 'zero3'"),
-    "a plan that is no plan": (net, same(plan=3), "unknown plan 3: expected one of"),
+    "a stage that is none": (net, same(plan=4), "unknown plan 4: expected one of"),
+    "a plan that is no plan": (net, same(plan=True), "unknown plan True: expected one of"),
+    "a plan that is a mesh": (net, same(plan="HYBRID_SHARD"), "a mesh of two axes: shard\\(model, 'zero3', mesh="),
+    "a dtype of integers": (net, same(precision=torch.int8), "unknown precision torch.int8: expected one of"),
     "unknown plan on one rank": (
         net,
         lambda rank, last: {"plan": "zero5" if rank == last else "zero2"},

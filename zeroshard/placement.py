@@ -103,17 +103,43 @@ PLANS = {plan.name: plan for plan in (DDP, ZERO1, ZERO2, ZERO3)}
 """What `shard(model, plan)` takes by name."""
 
 
-def as_plan(plan: Plan | str) -> Plan:
-    """The plan itself, or the plan of that lower-case name.
+_AS_WRITTEN_ELSEWHERE = {
+    **{str(stage): plan for stage, plan in enumerate((DDP, ZERO1, ZERO2, ZERO3))},
+    **{f"stage{stage}": plan for stage, plan in enumerate((DDP, ZERO1, ZERO2, ZERO3))},
+    "zero0": DDP,
+    "no_shard": DDP,
+    "shard_grad_op": ZERO2,
+    "full_shard": ZERO3,
+    "fsdp": ZERO3,
+    "fsdp2": ZERO3,
+}
+"""DeepSpeed's stages, and FSDP's strategies (its SHARD_GRAD_OP drops weights between steps, which ZERO2 does not)."""
+_HYBRID = ("hybrid", "hybrid_shard", "hsdp")
+
+
+def _in_letters(name: object) -> str:
+    return str(name).lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def as_plan(plan: Plan | str | int) -> Plan:
+    """The plan itself; the plan of that name, as it is written here or elsewhere ("zero3", "ZeRO-3", 3, "full_shard").
 
     Raises:
-        ValueError: an unknown name, with the nearest known one; placements that do not go together.
+        ValueError: an unknown name, with the nearest known one; placements that do not go together; hybrid sharding,
+            which is a mesh and not a plan.
     """
     if isinstance(plan, Plan):
         plan.check()
         return plan
-    if isinstance(plan, str) and plan in PLANS:
-        return PLANS[plan]
+    if isinstance(plan, str) or (isinstance(plan, int) and not isinstance(plan, bool)):
+        for name, known in {**PLANS, **_AS_WRITTEN_ELSEWHERE}.items():
+            if _in_letters(name) == _in_letters(plan):
+                return known
+    if _in_letters(plan) in map(_in_letters, _HYBRID):
+        raise ValueError(
+            f"plan {plan!r}: hybrid sharding is a plan over a mesh of two axes: shard(model, 'zero3', mesh="
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('dp_replicate', 'dp_shard')))"
+        )
     near = difflib.get_close_matches(str(plan).lower(), PLANS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(map(repr, PLANS))}{hint}")

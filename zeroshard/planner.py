@@ -27,7 +27,7 @@ from zeroshard.step.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 
 def plan_memory(
     model: nn.Module,
-    plan: Plan | str,
+    plan: Plan | str | int,
     world_size: int,
     *,
     units: UnitPolicy = None,

@@ -85,6 +85,24 @@ NAMED = {
     "bf16-remainder": MixedPrecision(main="remainder"),
 }
 
+_AS_WRITTEN_ELSEWHERE = {
+    "bf16-mixed": NAMED["bf16"],
+    "bfloat16": NAMED["bf16"],
+    "fp16-mixed": NAMED["fp16"],
+    "16-mixed": NAMED["fp16"],
+    "float16": NAMED["fp16"],
+    "half": NAMED["fp16"],
+    "32-true": NAMED["fp32"],
+    "32": NAMED["fp32"],
+    "float32": NAMED["fp32"],
+    "no": NAMED["fp32"],
+    "bf16-true": MixedPrecision(torch.bfloat16, torch.bfloat16, None, torch.bfloat16),
+    "16-true": MixedPrecision(torch.float16, torch.float16, None, torch.float16),
+    "64-true": MixedPrecision(torch.float64, torch.float64, None, torch.float64),
+    "float64": MixedPrecision(torch.float64, torch.float64, None, torch.float64),
+}
+"""As Lightning, Accelerate and torch name them. "true": no master weights."""
+
 
 def in_words(precision: MixedPrecision) -> str:
     """Its name, or the dtypes of the three buffers."""
@@ -96,17 +114,20 @@ def in_words(precision: MixedPrecision) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')} {kind}" for kind, dtype in kinds.items())
 
 
-def as_precision(precision: MixedPrecision | str | None) -> MixedPrecision | None:
-    """The record itself, the one of that name, or None ("as the model is", see `precision_for`).
+def as_precision(precision: MixedPrecision | str | torch.dtype | None) -> MixedPrecision | None:
+    """The record itself; the one of that name ("bf16", "bf16-mixed") or dtype (torch.bfloat16: with fp32 master
+    weights); or None ("as the model is", see `precision_for`).
 
     Raises:
-        ValueError: an unknown name, with the nearest known one.
+        ValueError: an unknown name, with the nearest known one; a dtype in which no model trains.
     """
     if precision is None or isinstance(precision, MixedPrecision):
         return precision
-    if isinstance(precision, str) and precision in NAMED:
-        return NAMED[precision]
-    near = difflib.get_close_matches(str(precision), NAMED, n=1)
+    name = str(precision).removeprefix("torch.") if isinstance(precision, torch.dtype) else precision
+    known = {**NAMED, **_AS_WRITTEN_ELSEWHERE}
+    if isinstance(name, str) and name in known:
+        return known[name]
+    near = difflib.get_close_matches(str(precision), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown precision {precision!r}: expected one of {', '.join(map(repr, NAMED))}{hint}")
 

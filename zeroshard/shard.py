@@ -41,7 +41,7 @@ _LOAD_THE_SAME = (
 
 def shard(
     model: nn.Module,
-    plan: Plan | str,
+    plan: Plan | str | int,
     *,
     units: UnitPolicy = None,
     precision: Precisions = None,
@@ -56,12 +56,13 @@ def shard(
 
     Args:
         model: on the device where it is to train, or on the meta device. It is called, and named, as before.
-        plan: DDP, ZERO1, ZERO2 or ZERO3, or the lower-case name.
+        plan: DDP, ZERO1, ZERO2 or ZERO3, or its name: "zero3", 3, "full_shard".
         units: what is gathered, reduced and freed together: module classes, and groups of modules or names that are one
             unit each (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number of bytes. None groups
             neighbouring modules up to 32 MiB. The rest of the model is the root unit.
-        precision: a `MixedPrecision`, "fp32", "bf16", ..., or None: as the model is. Or one for each pattern, in the
-            order in which they count: `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
+        precision: a `MixedPrecision`, "fp32", "bf16" or torch.bfloat16, "bf16-mixed", ..., or None: as the model is.
+            Or one for each pattern, in the order in which they count:
+            `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
         mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard" (or "dp_replicate" and
             "dp_shard"). None: all ranks. Of a group's backends that of the model's device is used.
         max_transient_bytes: the most that full-size buffers, buckets and scratch may take. With `units=None` units are

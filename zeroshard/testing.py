@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import FileStore
 from zeroshard.comm import watch
 from zeroshard.comm.comm_log import CommLog
 
-
 BACKEND = "gloo"
 """Of the groups that `run_ranks` makes."""
 

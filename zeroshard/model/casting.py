@@ -23,7 +23,7 @@ from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
 Remover = Callable[[], None]
 Pattern = str | type[nn.Module]
-Precision = MixedPrecision | str | None
+Precision = MixedPrecision | str | torch.dtype | None
 Precisions = Precision | Mapping[Pattern, Precision]
 """What `shard` takes: one for the whole model, or one for each pattern (a class, or dotted names with `*` and `?`)."""
 

@@ -1,0 +1,54 @@
+"""Plans and precisions by the names that their users know from other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.placement import DDP, ZERO1, ZERO2, ZERO3, Plan, as_plan
+from zeroshard.precision import MixedPrecision, as_precision
+from zeroshard.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        (DDP, ["ddp", "DDP", 0, "0", "zero0", "NO_SHARD", "no-shard"]),
+        (ZERO1, ["zero1", "ZeRO-1", 1, "stage_1"]),
+        (ZERO2, ["zero2", "ZERO_2", 2, "stage2", "SHARD_GRAD_OP"]),
+        (ZERO3, ["zero3", "ZeRO 3", 3, "3", "fsdp", "FSDP2", "FULL_SHARD", "full-shard"]),
+    ],
+)
+def test_plans(plan: Plan, names: list[Any]) -> None:
+    assert [as_plan(name) for name in names] == [plan] * len(names)
+
+
+def test_precisions() -> None:
+    bf16, fp16, fp32 = as_precision("bf16"), as_precision("fp16"), as_precision("fp32")
+    assert as_precision(torch.bfloat16) == as_precision("bf16-mixed") == bf16
+    assert as_precision(torch.float16) == as_precision("fp16-mixed") == as_precision("16-mixed") == fp16
+    assert as_precision(torch.float32) == as_precision("32-true") == as_precision("no") == fp32
+    assert as_precision("bf16-true") == MixedPrecision(*[torch.bfloat16] * 2, None, torch.bfloat16)
+    assert (
+        as_precision(torch.float64)
+        == as_precision("64-true")
+        == MixedPrecision(*[torch.float64] * 2, None, torch.float64)
+    )
+
+
+def test_they_train(tmp_path: Any) -> None:
+    def check(rank: int, plan: Any, precision: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        handle = zeroshard.shard(model, plan, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model(torch.ones(2, 5)).float().sum().backward()
+        optimizer.step()
+        return handle.full_state_dict()["weight"]
+
+    for ours, theirs in [(("zero3", "bf16"), (3, torch.bfloat16)), (("ddp", "fp32"), ("NO_SHARD", "32-true"))]:
+        assert torch.equal(run_ranks(check, 2, *ours)[0], run_ranks(check, 2, *theirs)[0])
