@@ -213,3 +213,61 @@ def test_a_scaler_of_the_loss_alone_is_refused() -> None:
         return take()
 
     run_ranks(check, 2)
+
+
+SCALE = 2.0**8
+
+
+def scalers_of_two_optimizers(rank: int, plan: Any, steps: int, overflows_at: int) -> list[float]:
+    """A model with two optimizers, each with a loss scaler, and in every step a loss for each of the two. The second
+    one overflows once."""
+    model = make(Net)
+    handle = zeroshard.shard(model, plan, units=Block)
+    parameters, policy = list(model.parameters()), DynamicScale(init=SCALE)
+    optimizers = [
+        zeroshard.ShardedOptimizer(half, torch.optim.AdamW, loss_scale=policy, **ADAMW)  # type: ignore[arg-type]
+        for half in (parameters[::2], parameters[1::2])
+    ]
+    scalers = [optimizer.scaling.default for optimizer in optimizers]
+    with handle.join():
+        for step in range(steps):
+            for number, scaler in enumerate(scalers):
+                loss = loss_of_tokens(model, rank, number, step)
+                overflows = step == overflows_at and number == 1
+                optimizers[0].backward(loss * (torch.inf if overflows else 1.0), scaler=scaler)
+            assert [optimizer.step().applied for optimizer in optimizers] == [step != overflows_at] * 2
+    return [scaler.scale for scaler in scalers if scaler is not None]
+
+
+@pytest.mark.parametrize("steps", [(1, 4), (2, 4, 0)])
+def test_a_rank_without_inputs_lowers_the_scale_of_the_loss_that_has_overflowed(steps: tuple[int, ...]) -> None:
+    """It lowered all of them: losses that are scaled by one factor on one rank and by another on the next."""
+
+    def check(rank: int) -> list[list[float]]:
+        return [scalers_of_two_optimizers(rank, plan, steps[rank], overflows_at=3) for plan in PLANS]
+
+    for found in run_ranks(check, len(steps)):
+        assert found == [[SCALE, SCALE / 2]] * len(PLANS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loss_that_nobody_steps_with_lowers_no_scale(ranks: int) -> None:
+    """The last rank runs out after a loss that overflows, and the others discard its gradients. It still reported the
+    overflow at their next step."""
+
+    def check(rank: int) -> float:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero2", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, loss_scale=DynamicScale(init=SCALE), **ADAMW)
+        scaler, is_last = optimizer.scaling.default, rank == ranks - 1
+        assert scaler is not None
+        with handle.join():
+            loss = loss_of_tokens(model, rank, 0, 0)
+            optimizer.backward(loss * (torch.inf if is_last else 1.0), scaler=scaler)
+            if not is_last:
+                optimizer.zero_grad()
+                optimizer.backward(loss_of_tokens(model, rank, 0, 1), scaler=scaler)
+                assert optimizer.step().applied
+        return scaler.scale
+
+    assert run_ranks(check, ranks) == [SCALE] * ranks

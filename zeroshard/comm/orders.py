@@ -151,6 +151,11 @@ class Voice:
             )
         return [self.scalers.get(id(scaler), -1) for scaler in used]
 
+    def note_step(self, version: object) -> None:
+        """A step has used its gradients, on all ranks: those of other optimizers are as backward has left them."""
+        if self.version is not None:
+            self.version = version
+
     def expect_no_edits(self, version: object) -> None:
         """Raises:
         RuntimeError: somebody has changed reduced gradients, and a follower has not."""

@@ -184,6 +184,7 @@ class Part:
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._orders.end_told()
+            self._voice.note_step(self._engine.reducer.visible.version)
 
         return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
 
@@ -205,6 +206,8 @@ class Part:
         """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""
         reducer = self._engine.reducer
         reducer.keep_only(waiting)
+        if not waiting:
+            self._engine.ledger.forget_losses()  # also those of this rank's last micro-batches
         with self._engine.ledger.backward(Loss(scale, weighted)):
             reducer.begin_backward()
 

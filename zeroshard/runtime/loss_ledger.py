@@ -108,6 +108,11 @@ class LossLedger:
         """All of them have been used, or discarded."""
         self._scale, self.has_final = None, True
 
+    def forget_losses(self) -> None:
+        """Their gradients have been discarded."""
+        for account in self._accounts:
+            account.clear()
+
     def expect_one_scale(self) -> None:
         """Raises:
         ValueError: the loss at hand has another scale than those before, where nobody can multiply it as theirs."""
@@ -161,8 +166,7 @@ class LossAccount:
         """
         together = self._ledger.accounts
         if anew:
-            for account in together:
-                account.clear()
+            self._ledger.forget_losses()
         if any(account._losses and (weight is None) != (account.weight is None) for account in together):
             raise RuntimeError("either all losses of a step have a weight, or none has")
         used = scaler or self.default
@@ -232,8 +236,9 @@ class LossAccount:
         return None
 
     def _blamed(self, found_inf: bool, overflows: list[bool]) -> list[bool]:
-        known = any(overflows) and any(loss.looked_at for loss in self._losses)
-        return overflows if known else [found_inf] * len(self._used)
+        """It must depend on nothing but what all ranks have agreed on: a rank that has run out of inputs has not seen
+        the losses."""
+        return overflows if any(overflows) else [found_inf] * len(self._used)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.default is None else self.default.state_dict()
