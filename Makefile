@@ -4,6 +4,7 @@
 # make test-settings   the tests under every setting that chooses other kernels, and beside a program that keeps all cores busy
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make lint   lint and types only
+# make docs   the site, into build/site, strictly: what leads nowhere is an error
 # make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models;
 #             every way to compile; longer runs, more ranks
 
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 8 ] && n=8; [ $$n -lt 2 ] && n=2; echo $$n)
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: env train test test-everything test-faults test-settings lint
+.PHONY: env train test test-everything test-faults test-settings lint docs
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -42,6 +43,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p zeroshard
+
+# The packages of the site come when it is built for the first time.
+docs: $(STAMP)
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(BIN)/mkdocs build --strict
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 
-_FROM_THE_EXTRA = {"click", "numpy", "psutil", "pydantic", "rich", "tomli_w"}
+_FROM_THE_EXTRA = {"psutil", "pydantic", "rich", "tomli_w"}
 
 
 def main() -> None:
@@ -14,10 +14,14 @@ def main() -> None:
         code = run(sys.argv[1:])
     except ModuleNotFoundError as error:
         if error.name in _FROM_THE_EXTRA:
-            sys.exit(
-                f"zeroshard: the command line needs {error.name}: in a clone of the project, pip install '.[train]'"
+            print(
+                f"zeroshard: error: `zeroshard train` needs the package {error.name}, which comes with the extra "
+                "'train': pip install 'zeroshard[train]'",
+                file=sys.stderr,
             )
-        raise
+            code = 2
+        else:
+            raise
     if "zeroshard.comm.watch" in sys.modules:
         sys.modules["zeroshard.comm.watch"].stop()
     with contextlib.suppress(BrokenPipeError):

@@ -187,7 +187,7 @@ def test_neither_trainer_nor_process_group(saved: Path, tmp_path: Path) -> None:
     """In a fresh interpreter, and without what only the trainer needs."""
     code = f"""
 import sys
-absent = ["pydantic", "psutil", "tomli_w", "safetensors", "transformers"]
+absent = ["psutil", "pydantic", "rich", "safetensors", "tomli_w", "transformers"]
 sys.modules.update(dict.fromkeys(absent))
 from zeroshard.cli.main import run
 saved, out = {str(saved)!r}, {str(tmp_path)!r}

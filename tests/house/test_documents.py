@@ -1,80 +1,70 @@
-"""What README and the pages say can be run, and what they point to exists."""
+"""What README and the pages point to exists; every block of code is run somewhere, or says why not."""
 
+from __future__ import annotations
+
+import importlib
 import importlib.util
 import re
-from contextlib import nullcontext
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from zeroshard.testing import run_ranks
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUNNABLE = ["README.md", "docs/guide.md", "docs/memory.md"]
-"""The pages whose Python examples continue the README's."""
-
-
-class Block(nn.Linear):
-    pass
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+import zeroshard
+from tests.house.pages import (
+    CONTINUES,
+    DOCS,
+    NOT_CODE,
+    OWN,
+    PAGES,
+    ROOT,
+    blocks,
+    names_of_pages,
+    sides_of_the_readmes_diff,
+)
 
 
-def sides_of_the_diff() -> tuple[list[str], list[str]]:
-    """The README's diff: the lines before, and those after it."""
-    (diff,) = blocks("README.md", "diff")
-    lines = diff.splitlines()
-    return tuple([line[1:] for line in lines if line[:1] in (mark, " ", "")] for mark in "-+")  # type: ignore[return-value]
+def test_every_block_is_run_or_says_why_not() -> None:
+    run = {"README.md", "CONTRIBUTING.md", *CONTINUES, *OWN}
+    for page in names_of_pages(PAGES):
+        for block in blocks(page):
+            where = f"{page}: {block.text[:60]!r}"
+            assert block.language, f"{where} has no language"
+            if block.language == "python" or (block.language == "diff" and page.startswith("docs/moving")):
+                assert page in run or not block.is_run, where
+            elif block.language not in NOT_CODE:
+                assert not block.is_run, f"{where}: a block of {block.language} is not run here: say why, in a mark"
+        text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"))
+        assert "```" not in text, f"{page}: a block inside of something else is not found, and not run"
 
 
-def run_examples(rank: int, page: str, folder: str) -> int:
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    program = "\n".join(sides_of_the_diff()[1]).replace("range(1, 101)", "range(1, 4)")
-    exec(program, names)
-    model = names["model"]
-    inputs = [(names["x"], names["y"])] * 2
-    names |= {
-        "nn": nn,
-        "nullcontext": nullcontext,
-        "Block": Block,
-        "build": lambda: nn.Sequential(Block(8, 8), Block(8, 8)),
-        "rank": rank,
-        "loaded": torch.zeros(512, 32),
-        "loss_fn": nn.functional.mse_loss,
-        "batches": inputs[: 1 + rank],
-        "micro_batches": inputs,
-        "scheduler": torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0),
-    }
-    examples = sorted(blocks(page, "python"), key=lambda text: "handle.close()" in text)  # that one last
-    for example in examples:
-        before_gradient, backward, after = example.partition("handle.gradient")
-        exec(before_gradient.replace("runs/a", folder), names)
-        if backward:
-            nn.functional.mse_loss(names["model"](names["x"]), names["y"]).backward()
-            exec(backward + after, names)
-        names["model"] = model  # the planner's example builds another one
-    return len(examples)
+def commands() -> Iterator[tuple[str, list[str]]]:
+    for page in names_of_pages(PAGES):
+        for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+            if re.match(r"    zeroshard \w+ ", line):
+                yield page, line.partition(" #")[0].split()[1:]
 
 
-@pytest.mark.parametrize("page", RUNNABLE)
-def test_examples_run_one_after_the_other(page: str, tmp_path: Path) -> None:
-    assert min(run_ranks(run_examples, 2, page, str(tmp_path / "steps"))) > 0
+def test_commands_and_their_options_exist() -> None:
+    click = pytest.importorskip("click")
+    main = importlib.import_module("zeroshard.cli.main").main
+    for page, words in commands():
+        if words[0] in ("rank", "no"):
+            continue  # "zeroshard: rank 1 ..." is output
+        command = main.commands[words[0]]
+        command.make_context(words[0], words[1:], parent=click.Context(main), resilient_parsing=False)
+        assert page
 
 
 def test_the_five_lines_are_those_of_the_examples() -> None:
-    for side, name in zip(sides_of_the_diff(), ("train_plain", "train_sharded"), strict=True):
+    for side, name in zip(sides_of_the_readmes_diff(), ("train_plain", "train_sharded"), strict=True):
         program = [line for line in (ROOT / f"examples/{name}.py").read_text().splitlines() if line]
         assert [line for line in side if line] == program[1:-2]  # without docstring and printing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     prose = re.sub(r"`[^`]*`", "code", prose)
@@ -89,6 +79,26 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor[1:] in anchors, f"{page.name}: {path}{anchor}"
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    """(The site's own strict mode checks more; it needs packages that these tests do not.)"""
+    navigation = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    made = {"index.md", "contributing.md", "changelog.md", "license.md"}  # by docs/site/pages.py
+    assert navigation == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made
+
+
+def test_the_api_pages_have_everything_that_is_public() -> None:
+    listed = set()
+    for page in (DOCS / "api").glob("*.md"):
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            found = importlib.import_module(name) if name == "zeroshard.reference" else None
+            listed.add(id(found or getattr(importlib.import_module(module), attribute)))
+    plain = (zeroshard.Plan, type(zeroshard), str)  # the plans are named in a sentence, modules by their members
+    public = {name: value for name, value in vars(zeroshard).items() if not name.startswith("_")}
+    missing = [name for name, value in public.items() if not isinstance(value, plain) and id(value) not in listed]
+    assert not missing
+
+
 def test_no_line_of_prose_in_the_readme_is_long() -> None:
     prose = [line for line in (ROOT / "README.md").read_text().splitlines() if not line.startswith(("|", "!"))]
     assert max(map(len, prose)) <= 110
@@ -100,11 +110,29 @@ def test_contributing_names_files_that_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_picture_shows_what_the_planner_says() -> None:
-    script = ROOT / "docs/pictures/bytes_per_rank.py"
-    spec = importlib.util.spec_from_file_location("bytes_per_rank", script)
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    packages = {re.split(r"[\[<>=]", line)[0] for line in lines} - {"zeroshard"}
+    page = (DOCS / "dependencies.md").read_text()
+    assert not {name for name in packages if not re.search(rf"\b{name}\b", page)}
+
+
+def picture(name: str) -> tuple[Any, str]:
+    """The script that draws it, and the file."""
+    script = DOCS / "pictures" / name
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    drawn = module.draw(*module.measure())
-    assert drawn == script.with_name("bytes-per-rank.svg").read_text(encoding="utf-8"), f"run {script.name} again"
+    return module, script.with_name(script.stem.replace("_", "-") + ".svg").read_text(encoding="utf-8")
+
+
+def test_the_picture_shows_what_the_planner_says() -> None:
+    module, drawn = picture("bytes_per_rank.py")
+    assert module.draw(*module.measure()) == drawn, "run bytes_per_rank.py again"
+
+
+def test_the_picture_of_the_plans_is_that_of_their_placements() -> None:
+    module, drawn = picture("plans.py")
+    assert module.draw() == drawn, "run plans.py again"

@@ -9,8 +9,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders
@@ -148,14 +146,14 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    head = f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks"
-    console.print(printable(head))
-    console.print(printable(f"written by {versions}; manifest {found['digest']}"))
-    _table(console, ("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
+    click.echo(
+        printable(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks")
+    )
+    click.echo(printable(f"written by {versions}; manifest {found['digest']}"))
+    _table(("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
     rows = [(row["kind"], row["dtype"], row["tensors"], row["bytes"]) for row in found["kinds"]]
-    _table(console, ("kind", "dtype", "tensors", "bytes"), rows)
+    _table(("kind", "dtype", "tensors", "bytes"), rows)
     groups = [
         (
             number,
@@ -168,25 +166,25 @@ def _print(found: dict[str, Any]) -> None:
         for group in of_one
     ]
     if groups:
-        _table(console, ("optimizer", "class", "parameters", "lr", "weight decay"), groups)
+        _table(("optimizer", "class", "parameters", "lr", "weight decay"), groups)
     for alias, name in found["tied"].items():
-        console.print(printable(f"tied: {alias} is {name}"))
+        click.echo(printable(f"tied: {alias} is {name}"))
     if found["extra"]:
-        console.print(printable(f"extra: {', '.join(found['extra'])}"))
+        click.echo(printable(f"extra: {', '.join(found['extra'])}"))
     if "tensors" in found:
         rows = [(n, e["dtype"], str(tuple(e["shape"])), e["chunks"]) for n, e in found["tensors"].items()]
-        _table(console, ("tensor", "dtype", "shape", "chunks"), rows)
+        _table(("tensor", "dtype", "shape", "chunks"), rows)
 
 
-def _table(console: Console, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns):
-        number = bool(rows) and isinstance(rows[0][index], (int, float))
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else printable(value) for value in row))
-    console.print()
-    console.print(table, crop=False)
+def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    """An empty line, the columns' names and the rows; numbers to the right."""
+    cells = [columns, *(tuple(f"{v:,}" if isinstance(v, int) else printable(v) for v in row) for row in rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    numbers = [bool(rows) and isinstance(value, (int, float)) for value in (rows[0] if rows else columns)]
+    click.echo()
+    for row in cells:
+        aligned = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers, strict=True))
+        click.echo("  ".join(aligned).rstrip())
 
 
 # verify, prune --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""The sdist and the wheel, in an environment that holds the wheel, what it requires, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email.parser import Parser
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
+
+FIVE_LINES = """
+import torch, zeroshard
+from torch import nn
+
+zeroshard.init()
+model = nn.Linear(32, 1)
+handle = zeroshard.shard(model, "zero3")
+optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-3)
+model(torch.randn(4, 32)).mean().backward()
+optimizer.step()
+zeroshard.save("steps", handle, optimizer, step=1)
+print(zeroshard.__file__)
+"""
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """As pip does, with the setuptools that is installed: an "sdist" or a "wheel" of the source tree."""
+    command = [sys.executable, "-c", BUILD.format(kind), str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that was built from it alone."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    shutil.copytree(ROOT / "zeroshard", source / "zeroshard", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"):
+        shutil.copy(ROOT / name, source)
+    sdist = build("sdist", source, folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return sdist, build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
+
+
+def requirements(lines: list[str], extra: str = "") -> set[str]:
+    parsed = [Requirement(line) for line in lines]
+    return {one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})}
+
+
+def link(name: str, site: Path, seen: set[str]) -> None:
+    """Put an installed distribution, and what it requires, into another environment."""
+    if name in seen:
+        return
+    seen.add(name)
+    found = distribution(name)
+    for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        target = Path(str(found.locate_file(top)))
+        if target.exists() and not (site / top).exists():
+            (site / top).symlink_to(target)
+    for required in requirements(found.requires or []):
+        try:
+            link(required, site, seen)
+        except PackageNotFoundError:
+            continue  # torch runs without it here, so it will there
+
+
+def metadata_of(wheel: Path) -> Parser:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())  # type: ignore[return-value]
+
+
+def test_what_is_packed(built: tuple[Path, Path]) -> None:
+    sdist, wheel = built
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zeroshard").rglob("*.py")} | {"zeroshard/py.typed"}
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        notes = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
+    assert packed == files
+    assert {"licenses/LICENSE", "entry_points.txt"} <= notes
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert files | {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml"} <= names
+    assert not any(name.startswith(("tests", "docs", "benchmarks")) for name in names)
+
+
+def test_what_the_metadata_says(built: tuple[Path, Path]) -> None:
+    metadata = metadata_of(built[1])
+    assert (metadata["Name"], metadata["Author"]) == ("zeroshard", "the zeroshard authors")
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert not {"Home-page", "Project-URL", "Download-URL"} & set(metadata.keys())
+    assert requirements(metadata.get_all("Requires-Dist")) == {"click", "numpy", "torch"}
+
+
+def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(built[1])], check=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    seen: set[str] = set()
+    for name in requirements(metadata_of(built[1]).get_all("Requires-Dist")):
+        link(name, site, seen)
+    assert not {"pydantic", "rich", "psutil"} & {path.name for path in site.iterdir()}
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        whole = [str(python.parent / command[0]), *command[1:]]
+        return subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    done = run("python", "-W", "ignore", "-c", FIVE_LINES)
+    assert done.returncode == 0, done.stderr
+    assert str(site) in done.stdout
+    done = run("zeroshard", "verify", "steps")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("steps/step-1: whole; ")
+    done = run("zeroshard", "train", "--steps", "1")
+    assert done.returncode == 2 and "pip install 'zeroshard[train]'" in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,109 @@
+"""What the pages say can be run: every example, and both sides of every script that people move from."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.house.pages import CONTINUES, OWN, blocks, sides, sides_of_the_readmes_diff
+from zeroshard.testing import run_ranks
+
+
+class Block(nn.Linear):
+    """The reader's transformer block."""
+
+
+class Loader:
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"position": 3}
+
+
+def run_continued(rank: int, page: str, folder: str) -> int:
+    """A page that goes on with the README's model, handle and optimizer."""
+    os.chdir(folder)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    program = "\n".join(sides_of_the_readmes_diff()[1]).replace("range(1, 101)", "range(1, 4)")
+    exec(program, names)
+    model = names["model"]
+    inputs = [(names["x"], names["y"])] * 2
+    names |= {
+        "nn": nn,
+        "nullcontext": nullcontext,
+        "Block": Block,
+        "build": lambda: nn.Sequential(Block(8, 8), Block(8, 8)),
+        "rank": rank,
+        "loaded": torch.zeros(512, 32),
+        "loader": Loader(),
+        "loss_fn": nn.functional.mse_loss,
+        "batches": inputs[: 1 + rank],
+        "micro_batches": inputs,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0),
+    }
+    examples = [block.text for block in blocks(page, "python") if block.is_run]
+    for example in sorted(examples, key=lambda text: "handle.close()" in text):  # that one last
+        before_gradient, backward, after = example.partition("handle.gradient")
+        exec(before_gradient, names)
+        if backward:
+            nn.functional.mse_loss(names["model"](names["x"]), names["y"]).backward()
+            exec(backward + after, names)
+        names["model"] = model  # the planner's example builds another one
+    return len(examples)
+
+
+@pytest.mark.parametrize("page", CONTINUES)
+def test_examples_run_one_after_the_other(page: str, tmp_path: Path) -> None:
+    assert min(run_ranks(run_continued, CONTINUES[page], page, str(tmp_path))) > 0
+
+
+def run_page(rank: int, page: str, folder: str) -> dict[str, list[float]]:
+    """A page that starts from nothing: its examples in their order; of each diff both sides, on data of this rank."""
+    os.chdir(folder)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page, "python"):
+        if block.is_run:
+            exec(block.text, names)
+    losses = {}
+    for number, block in enumerate(blocks(page, "diff")):
+        for side, lines in zip(("before", "after"), sides(block.text), strict=True):
+            program = "\n".join(lines).replace("dist.init_process_group()", "pass  # there is a group already")
+            if block.mark.startswith("run: after") and side == "before":
+                compile(program, page, "exec")
+                continue
+            exec(program, names := {"__name__": "page"})
+            losses[f"{number} {side}"] = names["losses"]
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries that people move from
+@pytest.mark.parametrize("page", OWN)
+def test_pages_run_from_nothing(page: str, tmp_path: Path) -> None:
+    if page.endswith("accelerate.md"):
+        pytest.importorskip("accelerate")
+    first, second = run_ranks(run_page, 2, page, str(tmp_path))
+    assert (len(first) > 0) == bool(blocks(page, "diff"))
+    for name, losses in first.items():
+        assert len(losses) >= 6 and all(0 < loss < 100 for loss in losses)
+        if "accelerate" not in page:
+            assert losses != second[name], "each rank has data of its own"
+        if name.endswith("after") and name.replace("after", "before") in first:
+            assert losses == pytest.approx(first[name.replace("after", "before")], rel=1e-4)
+
+
+def test_the_example_of_contributing_is_a_test_that_passes() -> None:
+    (example,) = blocks("CONTRIBUTING.md", "python")
+    names = {"torch": torch, "nn": nn, "zeroshard": zeroshard, "run_ranks": run_ranks}
+    exec(example.text, names)
+    names["test_plans_agree"]()  # type: ignore[operator]

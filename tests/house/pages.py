@@ -1,0 +1,66 @@
+"""The pages of the project, and the blocks of code in them.
+
+Every block of code is run (`tests/documents/test_pages.py`), or has a line above it that says why not:
+
+    <!-- not run: needs a cluster -->          the block is not run
+    <!-- run: after; apex is not there -->     of a diff, only the new side is run
+
+README, the guide and some more pages continue the README's five lines; every other page starts from nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+CONTINUES = {"README.md": 2, "docs/guide.md": 2, "docs/memory.md": 2, "docs/checkpoints.md": 1}
+"""The pages whose Python examples continue the README's; and on how many ranks they run."""
+NOT_CODE = ("text", "diff")
+"""A block of output; a diff outside of docs/moving is that of the README, which has tests of its own."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; `mark` is the comment above it: "", "not run: ..." or "run: ..."."""
+
+    page: str
+    language: str
+    text: str
+    mark: str
+
+    @property
+    def is_run(self) -> bool:
+        return not self.mark.startswith("not run: ")
+
+
+FENCE = re.compile(r"(?:<!-- ((?:not )?run: [^>]+) -->\n)?^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: str, *languages: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = [Block(page, language, body, mark or "") for mark, language, body in FENCE.findall(text)]
+    return [block for block in found if not languages or block.language in languages]
+
+
+def names_of_pages(pages: list[Path]) -> list[str]:
+    return [page.relative_to(ROOT).as_posix() for page in pages]
+
+
+def sides(diff: str) -> tuple[list[str], list[str]]:
+    """The lines before, and those after."""
+    lines = diff.splitlines()
+    return tuple([line[1:] for line in lines if line[:1] in (mark, " ", "")] for mark in "-+")  # type: ignore[return-value]
+
+
+def sides_of_the_readmes_diff() -> tuple[list[str], list[str]]:
+    (diff,) = blocks("README.md", "diff")
+    return sides(diff.text)
+
+
+OWN = [page for page in names_of_pages(PAGES) if page not in CONTINUES and page != "CONTRIBUTING.md"]
+OWN = [page for page in OWN if any(block.is_run for block in blocks(page, "python", "diff"))]
+"""The pages that start from nothing."""
