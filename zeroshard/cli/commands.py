@@ -147,9 +147,7 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    click.echo(
-        printable(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks")
-    )
+    click.echo(printable(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks"))
     click.echo(printable(f"written by {versions}; manifest {found['digest']}"))
     _table(("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
     rows = [(row["kind"], row["dtype"], row["tensors"], row["bytes"]) for row in found["kinds"]]
