@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.comm.collectives import Transport
+from zeroshard.comm.transport import TransportName
+from zeroshard.comm.transports import TRANSPORTS
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.owners import balance, cost
 from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
-from zeroshard.layout.sums import reduce_scratch_bytes
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import EVERYTHING, Ignored, Managed
 from zeroshard.model.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
@@ -36,7 +36,7 @@ def plan_memory(
     state_scalars: int = 1,
     rank: int = 0,
     num_replicas: int = 1,
-    transport: Transport = "shared",
+    transport: TransportName = "shared",
     device_type: str = "cpu",
     group_of: Callable[[str], Hashable] = lambda name: 0,
     whole_state_bytes: Callable[[str], int | None] = lambda name: None,
@@ -104,7 +104,7 @@ def _buffers(
     plan: Plan,
     num_shards: int,
     num_replicas: int,
-    transport: Transport,
+    transport: TransportName,
     *,
     no_sync: bool = False,
 ) -> list[_Buffer]:
@@ -115,28 +115,27 @@ def _buffers(
     gradients = trainable if plan.grads is SHARDED and num_shards > 1 else []
     ring = PoolPlan.for_weights(spec.weight_request(layout.numel) for spec, layout in weights)
     requests = [spec.bucket_request(layout.numel) for spec, layout in gradients]
-    buckets = PoolPlan.for_gradients(requests, transport)
+    way = TRANSPORTS[transport]
+    buckets = PoolPlan.for_gradients(requests, reads_peers=way.reads_peers)
     reducing = [
-        reduce_scratch_bytes(
+        way.reduce_scratch_bytes(
             layout.numel,
             spec.precision.grad,
             spec.precision.wire,
             num_shards,
             num_replicas,
-            transport,
             in_place=not gradients,
         )
         for spec, layout in trainable
     ]
-    shared = transport == "shared"
     buffers = [_Buffer("ring", size) for size in ring.sizes]
     buffers += [_Buffer("buckets", size) for size in buckets.own.values()]
     for count, num_bytes in buckets.shared.values():
-        buffers += [_Buffer("buckets", num_bytes, passing=i > 0 and not shared) for i in range(count)]
+        buffers += [_Buffer("buckets", num_bytes, passing=i > 0 and not way.reads_peers) for i in range(count)]
     buffers += [_Buffer("scratch", max(reducing, default=0))] * (1 if gradients else IN_FLIGHT)
     if no_sync:
         more = beyond_turns(requests, {kind: count for kind, (count, _) in buckets.shared.items()})
-        buffers += [_Buffer("buckets", request.num_bytes, lasting=shared) for request in more]
+        buffers += [_Buffer("buckets", request.num_bytes, lasting=way.reads_peers) for request in more]
     return buffers
 
 
@@ -171,7 +170,7 @@ def _step_scratch(
 
 
 def _needed(
-    specs: Sequence[UnitSpec], plan: Plan, mesh_shape: tuple[int, int], transport: Transport, device_type: str
+    specs: Sequence[UnitSpec], plan: Plan, mesh_shape: tuple[int, int], transport: TransportName, device_type: str
 ) -> int:
     """The most transients at once. (Every rank is planned as rank 0, so that all find the same answer.)"""
     layouts = [spec.layout(*mesh_shape) for spec in specs]
@@ -185,7 +184,7 @@ def fit_units(
     limit: int,
     plan: Plan,
     mesh_shape: tuple[int, int],
-    transport: Transport,
+    transport: TransportName,
     managed: Managed = EVERYTHING,
     keep_gathered: KeepGathered = (),
 ) -> list[UnitSpec]:
@@ -211,7 +210,7 @@ def check_limit(
     limit: int,
     plan: Plan,
     mesh_shape: tuple[int, int],
-    transport: Transport,
+    transport: TransportName,
     device_type: str,
 ) -> None:
     """Raises:

@@ -165,7 +165,7 @@ def _choose(
     mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
     if units is None:
         return fit_units(
-            model, precision, max_transient_bytes, plan, mesh_shape, collectives.transport, managed, keep_gathered
+            model, precision, max_transient_bytes, plan, mesh_shape, collectives.transport.name, managed, keep_gathered
         )
     specs = choose_units(model, units, precision, managed, keep_gathered)
     _expect_room(plan, collectives, max_transient_bytes, specs)
@@ -175,7 +175,7 @@ def _choose(
 def _expect_room(plan: Plan, collectives: Collectives, limit: int | None, specs: Sequence[UnitSpec]) -> None:
     if limit is not None:
         mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
-        check_limit(specs, limit, plan, mesh_shape, collectives.transport, collectives.device.type)
+        check_limit(specs, limit, plan, mesh_shape, collectives.transport.name, collectives.device.type)
 
 
 def build_units(

@@ -25,8 +25,10 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs if backend != "gloo" or device == "cpu"}
 
 
-def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ranks exchange tensors of that device by messages of their own (`Collectives.pairwise`)."""
+def has_tagged_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether many messages with tensors of that device may be under way between two ranks, told apart by tags: then
+    ranks exchange slices themselves (`pairwise_transport.py`). A group does not say so; of gloo it is known, and of
+    every other nothing but its collectives is used."""
     return backends_of(group).get(device.type) == "gloo"
 
 

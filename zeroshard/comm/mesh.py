@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import watch
-from zeroshard.comm.backends import DEFAULT_TIMEOUT, device_for, expect_usable, is_gloo, timeout_of
+from zeroshard.comm.backends import DEFAULT_TIMEOUT, device_for, expect_usable, has_tagged_messages, timeout_of
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
@@ -82,9 +83,21 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks, in the axis' own count."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[int, int], ...]:
+        """(from whom to receive, to whom to send), one round after the other, until all have what all have. In round n
+        everybody sends to the rank n places ahead: no rank receives from two at once."""
+        steps = range(1, self.size)
+        return tuple(((self.rank - step) % self.size, (self.rank + step) % self.size) for step in steps)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Axis:
@@ -108,8 +121,8 @@ class Mesh:
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether ranks exchange slices by messages (gloo); else the backend's own collectives do it."""
-        return is_gloo(self.world.group, self.device)
+        """Whether ranks can exchange slices by messages of their own (gloo); else the backend's collectives do it."""
+        return has_tagged_messages(self.world.group, self.device)
 
     @property
     def one_of_each_shard(self) -> list[int]:
@@ -147,7 +160,7 @@ class Mesh:
             replicate = Axis(group, 0, (dist.get_rank(),))
             device = device_for(group, device)
         expect_usable(world.group, device)
-        own_reduce_group = shard.size > 1 and not is_gloo(shard.group, device)
+        own_reduce_group = shard.size > 1 and not has_tagged_messages(shard.group, device)
         reduce = Axis.of(_new_group(shard.ranks, shard.group, device)) if own_reduce_group else shard
         return cls(shard, replicate, world, reduce, device)
 

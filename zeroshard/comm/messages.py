@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zeroshard.comm import watch
 from zeroshard.comm.mesh import Axis
-from zeroshard.comm.shared_memory import Location
+from zeroshard.comm.positions import HERE, Wait
+from zeroshard.comm.shared_memory import NOWHERE, Location
 
 _TAGS = {
     "all_gather": 1,
@@ -23,8 +24,8 @@ _TAGS = {
     "exchange": 4,
     "all_to_all": 5,
     "read": 6,
-    "tell all_gather": 7,
-    "tell reduce_scatter": 8,
+    "announce all_gather": 7,
+    "announce reduce_scatter": 8,
 }
 """Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
 
@@ -43,16 +44,21 @@ def label(unit: str, phase: str = "") -> str:
 
 
 @dataclass(eq=False)
-class Told:
-    """Messages between all ranks of an axis: what this is about (a `label`, or a point of the program), and where it
-    lies. `works`: not yet waited for."""
+class Announcement:
+    """What this rank has announced to all others of an axis (a `label`, or a point of the program, and how many bytes),
+    and what they announce.
+
+    Attributes:
+        messages: of the peers, by their rank in the axis.
+        works: not yet waited for.
+    """
 
     axis: Axis
     kind: str
     about: str
     num_bytes: int
-    works: list[Any]
     messages: dict[int, Tensor]
+    works: list[Any]
 
     def arrive(self) -> None:
         while self.works:  # a work must not be waited for twice
@@ -75,59 +81,61 @@ class Messages:
         self.rank = rank
         self.failed = False
         self._known: dict[int, str] = {}
-        self._unheard: dict[str, deque[Told]] = {}
+        self._not_compared: dict[str, deque[Announcement]] = {}
 
-    def tell(self, axis: Axis, location: Location | None, kind: str, about: str, num_bytes: int) -> Told:
-        """Tell all peers what this is about, how many bytes of it (and where to read it, if they can), and hear it of
-        them."""
-        where = astuple(location) if location is not None else (0, 0, 0, 0)
-        mine = torch.tensor([*where, num_bytes, self._number_of(about)], dtype=torch.int64)
-        peers = [rank for rank in range(axis.size) if rank != axis.rank]
-        messages = {rank: torch.empty_like(mine) for rank in peers}
-        works = [receive(axis, messages[rank], rank, f"tell {kind}") for rank in peers]
-        works += [send(axis, mine, rank, f"tell {kind}") for rank in peers]
-        told = Told(axis, kind, about, num_bytes, works, messages)
-        self._unheard.setdefault(kind, deque()).append(told)
-        return told
+    def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
+        """Say to all peers what this is about, how many bytes of it and where to read it, if they can; and receive the
+        same of them."""
+        mine = torch.tensor([*location, num_bytes, self._number_of(about)], dtype=torch.int64)
+        messages = {rank: torch.empty_like(mine) for rank in axis.peers}
+        works = [receive(axis, message, rank, f"announce {kind}") for rank, message in messages.items()]
+        works += [send(axis, mine, rank, f"announce {kind}") for rank in axis.peers]
+        announced = Announcement(axis, kind, about, num_bytes, messages, works)
+        self._not_compared.setdefault(kind, deque()).append(announced)
+        return announced
 
-    def hear(self, told: Told) -> None:
-        """Wait for these messages, and for those of the same kind before them: who is on another path is noticed at the
-        first one that differs, before anybody waits for something that will never come.
+    def compare(self, announced: Announcement) -> None:
+        """Wait for what the peers announce, and for what they have announced of the same kind before: who is on another
+        path is noticed at the first one that differs, before anybody waits for something that will never come.
 
         Raises:
             OutOfOrder: a peer is at another unit.
         """
-        unheard = self._unheard[told.kind]
-        while told in unheard:
-            first = unheard.popleft()
+        not_compared = self._not_compared[announced.kind]
+        while announced in not_compared:
+            first = not_compared.popleft()
             first.arrive()
             for rank, message in first.messages.items():
                 number = int(message[-1])
                 if number != self._number_of(first.about):
                     theirs = self._known.get(number, "something that this rank does not have")
-                    raise OutOfOrder(self._apart(told, rank, f"at {first.about}", f"at {theirs}"))
+                    raise OutOfOrder(self._apart(announced, rank, f"at {first.about}", f"at {theirs}"))
                 if int(message[-2]) != first.num_bytes:
                     sizes = [
                         f"at {num_bytes} bytes of {first.about}" for num_bytes in (first.num_bytes, int(message[-2]))
                     ]
-                    raise OutOfOrder(self._apart(told, rank, *sizes))
+                    raise OutOfOrder(self._apart(announced, rank, *sizes))
 
-    def _apart(self, told: Told, other: int, mine: str, theirs: str) -> str:
+    def _apart(self, announced: Announcement, other: int, mine: str, theirs: str) -> str:
         """`other`: a rank of the axis."""
-        peer = told.axis.ranks[other]
+        peer = announced.axis.ranks[other]
         return (
-            f"{told.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
+            f"{announced.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
             f"{watch.where_is(peer)}. Nothing has been updated. Every rank must run the same units in the same order; "
             "full_state_dict, unsharded, state_dict, save and load are collective, too: call them on every rank"
         )
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def failing(self, at: Wait | None = None) -> Iterator[None]:
         """An error inside means that the ranks no longer expect the same messages.
+
+        Args:
+            at: what is waited for inside, for the watch.
 
         Raises:
             LostPeer: in place of an error of gloo's, where the watch knows whose end has caused it.
         """
+        before = HERE.begin_wait(at)
         try:
             yield
         except BaseException as error:
@@ -137,6 +145,8 @@ class Messages:
             if lost is not None:
                 raise lost from None  # gloo's own words would come first, and say less
             raise
+        finally:
+            HERE.end_wait(before)
 
     def introduce(self, *abouts: str) -> None:
         """What a message may be about."""
@@ -144,11 +154,10 @@ class Messages:
             self._number_of(about)
 
     def acknowledge(self, axis: Axis) -> list[Any]:
-        """Tell all peers that their memory has been read; the works are done when they have said so too."""
-        peers = [rank for rank in range(axis.size) if rank != axis.rank]
+        """Say to all peers that their memory has been read; the works are done when they have said so too."""
         tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
-        works = [receive(axis, tokens[rank], rank, "read") for rank in peers]
-        return works + [send(axis, tokens[axis.rank], rank, "read") for rank in peers]
+        works = [receive(axis, tokens[rank], rank, "read") for rank in axis.peers]
+        return works + [send(axis, tokens[axis.rank], rank, "read") for rank in axis.peers]
 
     def _number_of(self, about: str) -> int:
         number = zlib.crc32(about.encode())

@@ -80,14 +80,23 @@ class Here:
         self.begun[key] = number + 1
         return number
 
+    def begin_wait(self, wait: Wait | None) -> tuple[Wait | None, float]:
+        """It waits from now on (None: for nothing new). Returns what `end_wait` takes."""
+        before = self._wait, self._since
+        if wait is not None:
+            self._wait, self._since = wait, time.monotonic()
+        return before
+
+    def end_wait(self, before: tuple[Wait | None, float]) -> None:
+        self._wait, self._since = before
+
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        before, since = self._wait, self._since
-        self._wait, self._since = wait, time.monotonic()
+        before = self.begin_wait(wait)
         try:
             yield
         finally:
-            self._wait, self._since = before, since
+            self.end_wait(before)
 
     @property
     def wait(self) -> Wait | None:

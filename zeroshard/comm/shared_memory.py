@@ -17,19 +17,23 @@ import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where some bytes lie, for a peer. `segment` is unique in its process; `fd` is not, over time."""
 
     segment: int
     fd: int
     num_bytes: int
     offset: int
+
+
+NOWHERE = Location(0, 0, 0, 0)
+"""That a peer could read: its segments count from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class Probe:
         """What a peer needs to know: [process number, identity, where]."""
         location = self._shared.locate(self._slots)
         assert location is not None
-        return [*astuple(self._shared.process), *astuple(location)]
+        return [*astuple(self._shared.process), *location]
 
     def answer(self, cards: Sequence[list[int]]) -> bool:
         """Write the own identity into the segment of each peer. False where one of them cannot be found."""

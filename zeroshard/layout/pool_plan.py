@@ -53,13 +53,13 @@ class PoolPlan:
         return cls.of(requests, lambda num_units, num_bytes: min(2, num_units))
 
     @classmethod
-    def for_gradients(cls, requests: Iterable[Request], transport: str) -> PoolPlan:
+    def for_gradients(cls, requests: Iterable[Request], *, reads_peers: bool) -> PoolPlan:
         """Two buckets, so that one is reduced while the next fills. But the last unit waits for the bucket of the one
-        before, as no other fills meanwhile. In shared memory nothing moves meanwhile: two let a rank be late now and
-        then, as long as that is cheap."""
+        before, as no other fills meanwhile. Where ranks read each other's memory (`reads_peers`) nothing moves
+        meanwhile: two let a rank be late now and then, as long as that is cheap."""
 
         def turns(num_units: int, num_bytes: int) -> int:
-            if transport == "shared":
+            if reads_peers:
                 return min(2, num_units) if 2 * num_bytes <= KEPT_BYTES else 1
             return min(2, max(1, num_units - 1))
 

@@ -1,4 +1,4 @@
-"""Sums over ranks, in an order that is the same whoever owns what, and the scratch that they need."""
+"""Sums over ranks, in an order that is the same whoever owns what."""
 
 from __future__ import annotations
 
@@ -9,38 +9,8 @@ from torch import Tensor
 
 from zeroshard.layout.interval import Interval
 
-_CACHED_NUMEL = 1 << 16
+CACHED_NUMEL = 1 << 16
 """Elements that a sum on CPU takes at a time: what is cast, and what is divided, stays in cache."""
-
-
-def reduce_scratch_bytes(
-    numel: int,
-    grad: torch.dtype,
-    wire: torch.dtype,
-    num_shards: int,
-    num_replicas: int,
-    transport: str,
-    *,
-    in_place: bool,
-) -> int:
-    """Scratch that one `reduce_scatter` of `numel` elements needs: received terms, and what is cast to be sent.
-
-    Args:
-        transport: "shared", "pairwise" or "native" (see `collectives.py`).
-        in_place: the sum goes to the own shard of what is reduced. Else it is put together where it goes.
-    """
-    shard = numel // num_shards
-    if num_shards == num_replicas == 1:
-        return 0
-    if transport == "native":
-        return 0 if wire == grad else 2 * numel * wire.itemsize
-    of_replicas = shard - shard // num_replicas
-    if wire != grad:
-        return 2 * max(numel - shard, of_replicas) * wire.itemsize
-    terms = (num_shards - 1 if in_place else max(num_shards - 2, 0)) * shard
-    if transport == "shared":  # of the sum so far, if it is needed at all, a piece that stays in cache
-        terms = min(_CACHED_NUMEL, shard) if in_place and num_shards > 2 else 0
-    return max(terms, of_replicas) * wire.itemsize
 
 
 def sum_in_rank_order(
@@ -52,7 +22,7 @@ def sum_in_rank_order(
     first two terms), `out` where that is not `own`, or a scratch of as many elements as are taken at a time.
     """
     terms = [*received[:rank], own, *received[rank:]]
-    at_a_time = _CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    at_a_time = CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), at_a_time):
         piece = slice(start, min(start + at_a_time, out.numel()))
         total_piece = total[piece] if total.numel() >= out.numel() else total[: piece.stop - start]
@@ -77,7 +47,7 @@ def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
         torch.add(a, b, out=out)
         return
-    for piece in zip(out.split(_CACHED_NUMEL), a.split(_CACHED_NUMEL), b.split(_CACHED_NUMEL), strict=True):  # type: ignore[no-untyped-call]
+    for piece in zip(out.split(CACHED_NUMEL), a.split(CACHED_NUMEL), b.split(CACHED_NUMEL), strict=True):  # type: ignore[no-untyped-call]
         torch.add(piece[1], piece[2], out=piece[0])
 
 

@@ -23,7 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.pending import Pending
 from zeroshard.comm.profiling import of_unit, phase
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
@@ -139,7 +140,7 @@ class Gatherer:
         itself, and a peer's weights lie where its user may write to them once they are shown: so they are read now.
         (Nobody may wait for that later: a rank may run the model alone.)"""
         begun, self._begun = self._begun, []
-        if begun and self.collectives.transport == "shared":
+        if begun and self.collectives.transport.reads_peers:
             self._wait_for_readers()
             for unit in begun:
                 unit.weights.arrive()

@@ -17,12 +17,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.profiling import of_unit, phase
+from zeroshard.comm.transport import Reduction
 from zeroshard.placement import PARTIAL
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
 from zeroshard.runtime.reductions import Reductions, scratch_bytes
 from zeroshard.runtime.visible import VisibleGradients
-from zeroshard.storage.buffer import Reduction
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.pool import Pool
 from zeroshard.storage.unit import Unit

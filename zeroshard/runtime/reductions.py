@@ -11,7 +11,6 @@ from collections.abc import Collection, Hashable, Mapping
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.pool_plan import PoolPlan
-from zeroshard.layout.sums import reduce_scratch_bytes
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
 from zeroshard.storage.unit import Unit
@@ -28,16 +27,17 @@ class Reductions:
         self._collectives = collectives
         self._borrowing = {unit: of_unit for unit, of_unit in grads.items() if of_unit.needs_bucket}
         requests = {unit: unit.spec.bucket_request(unit.layout.numel) for unit in self._borrowing}
-        plan = PoolPlan.for_gradients(requests.values(), collectives.transport)
+        reads_peers = collectives.transport.reads_peers
+        plan = PoolPlan.for_gradients(requests.values(), reads_peers=reads_peers)
         self._buckets = Turns(pool, "buckets", plan, requests, self)
         self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `PoolPlan.for_gradients`
         for kind, buckets in self._buckets.shared.items():
-            if len(buckets) > 1 and collectives.transport != "shared":
+            if len(buckets) > 1 and not reads_peers:
                 taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
                 self._last_two[kind] = [unit for unit in taking_turns if requests[unit].kind == kind][-2:]
         in_place = not self._borrowing
         num_bytes = max((scratch_bytes(unit, collectives, in_place=in_place) for unit in grads), default=0)
-        is_alone = self._borrowing and (num_bytes or collectives.transport != "shared")
+        is_alone = self._borrowing and (num_bytes or not reads_peers)
         self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
         self._arriving: deque[tuple[Unit, Gradients, PoolBuffer]] = deque()
         self._read_by_peers: deque[tuple[Unit, Gradients]] = deque()  # reduced here, perhaps not yet everywhere
@@ -132,12 +132,7 @@ class Reductions:
 def scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> int:
     """What reducing the unit needs beside its bucket. `in_place`: all buckets are the plan's own."""
     precision, mesh = unit.spec.precision, collectives.mesh
-    return reduce_scratch_bytes(
-        unit.layout.numel,
-        precision.grad,
-        precision.wire,
-        mesh.reduce.size,
-        mesh.replicate.size,
-        collectives.transport,
-        in_place=in_place,
+    sizes = mesh.reduce.size, mesh.replicate.size
+    return collectives.transport.reduce_scratch_bytes(
+        unit.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
     )

@@ -8,29 +8,21 @@ and whether values stay on this rank (`rests_in_full`). `placement` is where the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.transport import Reduction
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.portions import Portions
 from zeroshard.placement import SHARDED, Move, Placement, moves
 
 Allocate = Callable[[int], Tensor]
 """Number of bytes -> uint8 zeros."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """How terms are summed: see `Collectives.reduce_scatter`."""
-
-    scratch: Tensor
-    wire: torch.dtype
-    divisor: int
 
 
 class FlatBuffer:
@@ -175,14 +167,7 @@ class FlatBuffer:
             if move is Move.REDUCE_SCATTER:
                 assert reduction is not None, "a sum needs scratch"
                 pending = collectives.reduce_scatter(
-                    self.full,
-                    self.shard,
-                    reduction.scratch,
-                    wire=reduction.wire,
-                    unit=unit,
-                    phase=phase,
-                    divisor=reduction.divisor,
-                    portions=portions,
+                    self.full, self.shard, reduction, unit=unit, phase=phase, portions=portions
                 )
             else:
                 pending = collectives.all_gather(

@@ -22,11 +22,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.transport import Reduction
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.sums import add
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
-from zeroshard.storage.buffer import FlatBuffer, Reduction
+from zeroshard.storage.buffer import FlatBuffer
 
 
 class GradState(Enum):

@@ -17,7 +17,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.pending import Pending
 from zeroshard.model.absent import Absent, as_tensors, give
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer

@@ -1,0 +1,92 @@
+"""Native: the backend's own reduce-scatter, all-gather and all-to-all, in place (NCCL and others)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.mesh import Axis
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.transport import Gather, Sum, Transport
+from zeroshard.layout.sums import carve, in_shards, parts, split_like
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class NativeTransport(Transport):
+    """Needs nothing of a group but these collectives, started without waiting. Nothing is announced: a backend keeps
+    the order of its collectives, and says nothing about where a peer is.
+
+    Where not everything takes part, each portion goes by a `broadcast` or a `reduce` of its own: this needs no extra
+    memory, and no padding to equal chunks.
+    """
+
+    name = "native"
+
+    def gather(self, gather: Gather) -> Pending:
+        axis, full, moved = gather.axis, gather.full, gather.portions
+        if moved.is_whole:
+            own = in_shards(full, axis.size)[axis.rank]
+            return Pending(self, [_all_gather(full, own, group=axis.group, async_op=True)])
+        works = [
+            dist.broadcast(part, group=axis.group, group_src=rank, async_op=True)
+            for rank, intervals in enumerate(moved.of_shard)
+            for part in parts(full, intervals)
+        ]
+        return Pending(self, works)
+
+    def reduce(self, sum_: Sum) -> Pending:
+        axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
+        if sum_.is_cast and wire.itemsize <= full.element_size():
+            return self._reduce_narrow(sum_)
+        if sum_.is_cast:
+            terms = carve(sum_.reduction.scratch, 1, full.numel(), wire)[0][0]
+            own = in_shards(terms, axis.size)[axis.rank]
+            for intervals in moved.of_shard:
+                for place, part in zip(parts(terms, intervals), parts(full, intervals), strict=True):
+                    place.copy_(part)
+        else:
+            terms, own = full, sum_.out if moved.is_whole else in_shards(full, axis.size)[axis.rank]
+        if moved.is_whole:
+            # In place on NCCL (`own` inside of `terms`); it may leave partial sums in the shards of the others.
+            works = [_reduce_scatter(own, terms, group=axis.group, async_op=True)]
+        else:
+            works = [
+                dist.reduce(part, group=axis.group, group_dst=rank, async_op=True)
+                for rank, intervals in enumerate(moved.of_shard)
+                for part in parts(terms, intervals)
+            ]
+        return Pending(self, works, lambda: sum_.put(parts(own, moved.inside(axis.rank))))
+
+    def _reduce_narrow(self, sum_: Sum) -> Pending:
+        """By all-to-all, and added up here."""
+        axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
+        own = moved.numel_of(axis.rank)
+        # Not the backend's reduce-scatter: it would add in `wire`, and bf16 sums lose what fp32 gradients are there
+        # for.
+        scratch = sum_.reduction.scratch
+        room, rest = carve(scratch, 1, full.numel(), wire)  # the sum so far comes here when what is sent has left
+        sent = room[0][: moved.total]
+        received, _ = carve(rest, axis.size, own, wire)
+        terms = [part for intervals in moved.of_shard for part in parts(full, intervals)]
+        for place, term in zip(split_like(sent, terms), terms, strict=True):
+            place.copy_(term)
+        into = rest[: axis.size * own * wire.itemsize].view(wire)
+        sizes = [moved.numel_of(rank) for rank in range(axis.size)]
+        work = dist.all_to_all_single(into, sent, [own] * axis.size, sizes, group=axis.group, async_op=True)
+        of_peers = [split_like(received[rank], sum_.places) for rank in axis.peers]
+        return Pending(self, [work], lambda: sum_.take(of_peers, sum_.totals_in(scratch)))
+
+    def all_to_all(
+        self, axis: Axis, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        sizes = list(received), list(sent)
+        return Pending(self, [dist.all_to_all_single(out, data, *sizes, group=axis.group, async_op=True)])
+
+    @staticmethod
+    def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
+        return 0 if wire == grad else 2 * numel * wire.itemsize

@@ -1,0 +1,98 @@
+"""Pairwise: slices go from rank to rank as messages, straight into place (gloo).
+
+gloo's own reduce-scatter and all-gather clone the whole buffer. The exchange is three to four times faster, needs no
+hidden memory, and sums in rank order, an order that we choose: `((g0 + g1) + g2) + ...`, whoever owns the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.mesh import Axis
+from zeroshard.comm.messages import receive, send
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.transport import Gather, Sum, Transport
+from zeroshard.layout.sums import carve, parts, split_like
+
+
+class PairwiseTransport(Transport):
+    """Needs a group in which many messages may be under way at once, told apart by tags."""
+
+    name = "pairwise"
+
+    def gather(self, gather: Gather) -> Pending:
+        axis, full, of_shard = gather.axis, gather.full, gather.portions.of_shard
+        announced = None
+        if gather.about:
+            announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes)
+        works = []
+        # Receives are posted before sends: what arrives goes straight into place.
+        for source, target in axis.rounds:
+            works += [receive(axis, part, source, gather.kind) for part in parts(full, of_shard[source])]
+            works += [send(axis, part, target, gather.kind) for part in parts(full, of_shard[axis.rank])]
+        return Pending(self, works, announced=announced)
+
+    def reduce(self, sum_: Sum) -> Pending:
+        # [Note: sums in rank order]
+        # ((g0 + g1) + g2) + ... on every rank, whoever owns the element: that is why all plans have the same bits. To
+        # add terms as they arrive, or the own one first, would be quicker, and would make them differ
+        # (`sum_in_rank_order`; torch's ring and tree algorithms depend on the number of ranks and on the place in the
+        # buffer).
+        axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
+        # One term arrives where the sum goes.
+        spared = [] if sum_.is_cast or sum_.is_in_place else [sum_.places]
+        num_carved = len(axis.peers) - len(spared)
+        carved, rest = carve(sum_.reduction.scratch, num_carved, moved.numel_of(axis.rank), wire)
+        received = [*spared, *(split_like(term, sum_.places) for term in carved)]
+        announced = None
+        if sum_.about:
+            announced = self.messages.announce(axis, sum_.kind, sum_.about, sum_.num_bytes)
+        works = [
+            receive(axis, part, peer, sum_.kind)
+            for peer, term in zip(axis.peers, received, strict=True)
+            for part in term
+        ]
+        left = rest
+        for peer in axis.peers:
+            term = parts(full, moved.of_shard[peer])
+            if sum_.is_cast:
+                cast, left = carve(left, 1, moved.numel_of(peer), wire)
+                for place, part in zip(split_like(cast[0], term), term, strict=True):
+                    place.copy_(part)
+                term = split_like(cast[0], term)
+            works += [send(axis, part, peer, sum_.kind) for part in term]
+        is_narrow = wire.itemsize < full.element_size() and len(axis.peers) > 1
+
+        def add_up() -> None:
+            # What was cast to be sent has left by now: a sum of wide terms has room there.
+            sum_.take(received, sum_.totals_in(rest) if is_narrow else received[0])
+
+        return Pending(self, works, add_up, announced)
+
+    def all_to_all(
+        self, axis: Axis, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        terms, places, works = torch.split(data, list(sent)), torch.split(out, list(received)), []
+        for source, target in axis.rounds:
+            if places[source].numel():
+                works.append(receive(axis, places[source], source, "all_to_all"))
+            if terms[target].numel():
+                works.append(send(axis, terms[target], target, "all_to_all"))
+        places[axis.rank].copy_(terms[axis.rank])
+        return Pending(self, works)
+
+    @staticmethod
+    def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
+        shard = numel // num_ranks
+        if wire != grad:
+            return 2 * (numel - shard) * wire.itemsize  # all that is received, and all that is sent
+        return (num_ranks - (1 if in_place else 2)) * shard * wire.itemsize
+
+    def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
+        announced = [self.messages.announce(axis, kind, point, 0) for kind, axis in axes.items() if axis.size > 1]
+        with self.messages.failing():
+            for one in announced:
+                self.messages.compare(one)

@@ -1,0 +1,131 @@
+"""Shared: buffers stay where they are, in memory that all ranks of one host map, and each rank reads what it needs.
+
+Messages say where a buffer lies and that it may be read and, after a reduction, that it has been. Sums are those of
+`pairwise_transport.py`, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.mesh import Axis
+from zeroshard.comm.messages import Announcement
+from zeroshard.comm.pairwise_transport import PairwiseTransport
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
+from zeroshard.comm.transport import Gather, Sum, Transport
+from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
+
+
+class SharedTransport(Transport):
+    """For what lies in shared memory, in the dtype that travels. Everything else goes pairwise."""
+
+    name = "shared"
+    reads_peers = True
+    memory: SharedMemory
+
+    def __init__(self, otherwise: Transport, memory: SharedMemory, processes: Mapping[int, Process]) -> None:
+        """`processes`: of each global rank, in the order of the mesh; also this one."""
+        super().__init__(otherwise.messages, otherwise.log)
+        self._otherwise, self.memory, self._processes = otherwise, memory, processes
+
+    @classmethod
+    def between(cls, world: Axis, otherwise: Transport, exchange: Callable[[Any], list[Any]]) -> SharedTransport | None:
+        """None where some rank cannot read another's memory: all of them find the same answer. Collective.
+
+        Args:
+            otherwise: for what does not lie in shared memory.
+            exchange: a JSON-able value of every rank, in rank order.
+        """
+        memory = SharedMemory()
+        probe = Probe(memory, world.rank, world.size)
+        cards = exchange(probe.card())
+        answers = exchange(probe.answer(cards))
+        if not all(exchange(all(answers) and probe.is_answered(cards))):
+            return None
+        processes = {rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, cards, strict=True)}
+        return cls(otherwise, memory, processes)
+
+    @property
+    def fallback(self) -> Transport:
+        return self._otherwise
+
+    @classmethod
+    def fallback_type(cls) -> type[Transport]:
+        return PairwiseTransport
+
+    def gather(self, gather: Gather) -> Pending:
+        location = self.memory.locate(gather.own)
+        if location is None:
+            return self._otherwise.gather(gather)
+        axis, full, moved = gather.axis, gather.full, gather.portions
+        # [Note: who may write to shared memory]
+        # A peer reads here, when it wants, what this rank has only announced. Nothing may write to it before the peers
+        # have answered (`release`), or before all ranks have met otherwise: shards of weights are written by a step,
+        # and a step begins with the control exchange. Buckets are used again within a backward, so reductions always
+        # answer.
+        announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes, location)
+
+        def copy_from_peers() -> Sequence[Any]:
+            shards = in_shards(full, axis.size)
+            for rank in axis.peers:
+                theirs, inside = self._peer(announced, rank, shards[rank]), moved.inside(rank)
+                for to, value in zip(parts(shards[rank], inside), parts(theirs, inside), strict=True):
+                    to.copy_(value)
+            return self.messages.acknowledge(axis) if gather.acknowledge else []
+
+        return Pending(self, (), copy_from_peers, announced)
+
+    def reduce(self, sum_: Sum) -> Pending:
+        location = None if sum_.is_cast else self.memory.locate(sum_.full)
+        if location is None:
+            return self._otherwise.reduce(sum_)
+        axis, full = sum_.axis, sum_.full
+        announced = self.messages.announce(axis, sum_.kind, sum_.about, sum_.num_bytes, location)
+
+        def sum_from_peers() -> Sequence[Any]:
+            own = sum_.portions.of_shard[axis.rank]
+            of_peers = [parts(self._peer(announced, rank, full), own) for rank in axis.peers]
+            sum_.take(of_peers, sum_.totals_in(sum_.reduction.scratch) if sum_.is_in_place else sum_.places)
+            return self.messages.acknowledge(axis)  # See [Note: who may write to shared memory]
+
+        return Pending(self, (), sum_from_peers, announced)
+
+    def _peer(self, announced: Announcement, rank: int, like: Tensor) -> Tensor:
+        """What a rank of the axis has announced, where it lies. Read only."""
+        process = self._processes[announced.axis.ranks[rank]]
+        return self.memory.peer(process, Location(*announced.messages[rank][:4].tolist()), like)
+
+    def all_to_all(
+        self, axis: Axis, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        return self._otherwise.all_to_all(axis, out, data, received, sent)
+
+    @staticmethod
+    def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
+        if wire != grad:
+            return PairwiseTransport.scratch_bytes(numel, num_ranks, grad, wire, in_place=in_place)
+        # Of the sum so far, if it is needed at all, a piece that stays in cache.
+        return min(CACHED_NUMEL, numel // num_ranks) * wire.itemsize if in_place and num_ranks > 2 else 0
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self.memory.allocate(num_bytes) if device.type == "cpu" else super().allocate(num_bytes, device)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        return self.memory.locate(tensor) is not None
+
+    def meet(self, exchange: Callable[[Any], list[Any]]) -> None:
+        # A fast rank may free its buffers while a slow one still reads them, but not before that one has mapped them.
+        # Two exchanges: the first says what there is, and nobody frees anything until all have passed the second.
+        everyone = exchange(self.memory.own_segments())
+        for process, segments in zip(self._processes.values(), everyone, strict=True):
+            if process != self.memory.process:
+                self.memory.meet(process, segments)
+        exchange(None)
+
+    def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
+        self._otherwise.meet_at(point, axes)

@@ -1,0 +1,19 @@
+"""The transports, by the names that `plan_memory` takes: three ways to move the same bytes.
+
+| name | when | what travels |
+|---|---|---|
+| shared | gloo, all ranks on one host | messages that say where a buffer lies, that it may be read, that it has been |
+| pairwise | gloo | the same messages, and slices |
+| native | NCCL and others | the backend's own collectives |
+"""
+
+from __future__ import annotations
+
+from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.comm.pairwise_transport import PairwiseTransport
+from zeroshard.comm.shared_transport import SharedTransport
+from zeroshard.comm.transport import Transport, TransportName
+
+TRANSPORTS: dict[TransportName, type[Transport]] = {
+    transport.name: transport for transport in (SharedTransport, PairwiseTransport, NativeTransport)
+}
