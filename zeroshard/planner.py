@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transport import TransportName
-from zeroshard.comm.transports import TRANSPORTS
+from zeroshard.comm.transports import transport_named
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.owners import balance, cost
 from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
@@ -115,7 +115,7 @@ def _buffers(
     gradients = trainable if plan.grads is SHARDED and num_shards > 1 else []
     ring = PoolPlan.for_weights(spec.weight_request(layout.numel) for spec, layout in weights)
     requests = [spec.bucket_request(layout.numel) for spec, layout in gradients]
-    way = TRANSPORTS[transport]
+    way = transport_named(transport)
     buckets = PoolPlan.for_gradients(requests, reads_peers=way.reads_peers)
     reducing = [
         way.reduce_scratch_bytes(

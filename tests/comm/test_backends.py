@@ -50,7 +50,7 @@ def test_the_models_device_says_which_backend_is_meant(
     group: Any = Group(monkeypatch, config)
     device = backends.device_for(group, None if model is None else torch.device(model))
     assert device == torch.device(expected)
-    assert backends.is_gloo(group, device) == pairwise
+    assert backends.has_tagged_messages(group, device) == pairwise
 
 
 def test_where_a_model_without_a_device_goes(monkeypatch: pytest.MonkeyPatch) -> None:

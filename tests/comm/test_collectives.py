@@ -31,9 +31,10 @@ from tests.kit import (
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.comm.transport import Reduction
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.portions import Portions
-from zeroshard.layout.sums import reduce_scratch_bytes
 from zeroshard.placement import Plan
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
@@ -67,12 +68,12 @@ def reduce_scatter(
 ) -> Tensor:
     mesh = collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
-    transport = "shared" if collectives.is_shared(full) else "pairwise" if collectives.pairwise else "native"
-    num_bytes = reduce_scratch_bytes(full.numel(), full.dtype, wire, *sizes, transport, in_place=in_place)
-    scratch = torch.empty(num_bytes, dtype=torch.uint8)
+    transport = collectives.transport if collectives.is_shared(full) else collectives.transport.fallback
+    num_bytes = transport.reduce_scratch_bytes(full.numel(), full.dtype, wire, *sizes, in_place=in_place)
+    reduction = Reduction(torch.empty(num_bytes, dtype=torch.uint8), wire)
     own = full.view(mesh.shard.size, -1)[mesh.shard.rank]
     out = own if in_place else torch.full_like(own, 99)
-    collectives.reduce_scatter(full, out, scratch, wire=wire, unit="u", phase="test", portions=portions).release()
+    collectives.reduce_scatter(full, out, reduction, unit="u", phase="test", portions=portions).release()
     return out
 
 
@@ -115,7 +116,7 @@ def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(nu
 
     def check(rank: int) -> CommLog:
         collectives = Collectives(Mesh.of(None), CommLog())
-        collectives.pairwise = False
+        collectives.transport = NativeTransport(collectives.messages, collectives.log)
         for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
             of_ranks = [terms(r, num_ranks * 256, dtype, exact=True) for r in range(num_ranks)]
             out = reduce_scatter(collectives, of_ranks[rank].clone(), wire, in_place=in_place)
@@ -138,11 +139,12 @@ def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(num_ranks:
 
     def check(rank: int) -> CommLog:
         collectives = Collectives(Mesh.of(None), CommLog())
-        shared, mine = collectives.shared, slice(rank * 512, (rank + 1) * 512)
-        for way, (dtype, wire), in_place, case in itertools.product(
-            ("shared", "pairwise", "native"), DTYPES, (True, False), cases
-        ):
-            collectives.shared, collectives.pairwise = shared if way == "shared" else None, way != "native"
+        shared, mine = collectives.transport, slice(rank * 512, (rank + 1) * 512)
+        native = NativeTransport(collectives.messages, collectives.log)
+        ways = {"shared": shared, "pairwise": shared.fallback, "native": native}
+        for way, (dtype, wire), in_place, case in itertools.product(ways, DTYPES, (True, False), cases):
+            collectives.transport = ways[way]
+            assert collectives.transport.name == way
             moved = Portions.of([Interval(*one) for one in case], numel, num_ranks)
             chosen = torch.zeros(numel, dtype=torch.bool)
             for one in case:
@@ -200,8 +202,8 @@ def test_several_collectives_under_way_do_not_mix() -> None:
         for number in range(4):
             full = torch.full((3 * 256,), float(10**number * (rank + 1)))
             out = torch.zeros(256)
-            scratch = torch.empty(2 * 256 * 4, dtype=torch.uint8)
-            pending.append(collectives.reduce_scatter(full, out, scratch, wire=FP32, unit=f"{number}", phase="test"))
+            reduction = Reduction(torch.empty(2 * 256 * 4, dtype=torch.uint8), FP32)
+            pending.append(collectives.reduce_scatter(full, out, reduction, unit=f"{number}", phase="test"))
             gathered = torch.zeros(3 * 256)
             gathered[rank * 256 : (rank + 1) * 256] = 100 * number + rank
             pending.append(collectives.all_gather(gathered, unit=f"{number}", phase="test"))

@@ -12,7 +12,7 @@ import torch
 import zeroshard
 from tests.grids import at, grid
 from tests.kit import PLANS, SCHEDULES, Block, Job, Net, loss_of_tokens, make
-from zeroshard.comm import collectives
+from zeroshard.comm import pairwise_transport
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommEvent, CommLog
 from zeroshard.precision import MixedPrecision
@@ -37,7 +37,7 @@ def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[ze
     handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, foreach=False)
     sent = 0
-    send = collectives.send
+    send = pairwise_transport.send
 
     def counted(axis: Any, tensor: torch.Tensor, rank: int, kind: str) -> Any:
         nonlocal sent
@@ -47,12 +47,12 @@ def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[ze
     for step in range(steps):
         handle.engine.gatherer.settle()  # what the last step has sent belongs to it
         handle.comm_log.clear()
-        sent, collectives.send = 0, counted
+        sent, pairwise_transport.send = 0, counted
         for micro_batch, scope in enumerate(job.micro_scopes(handle)):
             with scope:
                 optimizer.backward(job.loss(model, rank, micro_batch, step))
         optimizer.step()
-        collectives.send = send
+        pairwise_transport.send = send
     return handle, list(handle.comm_log.entries), sent
 
 

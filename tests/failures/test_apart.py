@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
-from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.messages import Announcement
 from zeroshard.comm.samples import Samples, first_difference
 from zeroshard.comm.shared_memory import SharedMemory
+from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -47,7 +48,8 @@ def test_ranks_that_read_their_own_memory_for_that_of_a_peer_raise(
 ) -> None:
     """As in the containers; the probe has been passed here."""
 
-    def own_memory(self: Collectives, axis: Any, rank: int, message: Tensor, like: Tensor) -> Tensor:
+    def own_memory(self: SharedTransport, announced: Announcement, rank: int, like: Tensor) -> Tensor:
+        message = announced.messages[rank]
         own = known[int(message[0])]
         return own[int(message[3]) :][: like.nbytes].view(like.dtype).view(like.shape)
 
@@ -59,7 +61,7 @@ def test_ranks_that_read_their_own_memory_for_that_of_a_peer_raise(
         known[segment] = tensor.view(-1)
         return tensor
 
-    monkeypatch.setattr(Collectives, "_peer", own_memory)
+    monkeypatch.setattr(SharedTransport, "_peer", own_memory)
     monkeypatch.setattr(SharedMemory, "map", remembered)
 
     def run(rank: int) -> list[int]:

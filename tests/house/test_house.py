@@ -23,8 +23,6 @@ from tests.house.house import (
 MOST_LINES_OF_CLASS, MOST_ATTRIBUTES = 350, 15
 MOST_LINES_OF_FUNCTION, MOST_ARGUMENTS = 60, 8
 LARGER = {
-    "collectives.Collectives": "the one caller of torch.distributed; its transports are to become classes",
-    "watch.Watch": "one thread's state: what it has heard, of whom, and since when",
     "optimizer.ShardedOptimizer": "a torch optimizer's whole public interface, of which half is docstrings",
     "gradients.Gradients": "one life cycle, whose state is many sets of slots",
     "shard.shard": "the public call: one argument for each choice, and its documentation",
@@ -37,7 +35,6 @@ LARGER = {
     "imported.import_dcp": "the public call, half of it documentation",
     "units.choose_units": "one pass over the model, step by step",
     "control.exchange_control": "one row, packed and unpacked in the same place",
-    "collectives.reduce_scatter": "what a reduction needs to know",
 }
 """What is larger all the same, and why."""
 

@@ -30,7 +30,7 @@ from tests.kit import (
     train,
     train_reference,
 )
-from zeroshard.comm import collectives
+from zeroshard.comm import transport
 from zeroshard.layout.interval import Interval
 from zeroshard.placement import Plan
 from zeroshard.step.flat_step import FlatStep
@@ -162,7 +162,7 @@ def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         out.copy_(sum(reversed(others), start=last)).div_(divisor)
 
     expected = run_ranks(all_references, 1, 3, [Job()])[0][0][0]
-    monkeypatch.setattr(collectives, "sum_in_rank_order", last_first)
+    monkeypatch.setattr(transport, "sum_in_rank_order", last_first)
     by_plan = run_ranks(all_plans, 3, [Job()])[0][0]
     expect_identical(by_plan)
     assert not same_bits(by_plan[0].weights, expected.weights)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.pairwise_transport import PairwiseTransport
+from zeroshard.comm.transport import Reduction
 from zeroshard.layout.layout import BufferLayout
-from zeroshard.layout.sums import reduce_scratch_bytes
 from zeroshard.placement import PARTIAL, REPLICATED
 from zeroshard.precision import NAMED
 from zeroshard.storage.buffer import FlatBuffer
@@ -62,8 +63,9 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     assert main.extra is not None and main.extra.shape == (4,) and main.extra.dtype == torch.float32
 
     grads.full.copy_(gradient(rank))
-    scratch = torch.empty(reduce_scratch_bytes(16, FP16, FP16, 4, 1, "pairwise", in_place=True), dtype=torch.uint8)
-    collectives.reduce_scatter(grads.full, grads.shard, scratch, wire=FP16, unit="u", phase="backward").wait()
+    num_bytes = PairwiseTransport.reduce_scratch_bytes(16, FP16, FP16, 4, 1, in_place=True)
+    reduction = Reduction(torch.empty(num_bytes, dtype=torch.uint8), FP16)
+    collectives.reduce_scatter(grads.full, grads.shard, reduction, unit="u", phase="backward").wait()
     assert torch.equal(grads.full[own.slice], sum(gradient(r) for r in range(4))[own.slice])
     others = [i for i in range(16) if i not in range(own.start, own.stop)]
     assert torch.equal(grads.full[others], gradient(rank)[others])

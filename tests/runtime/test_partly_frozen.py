@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.kit import PLANS, State, same_bits
-from zeroshard.comm import collectives
+from zeroshard.comm import pairwise_transport
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
@@ -150,14 +150,14 @@ def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
         logs = []
         if way == "messages":
             Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
-            send = collectives.send
+            send = pairwise_transport.send
 
             def counted(axis: Any, tensor: Tensor, to: int, kind: str) -> Any:
                 nonlocal sent
                 sent += tensor.nbytes
                 return send(axis, tensor, to, kind)
 
-            collectives.send = counted
+            pairwise_transport.send = counted
         for precision in (None, "bf16", MixedPrecision(reduce=torch.bfloat16)):
             runs = [train(rank, plan, precision) for plan in PLANS]
             assert all(same_bits(state, runs[0][0]) for state, _ in runs)

@@ -17,3 +17,14 @@ from zeroshard.comm.transport import Transport, TransportName
 TRANSPORTS: dict[TransportName, type[Transport]] = {
     transport.name: transport for transport in (SharedTransport, PairwiseTransport, NativeTransport)
 }
+
+
+def transport_named(name: TransportName) -> type[Transport]:
+    """For the planner, which has no process group to choose one for.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, found {name!r}")
+    return TRANSPORTS[name]
