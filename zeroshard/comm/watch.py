@@ -14,10 +14,8 @@ For a rank that waits inside NCCL this is the only way out.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -26,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,10 +33,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.comm.backends import backends_of, timeout_of
-from zeroshard.comm.blame import GIVING_UP, OUTSIDE, Seen, blame, describe_knot
-from zeroshard.comm.positions import HERE, Position, knot
-from zeroshard.comm.processes import Who
+from zeroshard.comm.blame import GIVING_UP, OUTSIDE
+from zeroshard.comm.notices import Beat, Cause, Notices
+from zeroshard.comm.peers import Peers
+from zeroshard.comm.positions import HERE
 from zeroshard.comm.store_line import Silent, StoreLine
+from zeroshard.comm.whereabouts import waits_in_vain, where
 
 BEAT_SECONDS = 0.5
 """Between two times that a rank says that it runs: to its watch, and to those with whom it saves."""
@@ -53,19 +53,10 @@ _OF_OTHERS = re.compile(
     r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
 )
 """Messages of an error that another rank's end may have caused."""
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
-_LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
-_CALLED = ("handle.py", "optimizer.py", "shard.py", *(os.path.join("checkpoint", f"{n}.py") for n in ("save", "load")))
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 _TAG = 31_333
 """Of a message that nobody sends."""
 
 T = TypeVar("T")
-_Cause = list[Any]
-"""[whose fault it is: a rank, the launcher (None) or nobody's ("")], [what became of it]: a sentence in two parts."""
-
-_SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
-"""A process that is no child of ours: we cannot know whether a signal has ended it."""
 
 _current: Watch | None = None
 
@@ -78,36 +69,38 @@ class LostPeer(RuntimeError):
         found: who is where, where it is not.
     """
 
-    def __init__(self, text: str, cause: _Cause | None, found: Sequence[str]) -> None:
+    def __init__(self, text: str, cause: Cause | None, found: Sequence[str]) -> None:
         super().__init__(text)
         self.cause, self.found = cause, list(found)
 
+    @classmethod
+    def because(cls, cause: Cause) -> LostPeer:
+        return cls(str(cause), cause, [])
+
 
 class Watch:
-    """One in each rank, from `start` to `stop`. Two threads: the line to the store, which may wait for it without end,
-    and a guard, which never does.
+    """One in each rank, from `start` to `stop`: decides when this rank gives up, and what it says then.
+
+    Two threads: the line to the store, which may wait for it without end, and a guard, which never does.
 
     Attributes:
         line: to the store.
         beats: how often this rank has begun to say that it runs.
+        of_store: that it has been started for.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         """`timeout`: of collectives, in seconds; a store that has not answered for so long is lost."""
         self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
         self._timeout = timeout
-        self._address = _address(store)
-        self._main = threading.main_thread().ident
-        self._who = {rank: Who.this()}
-        self._neighbours: dict[int, Who] = {}
-        self._others: dict[int, Seen] = {}
-        self._suspected: list[int] = []
+        self._notices = Notices(rank)
+        self._peers = Peers(rank, world_size, self._notices)
         self.beats = 0
-        self._cause: _Cause | None = None
+        self._cause: Cause | None = None
         self._ending = threading.Event()
         self._reported = self._said = False
         self.line = StoreLine(PrefixStore("zeroshard/watch", _connection_of_its_own(store)), self._beat, BEAT_SECONDS)
-        self.line.ask(self._come, timeout)
+        self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
 
@@ -118,7 +111,7 @@ class Watch:
         self._ending.set()
         self._guard.join(2 * BEAT_SECONDS)
         with suppress(Silent):
-            self.line.ask(lambda store: store.set(f"left-{self.rank}", json.dumps(dict(HERE.begun))), PATIENCE_SECONDS)
+            self.line.ask(self._notices.leave, PATIENCE_SECONDS)
         self.line.close(BEAT_SECONDS)
 
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
@@ -127,7 +120,7 @@ class Watch:
         if self._reported or os.getpid() != self.pid:
             return
         self._reported = True
-        mine: _Cause = [self.rank, f"failed: {_in_one_line(error)}"]
+        mine = Cause(self.rank, f"failed: {_in_one_line(error)}")
         follows = is_of_others(error)
         lost = error if isinstance(error, LostPeer) else self.what_happened() if follows else None
         cause = lost.cause if lost is not None else self._hear()
@@ -135,17 +128,17 @@ class Watch:
             found = lost.found if lost is not None else []
             if self._is_first(mine):
                 if found:
-                    mine[1] = f"failed while waiting: {'; '.join(found)}"
-                    _tell(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
+                    mine = Cause(self.rank, f"failed while waiting: {'; '.join(found)}")
+                    _print(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
                 elif show is not None:
-                    _tell(f"rank {self.rank} of {self.world_size} failed first:")
+                    _print(f"rank {self.rank} of {self.world_size} failed first:")
                 if show is not None:
                     show()
                 self._announce(mine)
                 return
             cause = self._hear(patience=2 * BEAT_SECONDS)
         if show is not None:
-            if cause is None or not (follows or mine[1] == cause[1]):
+            if cause is None or not (follows or mine.what == cause.what):
                 show()
             self._say(cause)
 
@@ -154,7 +147,7 @@ class Watch:
         Returns within two seconds or so."""
         cause = self._hear(patience=2 * BEAT_SECONDS)
         if cause is not None:
-            return LostPeer(_sentence(cause), cause, [])
+            return LostPeer.because(cause)
         found = self._whom_to_blame()
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
@@ -166,13 +159,14 @@ class Watch:
         """
         everyone = len(ranks) * number
         missing = [rank for rank in ranks if rank != self.rank]
-        come = self._ask(lambda store: store.add(f"come-{key}", 1))
+        # However long it takes: the guard ends this process when it takes too long.
+        come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._timeout)
         pause = 0.0005
         while come < everyone:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             with suppress(Silent):  # the guard sees to it
-                come = self.line.ask(lambda store: store.add(f"come-{key}", 0), PATIENCE_SECONDS)
+                come = self.line.ask(partial(self._notices.count, key=key, by=0), PATIENCE_SECONDS)
             if come < everyone:
                 self.expect_alive(missing)
 
@@ -183,82 +177,35 @@ class Watch:
             LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
         """
         if self._cause is not None:
-            raise LostPeer(_sentence(self._cause), self._cause, [])
-        if any(self._silence_of(rank) > self._timeout for rank in ranks):
+            raise LostPeer.because(self._cause)
+        if any(self._peers.silence_of(rank) > self._timeout for rank in ranks):
             raise self.what_happened()
 
     def last_seen(self, rank: int) -> str:
         """Where another rank has been a moment ago."""
         with suppress(Silent):
-            self.line.ask(self._look, PATIENCE_SECONDS)
-        return self._others[rank].where if rank in self._others else OUTSIDE
+            self.line.ask(self._peers.look, PATIENCE_SECONDS)
+        return self._peers.where(rank)
 
-    def _silence_of(self, rank: int) -> float:
-        return self._others[rank].silent_seconds if rank in self._others else 0.0
-
-    def _ask(self, job: Callable[[Store], T]) -> T:
-        """However long it takes: the guard ends this process when it takes too long."""
-        return self.line.ask(job, 2 * self._timeout)
-
-    # The line to the store -------------------------------------------------------------------------------------------
-
-    def _come(self, store: Store) -> None:
-        store.set(f"beat-{self.rank}", json.dumps([0, "at the start", None]))
-        store.set(f"who-{self.rank}", json.dumps(self._who[self.rank].as_list()))
+    # Twice a second, on the line to the store ------------------------------------------------------------------------
 
     def _beat(self, store: Store) -> None:
         """Say that this process runs, and where; hear of a failure; look for one."""
         self.beats += 1
-        position = HERE.position(sys._current_frames().get(self._main or 0))
-        where = GIVING_UP if self._reported else _where(self._main)
-        mine = [self.beats, where, position and position.as_list()]
-        store.set(f"beat-{self.rank}", json.dumps(mine))
-        if store.check(["failure"]):
-            self._cause = json.loads(store.get("failure"))
+        main = threading.main_thread().ident
+        position = HERE.position(sys._current_frames().get(main or 0))
+        at = where(main)
+        self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
+        failure = self._notices.failure(store)
+        if failure is not None:
+            self._cause = failure
             return
-        self._meet(store)
-        for rank, who in self._neighbours.items():
-            if who.state == "ended" and not store.check([f"left-{rank}"]):
-                died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
-                self._claim(store, [rank, f"{died}: {_SEE_ELSEWHERE}"])
-                return
-        if position is not None:
-            self._look_around(store, position)
-
-    def _meet(self, store: Store) -> None:
-        """Who the others are, as they come."""
-        if len(self._who) < self.world_size:
-            for rank in range(self.world_size):
-                if rank not in self._who and store.check([f"who-{rank}"]):
-                    who = self._who[rank] = Who(*json.loads(store.get(f"who-{rank}")))
-                    if who.is_neighbour_of(self._who[self.rank]):
-                        self._neighbours[rank] = who
-
-    def _look_around(self, store: Store, position: Position) -> None:
-        """While this rank waits for long: where are the others, and do they wait for each other without end?"""
-        self._look(store)
-        left = {r: json.loads(store.get(f"left-{r}")) for r, seen in self._others.items() if seen.left}
-        positions = {r: seen.position for r, seen in self._others.items() if seen.position is not None}
-        positions = {**positions, self.rank: position}
-        suspected, self._suspected = self._suspected, knot(positions, left)
-        if self._suspected and self._suspected == suspected:  # still, a beat later
-            where = {**{r: seen.where for r, seen in self._others.items()}, self.rank: _where(self._main)}
-            self._claim(store, ["", describe_knot(self._suspected, positions, where)])
-
-    def _look(self, store: Store) -> None:
-        for rank in self._who:
-            if rank != self.rank:
-                beats, where, theirs = json.loads(store.get(f"beat-{rank}"))
-                now = time.monotonic()
-                seen = self._others.setdefault(rank, Seen(beats, where, now, now))
-                seen.note(now, beats, where, Position.of(theirs) if theirs else None)
-                seen.left = store.check([f"left-{rank}"])
-
-    def _claim(self, store: Store, cause: _Cause) -> None:
-        """Be the first to say so, or hear who was."""
-        text = json.dumps(cause)
-        if store.compare_set("first", "", text).decode() == text:
-            store.set("failure", text)
+        self._peers.meet(store)
+        cause = self._peers.death(store)
+        if cause is None and position is not None:
+            cause = self._peers.deadlock(store, position, at)
+        if cause is not None and self._notices.claim(store, cause):
+            self._notices.announce(store, cause)
             self._cause = cause
 
     # The guard -------------------------------------------------------------------------------------------------------
@@ -269,16 +216,16 @@ class Watch:
                 return self._end(self._cause)
             if self.line.gone:  # with the launcher, or with rank 0, of which the connections tell
                 if has_one_launcher(self.world_size):
-                    self._end([None, "is gone"])
+                    self._end(Cause(None, "is gone"))
                 return None
             if self.line.silent_for() > self._timeout:
-                return self._end(["", self._on_silence()])
+                return self._end(Cause("", self._on_silence()))
         return None
 
-    def _end(self, cause: _Cause) -> None:
+    def _end(self, cause: Cause) -> None:
         """Let the main thread end by itself, which no longer waits inside of gloo, and the process not much later."""
         self._cause = cause
-        self._wake_neighbours()
+        self._peers.wake()
         interrupt_gloo()
         if self._ending.wait(GRACE_SECONDS):
             return
@@ -287,67 +234,56 @@ class Watch:
             sys.stdout.flush(), sys.stderr.flush()
         os._exit(FAILED)
 
-    def _wake_neighbours(self) -> None:
-        """Whoever has been stopped by a signal is to leave, too."""
-        for who in self._neighbours.values():
-            if who.state == "stopped":
-                with suppress(OSError):
-                    os.kill(who.pid, signal.SIGCONT)
-
     # What the main thread asks ---------------------------------------------------------------------------------------
 
-    def _hear(self, patience: float = 0.0) -> _Cause | None:
+    def _hear(self, patience: float = 0.0) -> Cause | None:
         """What the rank that failed first has said, or None."""
         end = time.monotonic() + patience
         while self._cause is None:
             with suppress(Silent):
-                self._cause = self.line.ask(_failure, max(PATIENCE_SECONDS, end - time.monotonic()))
+                self._cause = self.line.ask(self._notices.failure, max(PATIENCE_SECONDS, end - time.monotonic()))
             if time.monotonic() >= end:
                 break
             time.sleep(0.02)
         return self._cause
 
-    def _is_first(self, cause: _Cause) -> bool:
+    def _is_first(self, cause: Cause) -> bool:
         """Whether nobody has failed before, as far as this rank can know."""
-        text = json.dumps(cause)
         try:
-            return self.line.ask(lambda store: store.compare_set("first", "", text).decode() == text, PATIENCE_SECONDS)
+            return self.line.ask(lambda store: self._notices.claim(store, cause), PATIENCE_SECONDS)
         except Silent:
             return True
 
-    def _announce(self, cause: _Cause) -> None:
+    def _announce(self, cause: Cause) -> None:
         with suppress(Silent):
-            self.line.ask(lambda store: store.set("failure", json.dumps(cause)), PATIENCE_SECONDS)
-        self._wake_neighbours()
+            self.line.ask(lambda store: self._notices.announce(store, cause), PATIENCE_SECONDS)
+        self._peers.wake()
 
-    def _say(self, cause: _Cause | None) -> None:
+    def _say(self, cause: Cause | None) -> None:
         said, self._said = self._said, True  # the main thread, or the guard
-        if cause is not None and cause[0] != self.rank and not said:
-            _tell(f"rank {self.rank} exits because {_sentence(cause)}")
+        if cause is not None and cause.whose != self.rank and not said:
+            _print(f"rank {self.rank} exits because {cause}")
 
-    # Who it was ------------------------------------------------------------------------------------------------------
-
+    @waits_in_vain
     def _whom_to_blame(self) -> list[str]:
         """See `blame`. Looks for a moment, unless something is clear at once."""
         end = time.monotonic() + 3.5 * BEAT_SECONDS
         while True:
             try:
-                self.line.ask(self._look, PATIENCE_SECONDS)
+                self.line.ask(self._peers.look, PATIENCE_SECONDS)
             except Silent:
                 return [self._on_silence()]
-            others = self._others.values()
-            if time.monotonic() >= end or any(seen.is_silent or seen.left for seen in others):
-                return blame(self.rank, self._who, self._others)
+            if time.monotonic() >= end or self._peers.is_clear:
+                return self._peers.blame()
             time.sleep(BEAT_SECONDS / 2)
 
     def _on_silence(self) -> str:
-        me = self._who[self.rank]
-        stopped = [f"rank {rank} ({who})" for rank, who in self._neighbours.items() if who.state == "stopped"]
-        why = f"the network between {me.name} and its host is the likely cause, not a process"
+        stopped = [f"rank {rank} ({who})" for rank, who in self._peers.stopped().items()]
+        why = f"the network between {self._peers.me.name} and its host is the likely cause, not a process"
         if stopped:
             why = f"{' and '.join(stopped)} has stopped (no heartbeat)"
-        seconds = self.line.silent_for()
-        return f"the store of the process group{self._address} has not answered for {seconds:.0f} s: {why}"
+        store, seconds = _address(self.of_store), self.line.silent_for()
+        return f"the store of the process group{store} has not answered for {seconds:.0f} s: {why}"
 
 
 def start() -> None:
@@ -402,12 +338,12 @@ def where_is(rank: int) -> str:
     """To go on a sentence with: the line of the program that a rank is at, and the call; of others, as they last said.
     Empty where it is not known."""
     watch = current()
-    where = OUTSIDE
+    at = OUTSIDE
     if rank == (watch.rank if watch is not None else dist.get_rank()):
-        where = _where(threading.main_thread().ident)
+        at = where(threading.main_thread().ident)
     elif watch is not None:
-        where = watch.last_seen(rank)
-    return f", {where}" if where not in (OUTSIDE, GIVING_UP) else ""
+        at = watch.last_seen(rank)
+    return f", {at}" if at not in (OUTSIDE, GIVING_UP) else ""
 
 
 def is_of_others(error: BaseException) -> bool:
@@ -460,16 +396,6 @@ def interrupt_gloo() -> None:
                 group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
-def _failure(store: Store) -> _Cause | None:
-    """What the rank that failed first has said."""
-    return json.loads(store.get("failure")) if store.check(["failure"]) else None
-
-
-def _sentence(cause: _Cause) -> str:
-    who, what = cause
-    return f"{'the launcher ' if who is None else f'rank {who} ' if who != '' else ''}{what}"
-
-
 def _address(store: Any) -> str:
     """Where a store is, for people, if anywhere."""
     while hasattr(store, "underlying_store"):
@@ -486,38 +412,10 @@ def _connection_of_its_own(store: Any) -> Store:
     return own
 
 
-def _tell(*lines: str) -> None:
+def _print(*lines: str) -> None:
     for line in lines:
         print(f"zeroshard: {line}", file=sys.stderr, flush=True)
 
 
 def _in_one_line(error: BaseException) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())[:2000]
-
-
-def _where(thread: int | None) -> str:
-    """Where a thread is: the innermost line that is not this engine's, torch's or Python's own."""
-    frame = sys._current_frames().get(thread or 0)
-    inner, call = "", ""
-    while frame is not None:
-        code = frame.f_code
-        if code is Watch._whom_to_blame.__code__:  # it waits in vain itself
-            return GIVING_UP
-        if not _is_library(code.co_filename):
-            return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
-        if _is_public(code):
-            call = f" (in {code.co_qualname})"
-        inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
-        frame = frame.f_back
-    return OUTSIDE
-
-
-def _is_public(code: CodeType) -> bool:
-    """A function of this engine that users call."""
-    here = code.co_filename.removeprefix(_HERE)
-    return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
-
-
-def _is_library(path: str) -> bool:
-    standard = path.startswith(_STANDARD) and "-packages" not in path
-    return (standard or path.startswith(_LIBRARIES)) and not path.startswith(_HERE + "train")

@@ -1,0 +1,100 @@
+"""What a rank has heard of the others: whose processes they are, where each was last, and who waits for whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+from torch._C._distributed_c10d import Store
+
+from zeroshard.comm.blame import OUTSIDE, Seen, blame, describe_knot
+from zeroshard.comm.notices import Cause, Notices
+from zeroshard.comm.positions import Position, knot
+from zeroshard.comm.processes import Who
+
+_SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
+"""A process that is no child of ours: we cannot know whether a signal has ended it."""
+
+
+class Peers:
+    """Of one rank. What takes a store is a job for the line to it; the rest is remembered.
+
+    Attributes:
+        me: this rank's process.
+    """
+
+    def __init__(self, rank: int, world_size: int, notices: Notices) -> None:
+        self.me = Who.this()
+        self._rank, self._world_size, self._notices = rank, world_size, notices
+        self._who = {rank: self.me}
+        self._neighbours: dict[int, Who] = {}
+        self._seen: dict[int, Seen] = {}
+        self._suspected: list[int] = []
+
+    def meet(self, store: Store) -> None:
+        """Who the others are, as they come."""
+        if len(self._who) < self._world_size:
+            for rank in range(self._world_size):
+                who = self._notices.who(store, rank) if rank not in self._who else None
+                if who is not None:
+                    self._who[rank] = who
+                    if who.is_neighbour_of(self.me):
+                        self._neighbours[rank] = who
+
+    def look(self, store: Store) -> None:
+        """Where all others are."""
+        for rank in self._who:
+            if rank != self._rank:
+                beat, now = self._notices.last_beat(store, rank), time.monotonic()
+                seen = self._seen.setdefault(rank, Seen(beat.number, beat.where, now, now))
+                seen.note(now, *beat)
+                seen.left = self._notices.has_left(store, rank)
+
+    def death(self, store: Store) -> Cause | None:
+        """Of a process on this host that has ended without a report."""
+        for rank, who in self._neighbours.items():
+            if who.state == "ended" and not self._notices.has_left(store, rank):
+                died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
+                return Cause(rank, f"{died}: {_SEE_ELSEWHERE}")
+        return None
+
+    def deadlock(self, store: Store, position: Position, where: str) -> Cause | None:
+        """This rank has been waiting for long, there: do ranks wait for each other without end? The same must be found
+        twice, a beat apart."""
+        self.look(store)
+        left = {rank: self._notices.begun(store, rank) for rank, seen in self._seen.items() if seen.left}
+        positions = {rank: seen.position for rank, seen in self._seen.items() if seen.position is not None}
+        positions = {**positions, self._rank: position}
+        suspected, self._suspected = self._suspected, knot(positions, left)
+        if not self._suspected or self._suspected != suspected:
+            return None
+        places = {**{rank: seen.where for rank, seen in self._seen.items()}, self._rank: where}
+        return Cause("", describe_knot(self._suspected, positions, places))
+
+    def where(self, rank: int) -> str:
+        """Where it was when somebody last looked."""
+        return self._seen[rank].where if rank in self._seen else OUTSIDE
+
+    def silence_of(self, rank: int) -> float:
+        """Seconds."""
+        return self._seen[rank].silent_seconds if rank in self._seen else 0.0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether what has been seen says already whom to blame."""
+        return any(seen.is_silent or seen.left for seen in self._seen.values())
+
+    def blame(self) -> list[str]:
+        return blame(self._rank, self._who, self._seen)
+
+    def stopped(self) -> dict[int, Who]:
+        """On this host, by a signal."""
+        return {rank: who for rank, who in self._neighbours.items() if who.state == "stopped"}
+
+    def wake(self) -> None:
+        """Whoever has been stopped by a signal is to leave, too."""
+        for who in self.stopped().values():
+            with suppress(OSError):
+                os.kill(who.pid, signal.SIGCONT)

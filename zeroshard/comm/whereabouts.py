@@ -1,0 +1,56 @@
+"""Where a thread is, for people: the line of the user's program, and the call of this engine that it waits in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from zeroshard.comm.blame import GIVING_UP, OUTSIDE
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
+_LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
+_CALLED = ("handle.py", "optimizer.py", "shard.py", *(os.path.join("checkpoint", f"{n}.py") for n in ("save", "load")))
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_waiting_in_vain: set[CodeType] = set()
+
+
+def waits_in_vain(function: Callable[P, R]) -> Callable[P, R]:
+    """A thread that is in this function is giving up, wherever it came from."""
+    _waiting_in_vain.add(function.__code__)
+    return function
+
+
+def where(thread: int | None) -> str:
+    """The innermost line that is not this engine's, torch's or Python's own."""
+    frame = sys._current_frames().get(thread or 0)
+    inner, call = "", ""
+    while frame is not None:
+        code = frame.f_code
+        if code in _waiting_in_vain:
+            return GIVING_UP
+        if not _is_library(code.co_filename):
+            return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
+        if _is_public(code):
+            call = f" (in {code.co_qualname})"
+        inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
+        frame = frame.f_back
+    return OUTSIDE
+
+
+def _is_public(code: CodeType) -> bool:
+    """A function of this engine that users call."""
+    here = code.co_filename.removeprefix(_HERE)
+    return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
+
+
+def _is_library(path: str) -> bool:
+    standard = path.startswith(_STANDARD) and "-packages" not in path
+    return (standard or path.startswith(_LIBRARIES)) and not path.startswith(_HERE + "train")
