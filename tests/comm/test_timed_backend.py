@@ -12,7 +12,7 @@ from torch import Tensor
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from tests.timed_backend import NAME, TIMINGS, timed_ranks
-from zeroshard.comm.collectives import Pending
+from zeroshard.comm.pending import Pending
 from zeroshard.storage.weights import Weights
 from zeroshard.testing import run_ranks
 
