@@ -30,7 +30,9 @@ class EngineOfParameters(Engine):
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__(OPTIMIZER_ONLY, (), collectives, None)
-        self.reducer = ReducedByOthers((), collectives, self.pool, self.ledger)
+
+    def new_reducer(self) -> Reducer:
+        return ReducedByOthers(self.units, self.collectives, self.pool, self.ledger)
 
 
 class HandleOfParameters(Handle):

@@ -27,6 +27,8 @@ class Placement(Enum):
     SHARDED = "sharded"  # those of the own shard
     PARTIAL = "partial"  # all are terms of a sum over ranks that is still to be taken
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own is written in Python, and every transition asks
+
 
 REPLICATED, SHARDED, PARTIAL = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
 
@@ -52,9 +54,10 @@ def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
     ValueError: values that are known do not become terms of a sum."""
     if before is after:
         return ()
-    if (before, after) not in TRANSITIONS:
+    path = TRANSITIONS.get((before, after))
+    if path is None:
         raise ValueError(f"{before.value} values cannot become {after.value}")
-    return TRANSITIONS[before, after]
+    return path
 
 
 @dataclass(frozen=True, slots=True)

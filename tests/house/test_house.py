@@ -24,7 +24,6 @@ MOST_LINES_OF_CLASS, MOST_ATTRIBUTES = 350, 15
 MOST_LINES_OF_FUNCTION, MOST_ARGUMENTS = 60, 8
 LARGER = {
     "optimizer.ShardedOptimizer": "a torch optimizer's whole public interface, of which half is docstrings",
-    "gradients.Gradients": "one life cycle, whose state is many sets of slots",
     "shard.shard": "the public call: one argument for each choice, and its documentation",
     "planner.plan_memory": "the public call: one argument for each choice, and its documentation",
     "load.load": "the public call, most of it documentation",

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import zeroshard
+from zeroshard.placement import PARTIAL as TERMS
+from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency, Weights
@@ -111,3 +113,40 @@ def test_every_edge(plan: str, of: str) -> None:
         else:
             assert outcome.startswith(f"unit root: cannot {verb} {of} that are {state}: "), outcome
             assert any(needed in outcome for needed in legal), outcome
+
+
+def test_a_state_is_a_name_for_where_values_are() -> None:
+    """A unit's weights and gradients had a state beside the placement of their buffer: one could be changed without the
+    other. What is left to contradict is refused by the buffer."""
+
+    def check(rank: int) -> None:
+        unit, collectives = _unit_and_collectives()
+        weights, grads = unit.weights.buffer, _grads(unit).buffer
+        assert (weights.placement, weights.is_arriving, unit.weights.state) == (REPLICATED, False, Residency.RESIDENT)
+        assert (grads.placement, unit.grads.state) == (None, EMPTY)
+        with pytest.raises(RuntimeError, match="a buffer of unit root has no values: it cannot be redistributed"):
+            grads.redistribute(SHARDED, collectives, unit="root", phase="test")
+        weights.become(SHARDED)
+        assert unit.weights.state is Residency.SHARDED
+        weights.redistribute(REPLICATED, collectives, unit="root", phase="test")
+        assert unit.weights.state is Residency.GATHERING
+        with pytest.raises(RuntimeError, match="the values of this buffer are arriving"):
+            weights.become(SHARDED)
+        with pytest.raises(RuntimeError, match="waits for values that are arriving: it cannot be redistributed"):
+            weights.redistribute(SHARDED, collectives, unit="root", phase="test")
+        weights.arrive()
+        with pytest.raises(ValueError, match="replicated values cannot become partial"):
+            weights.redistribute(TERMS, collectives, unit="root", phase="test")
+        assert unit.weights.state is Residency.RESIDENT, "a refusal changes nothing"
+        weights.become(TERMS)
+        with pytest.raises(RuntimeError, match="unit root: weights cannot be partial"):
+            unit.weights.arrive()
+        grads.become(TERMS)
+        assert unit.grads.state is PARTIAL
+
+    run_ranks(check, 2)
+
+
+def _unit_and_collectives() -> tuple[Unit, Any]:
+    handle = zeroshard.shard(nn.Linear(8, 8), "zero1")
+    return handle.engine.units[0], handle.engine.collectives

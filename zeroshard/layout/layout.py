@@ -123,7 +123,7 @@ class BufferLayout:
                 run = Interval(run.start, stop)
         yield run
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.num_shards
 

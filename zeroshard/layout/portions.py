@@ -42,21 +42,32 @@ class Portions:
         return len(self.of_shard)
 
     @cached_property
+    def _numels(self) -> tuple[int, ...]:
+        return tuple(sum(interval.numel for interval in of_rank) for of_rank in self.of_shard)
+
+    @cached_property
+    def _inside(self) -> tuple[tuple[Interval, ...], ...]:
+        shard = self.numel // self.num_shards
+        return tuple(
+            tuple(interval.relative_to(rank * shard) for interval in of_rank)
+            for rank, of_rank in enumerate(self.of_shard)
+        )
+
+    @cached_property
     def total(self) -> int:
         """Elements, of all shards."""
-        return sum(self.numel_of(rank) for rank in range(self.num_shards))
+        return sum(self._numels)
 
     @property
     def is_whole(self) -> bool:
         return self.total == self.numel
 
     def numel_of(self, rank: int) -> int:
-        return sum(interval.numel for interval in self.of_shard[rank])
+        return self._numels[rank]
 
     def inside(self, rank: int) -> tuple[Interval, ...]:
         """Those of a shard, counted from its start."""
-        start = rank * (self.numel // self.num_shards)
-        return tuple(interval.relative_to(start) for interval in self.of_shard[rank])
+        return self._inside[rank]
 
     def sent_to_reduce(self, rank: int) -> int:
         """Elements that a rank sends: to each owner, what it owns."""

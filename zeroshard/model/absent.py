@@ -120,6 +120,7 @@ class Absent:
 
     Attributes:
         bring: get the values without the other ranks, and `give` them, if that is possible.
+        pointers: where the placeholders lie.
     """
 
     bring: Callable[[], None]
@@ -129,6 +130,7 @@ class Absent:
         scalars = torch.full((len(slots),), value, dtype=like.dtype, device=like.device)
         self._storage = scalars.untyped_storage()._cdata
         self._views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
+        self.pointers = [view.data_ptr() for view in self._views]
         self._unit, self._names = unit, tuple(slot.name for slot in slots)
         self._classes: dict[type, type[AbsentTensor]] = {}
         self.bring = lambda: None
@@ -141,6 +143,11 @@ class Absent:
                 self._classes[plain] = _class_of(plain, self._unit, self._names, self)
             parameter.data = view
             parameter.__class__ = self._classes[plain]
+
+    def give(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """They have these values from now on, and are what they were."""
+        for parameter, value in zip(parameters, values, strict=True):
+            give(parameter, value)
 
     def index_of(self, tensor: Tensor) -> int | None:
         """Of which slot the tensor is the placeholder, or a view of it."""

@@ -66,7 +66,12 @@ class Claims:
 
     def unclaimed(self, unit: Unit) -> set[int]:
         """Slots that no living optimizer has."""
-        return {index for index, parameter in enumerate(unit.parameters) if self.owner_of(parameter) is None}
+        owners = self._owner_of
+        return {
+            index
+            for index, parameter in enumerate(unit.parameters)
+            if (owner := owners.get(id(parameter))) is None or owner() is None
+        }
 
     def owner_of(self, parameter: nn.Parameter) -> Owner | None:
         """The living optimizer that has it."""

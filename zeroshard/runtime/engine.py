@@ -77,20 +77,27 @@ class Engine(NotCopied):
         self._hold(units, max_transient_bytes)
 
     def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
-        """Begin with these units, of which nothing is under way."""
-        self.units = tuple(units)
-        self.pool = Pool(self.collectives, max_transient_bytes)
-        self.pool.besides = self.claims.scratch_bytes
-        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
-        self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
-        self.schedule = Schedule(self.gatherer, self.reducer)
-        self._freezing = Freezing(self.units, self.collectives)
+        """Begin with these units; nothing is left of those before."""
+        self.schedule = Schedule()
+        self._freezing = Freezing(units, self.collectives)
+        self._work_with(units, Pool(self.collectives, max_transient_bytes))
+
+    def _work_with(self, units: Sequence[Unit], pool: Pool) -> None:
+        """From now on these units, of which nothing is under way, and this pool: who moves and reduces what of them is
+        planned anew."""
+        self.units, self.pool = tuple(units), pool
+        pool.besides = self.claims.scratch_bytes
+        self.gatherer = Gatherer(self.units, self.collectives, pool)
+        self.reducer = self.new_reducer()
+        self.schedule.lead_to(self.gatherer, self.reducer)
+
+    def new_reducer(self) -> Reducer:
+        """For the units and the pool at hand."""
+        return Reducer(self.units, self.collectives, self.pool, self.ledger)
 
     def add(self, units: Sequence[Unit]) -> None:
         """Further ones, without gradients of their own (OPTIMIZER_ONLY)."""
-        self.units = (*self.units, *units)
-        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
-        self.schedule.continue_with(self.gatherer, self.reducer, ())
+        self._work_with((*self.units, *units), self.pool)
 
     @property
     def model(self) -> nn.Module:
@@ -197,10 +204,9 @@ class Engine(NotCopied):
             unit.unfreeze(self.collectives)
         local = self.reducer.local
         self.pool.clear()  # its buffers are planned anew, for more units
-        self.gatherer = Gatherer(self.units, self.collectives, self.pool)
-        self.reducer = Reducer(self.units, self.collectives, self.pool, self.ledger)
+        self._work_with(self.units, self.pool)
         self.reducer.local = local
-        self.schedule.continue_with(self.gatherer, self.reducer, frozen)
+        self.schedule.hook_parameters(frozen)
         self.collectives.meet()
         for owner in self.claims.owners():
             owner.rebuild()
@@ -268,10 +274,7 @@ class Engine(NotCopied):
             )
 
     def _expect_known_parameters(self) -> None:
-        known = {id(parameter) for unit in self.units for parameter in unit.parameters}
-        for name, parameter in self.plain.parameters().items():
-            if id(parameter) in known or not isinstance(parameter, nn.Parameter):
-                continue  # what is no Parameter has been put there by a functional_call, for this call alone
+        for name in self.plain.newcomers(self.units):
             raise RuntimeError(
                 f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
                 "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "

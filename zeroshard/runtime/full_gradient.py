@@ -26,7 +26,8 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     mean = unit.new_buffer(grads.buffer.dtype, SHARDED)
     grads.read(own, mean.own_part_of_full()[own.relative_to(unit.own_shard().start).slice])
     portions = unit.layout.portions({index})
-    mean.redistribute(REPLICATED, engine.collectives, unit=unit.name, phase="unshard", portions=portions).wait()
+    mean.redistribute(REPLICATED, engine.collectives, unit=unit.name, phase="unshard", portions=portions)
+    mean.arrive()
     return mean.views()[index].div(engine.ledger.scale)
 
 

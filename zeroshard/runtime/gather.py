@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
+
+During = Literal["forward", "backward", "unshard"]
+"""What a unit is gathered for."""
 
 
 def in_backward() -> bool:
@@ -43,8 +47,8 @@ class Gatherer:
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
         self.collectives = collectives
-        self._follower: dict[tuple[str, Unit | None], Unit] = {}
-        self._last: tuple[str, Unit | None] = ("forward", None)
+        self._follower: dict[tuple[During, Unit | None], Unit] = {}
+        self._last: tuple[During, Unit | None] = ("forward", None)
         self._protected: tuple[Unit, ...] = ()
         self._called: set[Unit] = set()  # since they were updated
         self._uncalled: set[Unit] = set()  # not between the last two updates, though they got gradients
@@ -81,15 +85,18 @@ class Gatherer:
         for unit in units:
             unit.weights.in_use -= 1
         free = [unit for unit in units if unit.weights.is_passing]
-        if not in_backward():
+        if free and not in_backward():
             for unit in free:
                 unit.weights.put_away()
         return free
 
-    def start_backward(self, units: Sequence[Unit]) -> None:
+    def gather_for_backward(self, units: Sequence[Unit]) -> None:
         """Backward has reached the output of a module whose forward needed these units. They begin to arrive."""
-        inner = tuple(unit for unit in units if not unit.spec.outer)
-        if inner:  # before the gather, which looks ahead: the buffer of the unit before is free now
+        inner = tuple([unit for unit in units if not unit.spec.outer])
+        # Only what backward reached last is protected, and before the gather, which looks ahead: everything that ran
+        # later in forward is done. If the unit before were still protected, the next prefetch would find both pool
+        # buffers needed, and backward would gather nothing ahead.
+        if inner:
             self._protected = inner
         for unit in units:
             if unit.weights.state is Residency.SHARDED:
@@ -97,7 +104,7 @@ class Gatherer:
 
     def enter_backward(self, units: Sequence[Unit]) -> None:
         """The same, and they are here."""
-        self.start_backward(units)
+        self.gather_for_backward(units)
         for unit in units:
             if not unit.weights.shown:
                 self._unshard(unit, "backward")
@@ -211,42 +218,54 @@ class Gatherer:
         return True
 
     @phase(of_unit("gather"))
-    def _unshard(self, unit: Unit, phase: str) -> None:
+    def _unshard(self, unit: Unit, during: During) -> None:
         weights = unit.weights
         if weights.state is Residency.SHARDED:
-            self.start(unit, phase)
+            self.start(unit, during)
         weights.arrive()
+        # Their peers may still be reading this rank's weights, which its user may write to once they are shown.
         self._wait_for_readers()
         weights.show()
-        previous_phase, previous = self._last
-        self._follower[phase, previous if previous_phase == phase else None] = unit
-        self._last = (phase, unit)
-        follower = self._follower.get((phase, unit))
+        before, previous = self._last
+        self._follower[during, previous if before == during else None] = unit
+        self._last = (during, unit)
+        # [Note: prefetch order]
+        # The unit that came next in the last step, not the next one in the model: what runs may skip units, or run
+        # them in another order. After this one has arrived, not before: both would share the connection, and this one
+        # is waited for. If the order is another one this time, the gather starts late, or is in vain until its unit
+        # is reached; it is issued on every rank alike, because every rank has gone the same way last time.
+        follower = self._follower.get((during, unit))
         if follower is not None and follower.weights.state is Residency.SHARDED:
-            self._prefetch(follower, phase, unit)
+            self._prefetch(follower, during, unit)
 
-    def _prefetch(self, unit: Unit, phase: str, current: Unit) -> None:
+    def _prefetch(self, unit: Unit, during: During, current: Unit) -> None:
         """Start gathering unless the buffer is needed now."""
         occupant = self._turns.assigned(unit).occupant if unit.weights.buffer.borrows else None
         if occupant is None or occupant is unit or not self._needed(occupant, current):
-            self.start(unit, phase)
+            self.start(unit, during)
 
-    def start(self, unit: Unit, phase: str) -> None:
+    def start(self, unit: Unit, during: During) -> None:
         """Let the weights of a unit that is SHARDED arrive, in its buffer."""
-        if phase in ("forward", "backward"):
-            self.collectives.give_order("gather", unit.name, phase)
+        if during in ("forward", "backward"):
+            self.collectives.give_order("gather", unit.name, during)
         if unit.weights.buffer.rests_in_full:
-            unit.weights.gather(self.collectives, phase)
+            unit.weights.gather(self.collectives, during)
             return
-        buffer = self._turns.assigned(unit)  # the same each time: autograd may hold views of it
+        # The same one each time, though another may be free: see [Note: storage that autograd holds] in `weights.py`.
+        buffer = self._turns.assigned(unit)
         if buffer.occupant is not None and buffer.occupant is not unit:
+            # [Note: who may take over a pool buffer]
+            # The occupant's values are overwritten. A forward that is under way still computes with them, so a unit
+            # that runs inside another one gets a buffer of its own. Once a forward is over backward needs them again,
+            # but it gathers what is not there (`gather_for_backward`): so nothing else has to be asked, and nothing is
+            # freed before a step.
             if buffer.occupant.weights.in_use:  # units that run inside one another cannot take turns
                 why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
                 buffer = self._turns.give(unit, why)
             elif buffer.occupant.weights.state is not Residency.SHARDED:
                 buffer.occupant.weights.drop()
         buffer.occupy(unit)
-        unit.weights.gather(self.collectives, phase, buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype))
+        unit.weights.gather(self.collectives, during, buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype))
 
     def _needed(self, occupant: Unit, current: Unit) -> bool:
         return occupant is current or occupant in self._protected or occupant.weights.in_use > 0

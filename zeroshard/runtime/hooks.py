@@ -108,8 +108,11 @@ class Schedule(NotCopied):
     graph leaves out (a branch that was not taken there), because its peers may need them.
     """
 
-    def __init__(self, gatherer: Gatherer, reducer: Reducer) -> None:
-        self.gatherer, self.reducer = gatherer, reducer
+    gatherer: Gatherer
+    reducer: Reducer
+
+    def __init__(self) -> None:
+        """Before anything else: `lead_to`."""
         self._removers: list[Callable[[], None]] = []
         self._backward: int | None = None  # the graph task under way
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
@@ -153,16 +156,16 @@ class Schedule(NotCopied):
             if module is not model:  # whose hooks are under way when the model is called
                 self._first.append(gather)
             self._keep(after)
-        self._watch(self.reducer.order)
+        self.hook_parameters(self.reducer.order)
         # The last to come is the first to run. Not kept here: who owns this schedule may own what begins, too.
         self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
 
-    def continue_with(self, gatherer: Gatherer, reducer: Reducer, trainable: Sequence[Unit]) -> None:
-        """Go on with others, and with more trainable units."""
+    def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
+        """From now on hooks lead to these."""
         self.gatherer, self.reducer = gatherer, reducer
-        self._watch(trainable)
 
-    def _watch(self, units: Sequence[Unit]) -> None:
+    def hook_parameters(self, units: Sequence[Unit]) -> None:
+        """Of units that train."""
         for unit in units:
             for index, parameter in enumerate(unit.parameters):
                 hook = _on_gradient(weakref.ref(self), unit, index)
@@ -240,33 +243,33 @@ class Schedule(NotCopied):
                 )
 
     def before_module(self, module: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
-        self.abandon_backward()
+        if self._backward is not None:
+            self.abandon_backward()
         given = given_tensors(module)
         for unit in units if given else ():
             unit.weights.expect_present(given)
-        begins = [unit for unit in units if unit.weights.is_passing]
-        if begins and torch.is_grad_enabled():
+        makes_graph = torch.is_grad_enabled()
+        begins = [unit for unit in units if unit.weights.is_passing] if makes_graph else []
+        if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self._running.append(units)
-        if torch.is_grad_enabled() and in_backward():
+        if makes_graph and in_backward():
             self._return_to(units)
         self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
         skipped returns its input) was made by another, and to gather for it would take that other's pool buffer."""
-        index = next((i for i in reversed(range(len(self._running))) if self._running[i] is units), None)
-        if index is None:  # something raised before they had been entered
+        if not self._end_running(units):  # something raised before they had been entered
             return
-        del self._running[index]
         free = self.gatherer.leave(units)
+        if not free:
+            return
         entries = {unit: self._entered.pop(unit, None) for unit in free}
         if not torch.is_grad_enabled():
             for unit in free:
                 self._without_graph[unit].append(self._visits[-1] if self._visits else None)
-            return
-        if not free:
             return
         if not in_backward():
             for unit in free:
@@ -280,6 +283,14 @@ class Schedule(NotCopied):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
+
+    def _end_running(self, units: Sequence[Unit]) -> bool:
+        """The innermost forward of these is over; False where none was under way."""
+        for index in range(len(self._running) - 1, -1, -1):
+            if self._running[index] is units:  # not `==`: several modules may need the same units
+                del self._running[index]
+                return True
+        return False
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """A forward inside of a backward recomputes. In a reentrant checkpoint the first forward made no graph and left
@@ -326,7 +337,8 @@ class Schedule(NotCopied):
         """Backward runs the graph in the reverse of the order in which forward made it: it is done with the units that
         it came to before. (If peers have gradients of a unit, and this rank has not, they wait for its reduction here
         before they gather the next.)"""
-        self.gatherer.start_backward(units)  # peers may wait for this before they read what a reduction below waits for
+        # First: peers may wait for this before they read what a reduction below waits for.
+        self.gatherer.gather_for_backward(units)
         task = torch._C._current_graph_task_id()
         # A backward inside of this one (a reentrant checkpoint's) has a later number. While it runs nobody can tell
         # whether the outer one has more for a unit that it had come to: that is asked when it goes on.
@@ -347,7 +359,8 @@ class Schedule(NotCopied):
             self.begin_backward(accumulates=True)
 
     def on_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
-        self.begin_backward(accumulates=True)
+        if not self._accumulates:
+            self.begin_backward(accumulates=True)
         self.reducer.accumulate(unit, index, parameter)
 
     def begin_backward(self, *, accumulates: bool | None = None) -> None:

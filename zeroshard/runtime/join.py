@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.orders import Orders, Voice
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.gather import During
 from zeroshard.runtime.loss_ledger import Loss, LossAccount
 from zeroshard.storage.weights import Residency
 
@@ -195,12 +196,12 @@ class Part:
         """As an order says."""
         self._acts[what](*arguments)
 
-    def _gather(self, unit: str, phase: str) -> None:
+    def _gather(self, unit: str, during: During) -> None:
         """Give the own shard; what arrives goes where it would."""
         weights = self._units[unit].weights
         if weights.state is not Residency.SHARDED:
             weights.drop()
-        self._engine.gatherer.start(self._units[unit], phase)
+        self._engine.gatherer.start(self._units[unit], during)
 
     def _begin_backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
         """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""

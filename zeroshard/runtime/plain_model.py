@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from zeroshard.model.managed import Managed
+from zeroshard.model.managed import Managed, has_only
 from zeroshard.model.units import plain_name
 from zeroshard.storage.unit import Unit
 
@@ -42,6 +42,18 @@ class PlainModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that are managed."""
         return self._managed.parameters(self.module)
+
+    def newcomers(self, units: Sequence[Unit]) -> list[str]:
+        """Names of parameters that are in none of the units and have come into the model."""
+        known = {id(parameter) for unit in units for parameter in unit.parameters}
+        if has_only(self.module, known):  # before each forward: without a name for anything
+            return []
+        return [
+            name
+            for name, parameter in self.parameters().items()
+            # What is no Parameter has been put there by a functional_call, for this call alone.
+            if id(parameter) not in known and isinstance(parameter, nn.Parameter)
+        ]
 
     def buffers(self) -> dict[str, Tensor]:
         """Those that are managed."""

@@ -102,8 +102,8 @@ class Reducer:
             reduced: only those that have been reduced.
         """
         looked_at = self.grads if units is None else units
-        states = {unit.grads.state for unit in looked_at} - {GradState.EMPTY}
-        return GradState.REDUCED in states if reduced else bool(states)
+        states = [unit.grads.state for unit in looked_at]
+        return GradState.REDUCED in states if reduced else states.count(GradState.EMPTY) < len(states)
 
     def begins_anew(self) -> bool:
         """Whether what there was has been discarded, perhaps by `model.zero_grad()`."""
@@ -172,14 +172,15 @@ class Reducer:
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device=sums.full.device)
         self.collectives.meet()
         sums.redistribute(
-            grads.mean,
+            grads.mean.rests,
             self.collectives,
             unit=unit.name,
             phase="step",
             portions=unit.layout.portions(terms),
-            reduction=Reduction(scratch, unit.spec.precision.wire, grads.num_ranks),
+            reduction=Reduction(scratch, grads.mean.wire, grads.mean.num_ranks),
             acknowledge=True,
-        ).release()
+        )
+        sums.release()
         for index in terms:
             self._assign(unit, index, sums.full[(unit.layout.slots[index].world & grads.held_interval).slice])
         self.collectives.exchange_objects(None)  # nobody reads any more what is freed here

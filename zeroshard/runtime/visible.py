@@ -52,7 +52,7 @@ class VisibleGradients:
         self._grads = {unit: unit.grads for unit in units if isinstance(unit.grads, Gradients)}
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
-        self._sharded: dict[nn.Parameter, ShardedGradient] = {}
+        self._sharded: dict[tuple[Unit, int], ShardedGradient] = {}
         self._edits = 0
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
@@ -165,11 +165,13 @@ class VisibleGradients:
     # A gradient that no rank holds in full ---------------------------------------------------------------------------
 
     def _sharded_gradient(self, unit: Unit, index: int, grads: Gradients) -> ShardedGradient:
-        parameter = unit.parameters[index]
-        if parameter not in self._sharded:
+        shown = self._sharded.get((unit, index))
+        if shown is None:
+            parameter = unit.parameters[index]
             nan = torch.full((), torch.nan, dtype=_dtype_of_grad(parameter), device=grads.buffer.shard.device)
-            self._sharded[parameter] = ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
-        return self._sharded[parameter]
+            shown = ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
+            self._sharded[unit, index] = shown
+        return shown
 
     def edited(self) -> Items:
         """For ranks to compare: of each parameter, what has been done to its gradient."""

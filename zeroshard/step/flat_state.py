@@ -258,7 +258,8 @@ class FlatState:
             value = self.inner.state_of(piece.tensor).get(key)
             if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
                 gathered.full[piece.world.slice] = dense(value)
-        gathered.redistribute(REPLICATED, self._collectives, unit=unit.name, phase="state").wait()
+        gathered.redistribute(REPLICATED, self._collectives, unit=unit.name, phase="state")
+        gathered.arrive()
         return gathered.full
 
 

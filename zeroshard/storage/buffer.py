@@ -2,12 +2,16 @@
 
 [Note: placement] A buffer has two placements. `resting` is where its values are between steps: it decides which storage
 the buffer holds for good, and so what else has to be asked: whether a buffer of the pool comes into play (`borrows`),
-and whether values stay on this rank (`rests_in_full`). `placement` is where they are now; `redistribute` changes it.
+and whether values stay on this rank (`rests_in_full`). `placement` is where they are now. `redistribute` changes it by
+an exchange, and until `arrive` it is where they will be (`is_arriving`); `become` changes it where somebody has written
+the values, or nobody needs them any more. Nothing else is stored of where values are: the states of weights and of
+gradients are names for these two (`Weights.state`, `Gradients.state`), so they cannot contradict them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +29,25 @@ Allocate = Callable[[int], Tensor]
 """Number of bytes -> uint8 zeros."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Views of a full tensor.
+
+    Attributes:
+        slots: one for each, in the parameter's shape.
+        padding: the elements that belong to no slot, 1-D.
+    """
+
+    full: Tensor
+    slots: list[Tensor]
+    padding: list[Tensor]
+
+    @classmethod
+    def of(cls, full: Tensor, layout: BufferLayout) -> Cut:
+        slots = [full[slot.world.slice].view(slot.shape) for slot in layout.slots]
+        return cls(full, slots, [full[interval.slice] for interval in layout.padding])
+
+
 class FlatBuffer:
     """A buffer under a layout. See [Note: placement].
 
@@ -37,18 +60,20 @@ class FlatBuffer:
         most: the most bytes of its own that it has held.
         resting: where its values are between steps.
         borrows: whether a full tensor is somebody else's, for a while: it rests in a shard that is not the whole.
-        placement: where its values are now (while a redistribution is under way: where they will be).
+        placement: where its values are now (while a redistribution is under way: where they will be); None: it has
+            none.
+        is_arriving: whether a redistribution is under way.
     """
 
     __slots__ = (
         "_allocate",
+        "_cut",
         "_lasting",
-        "_padding",
+        "_pending",
         "_storage",
-        "_views",
-        "_views_of",
         "borrows",
         "full",
+        "is_arriving",
         "is_guest",
         "layout",
         "most",
@@ -71,11 +96,12 @@ class FlatBuffer:
         """`resting`: SHARDED allocates the shard alone, anything else the full buffer (so does a shard that is the
         whole). `lasting`: False holds nothing before `hold`, and then the values that `allocate` gives."""
         self.layout, self.rank = layout, rank
-        self.resting = self.placement = resting
+        self.resting = resting
         self.borrows = resting is SHARDED and layout.num_shards > 1
-        self._views: list[Tensor] = []
-        self._padding: list[Tensor] = []
-        self._views_of: Tensor | None = None
+        self.placement: Placement | None = resting
+        self.is_arriving = False
+        self._pending = Pending()
+        self._cut: Cut | None = None
         self._lasting, self._allocate = lasting, allocate
         self.is_guest = False
         self._storage = allocate(0)
@@ -114,8 +140,7 @@ class FlatBuffer:
             self._storage = self._allocate(0)
             self.shard = self._storage.view(self.dtype)
             if not self.borrows:
-                self.full = None
-                self._forget_views()
+                self.full = self._cut = None
 
     def move(self, storage: Tensor | None = None) -> None:
         """The values of the shard go into `storage`, uint8 [its bytes], which belongs to somebody else; None: into a
@@ -136,7 +161,18 @@ class FlatBuffer:
         if self.borrows:
             self.full = None
             if forget:
-                self._forget_views()
+                self._cut = None
+
+    def become(self, placement: Placement | None) -> None:
+        """Without any exchange: somebody has written values, which are `placement` now; None: nobody needs them any
+        more.
+
+        Raises:
+            RuntimeError: others are arriving.
+        """
+        if self.is_arriving:
+            raise RuntimeError("the values of this buffer are arriving: wait for them before others are written")
+        self.placement = placement
 
     def redistribute(
         self,
@@ -148,8 +184,8 @@ class FlatBuffer:
         portions: Portions | None = None,
         reduction: Reduction | None = None,
         acknowledge: bool = False,
-    ) -> Pending:
-        """Start the change of placement: the values are `to` once what is returned has been waited for.
+    ) -> None:
+        """Start the change of placement: the values are `to` once they have arrived (`arrive`).
 
         Args:
             portions: what moves; None: everything.
@@ -158,9 +194,13 @@ class FlatBuffer:
 
         Raises:
             ValueError: no such transition.
+            RuntimeError: there are no values, or a redistribution is under way.
         """
-        pending = Pending()
-        for number, move in enumerate(moves(self.placement, to)):
+        if self.placement is None or self.is_arriving:
+            what = "has no values" if self.placement is None else "waits for values that are arriving"
+            raise RuntimeError(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
+        pending, path = Pending(), moves(self.placement, to)
+        for number, move in enumerate(path):
             assert self.full is not None, "a redistribution needs the full tensor"
             if number:
                 pending.release()  # what the move before has read is overwritten by this one
@@ -173,28 +213,31 @@ class FlatBuffer:
                 pending = collectives.all_gather(
                     self.full, self.shard, unit=unit, phase=phase, acknowledge=acknowledge, portions=portions
                 )
-        self.placement = to
-        return pending
+        self._pending, self.placement, self.is_arriving = pending, to, bool(path)
+
+    def arrive(self, *, stale: bool = False) -> None:
+        """Wait for the redistribution under way, if there is one. `stale`: its result will not be used."""
+        self._pending.wait(stale=stale)
+        self.is_arriving = False
+
+    def release(self) -> None:
+        """The same, and wait until the peers have read what this rank gave: only then may it be written to."""
+        self._pending.release()
+        self.is_arriving = False
 
     def views(self) -> list[Tensor]:
         """One view per slot of the full buffer, in the parameter's shape."""
-        self._look()
-        return self._views
+        return self._cut_up().slots
 
     def padding(self) -> list[Tensor]:
         """The elements of the full buffer that belong to no slot, as 1-D views."""
-        self._look()
-        return self._padding
+        return self._cut_up().padding
 
-    def _look(self) -> None:
+    def _cut_up(self) -> Cut:
         assert self.full is not None, "the full buffer is not here"
-        if self._views_of is not self.full:
-            self._views = [self.full[slot.world.slice].view(slot.shape) for slot in self.layout.slots]
-            self._padding = [self.full[interval.slice] for interval in self.layout.padding]
-            self._views_of = self.full
-
-    def _forget_views(self) -> None:
-        self._views, self._padding, self._views_of = [], [], None
+        if self._cut is None or self._cut.full is not self.full:
+            self._cut = Cut.of(self.full, self.layout)
+        return self._cut
 
     def own_part_of_full(self) -> Tensor:
         """[shard_numel]: the own interval inside the full buffer."""

@@ -9,6 +9,9 @@ sharded gradients borrow one and keep the shard alone. A reduction leaves the me
 Reducing at every micro-batch follows one rule under all plans, so that they stay bit-identical: what has been reduced
 so far enters the next sum, times the number of ranks, as part of the owner's own term.
 
+The states are names for where the buffer's values are ([Note: placement] in `buffer.py`): none; terms of a sum; SHARDED
+and arriving; all others (the mean, which may still be arriving at ranks that do not own it).
+
 Slots that are frozen are not summed: their gradient is zero wherever somebody may look at it, in the shard and in a
 buffer that is held in full. In a borrowed bucket they are left as they are.
 """
@@ -16,6 +19,7 @@ buffer that is held in full. In a borrowed bucket they are left as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
@@ -23,7 +27,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Reduction
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.sums import add
@@ -32,10 +35,29 @@ from zeroshard.storage.buffer import FlatBuffer
 
 
 class GradState(Enum):
+    """See the module's note."""
+
     EMPTY = "empty"
     PARTIAL = "partial"
     REDUCING = "reducing"
     REDUCED = "reduced"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """How the mean over ranks is taken.
+
+    Attributes:
+        wire: the dtype that travels.
+        num_ranks: that it is over.
+        carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
+        rests: where it is afterwards: REPLICATED is gathered.
+    """
+
+    wire: torch.dtype
+    num_ranks: int = 1
+    carries: bool = True
+    rests: Placement = SHARDED
 
 
 class Gradients:
@@ -45,10 +67,7 @@ class Gradients:
         is_external: whether others reduce them, and a step leaves them where they are (`external_gradients.py`).
         buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
             REDUCED: the mean over ranks of such sums.
-        num_ranks: that the mean is over.
-        carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
-        mean: where the mean is once gradients have been reduced: REPLICATED is gathered then.
-        state: the life cycle above.
+        mean: how it is taken.
         summed: slots that reductions sum; the same on every rank.
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
         ready: slots accumulated in the backward under way.
@@ -58,28 +77,27 @@ class Gradients:
 
     is_external: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        unit: str,
-        buffer: FlatBuffer,
-        wire: torch.dtype,
-        *,
-        num_ranks: int = 1,
-        carries: bool = True,
-        mean: Placement = SHARDED,
-    ) -> None:
-        self._unit, self._wire = unit, wire
-        self.num_ranks, self.carries, self.mean = num_ranks, carries, mean
-        self._pending = Pending()
+    def __init__(self, unit: str, buffer: FlatBuffer, mean: Mean) -> None:
+        self._unit, self.buffer, self.mean = unit, buffer, mean
+        buffer.become(None)
         self._carry = False
         self._reduced_before = False
-        self.buffer = buffer
-        self.state = GradState.EMPTY
         self.stale: set[int] = set()
         self.ready: set[int] = set()
         self.present: set[int] = set()
         self.waiting: set[int] = set()
         self.sum_only(set(range(len(buffer.layout.slots))))
+
+    @property
+    def state(self) -> GradState:
+        buffer = self.buffer
+        if buffer.placement is None:
+            return GradState.EMPTY
+        if buffer.placement is PARTIAL:
+            return GradState.PARTIAL
+        if buffer.placement is SHARDED and buffer.is_arriving:
+            return GradState.REDUCING
+        return GradState.REDUCED
 
     def sum_only(self, slots: set[int]) -> None:
         """From now on; between two backwards, with the same slots on every rank."""
@@ -98,7 +116,7 @@ class Gradients:
         """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
         self._reduced_before = self.state is GradState.REDUCED
-        carries = self._reduced_before and self.carries
+        carries = self._reduced_before and self.mean.carries
         if self.buffer.is_guest:  # before others need the place: what is reduced next goes here
             self.buffer.move()
         if bucket is not None:
@@ -113,12 +131,11 @@ class Gradients:
             own = self.buffer.layout.shard(self.buffer.rank)
             self.buffer.full[: own.start].zero_()
             self.buffer.full[own.stop :].zero_()
-            self.buffer.shard.mul_(self.num_ranks)
+            self.buffer.shard.mul_(self.mean.num_ranks)
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
         self.waiting = set(self.summed)
-        self.buffer.placement = PARTIAL
-        self.state = GradState.PARTIAL
+        self.buffer.become(PARTIAL)
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         """Add one parameter's gradient (any shape-equal float tensor) to its slot, in the buffer's dtype."""
@@ -154,16 +171,15 @@ class Gradients:
         if self.buffer.borrows and not self._portions.is_whole:
             self._clear_between_portions()
         if self._carry:
-            self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.num_ranks))
-        self._pending = self.buffer.redistribute(
+            self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
+        self.buffer.redistribute(
             SHARDED,
             collectives,
             unit=self._unit,
             phase="backward",
             portions=self._portions,
-            reduction=Reduction(scratch, self._wire, self.num_ranks),
+            reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks),
         )
-        self.state = GradState.REDUCING
 
     def _clear_between_portions(self) -> None:
         """In the shard. What waits for a step is in the portions."""
@@ -176,13 +192,12 @@ class Gradients:
     def arrive(self) -> None:
         """REDUCING -> REDUCED: the shard holds the mean. A borrowed bucket may be given back (`close`)."""
         self._expect((GradState.REDUCING,), "wait for")
-        self._pending.wait()
+        self.buffer.arrive()
         self._carry = False
-        self.state = GradState.REDUCED
 
     def release(self) -> None:
         """Wait until no peer reads the bucket any more."""
-        self._pending.release()
+        self.buffer.release()
 
     def close(self, *, forget: bool = False) -> None:
         """Give a borrowed bucket back."""
@@ -192,8 +207,8 @@ class Gradients:
         """The mean goes where the plan wants it, started: `release` waits for it. No peer may still be reading the
         bucket."""
         self._expect((GradState.REDUCED,), "replicate")
-        self._pending = self.buffer.redistribute(
-            self.mean, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
+        self.buffer.redistribute(
+            self.mean.rests, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
         )
 
     def consume(self, slots: set[int]) -> None:
@@ -203,7 +218,9 @@ class Gradients:
         self.present -= slots
         self.waiting -= slots
         if not self.waiting:
-            self.state = GradState.EMPTY
+            if self.buffer.is_arriving:  # a mean that nobody wants any more must not arrive over what is written next
+                self.buffer.release()
+            self.buffer.become(None)
             self.buffer.let_go()
             return
         for index in slots:
@@ -219,8 +236,7 @@ class Gradients:
             for held in (self.buffer.shard, self.buffer.full):
                 held.zero_() if held is not None else None
             self.stale.clear()
-            self.buffer.placement = self.mean
-            self.state = GradState.REDUCED
+            self.buffer.become(self.mean.rests)
         self._expect((GradState.REDUCED,), "assign")
         if index not in self.summed:  # frozen; a backward before the step adds to it
             self.sum_only(self.summed | {index})
@@ -231,7 +247,7 @@ class Gradients:
     @property
     def means_in_full(self) -> bool:
         """Whether every rank holds all of what has been reduced."""
-        return self.mean is REPLICATED
+        return self.mean.rests is REPLICATED
 
     @property
     def own_interval(self) -> Interval:

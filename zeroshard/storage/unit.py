@@ -17,7 +17,7 @@ from zeroshard.model.units import UnitSpec
 from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.external_gradients import AnyGradients, ExternalGradients, NoGradients
-from zeroshard.storage.gradients import Gradients
+from zeroshard.storage.gradients import Gradients, Mean
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.pool import plain_bytes
 from zeroshard.storage.weights import Weights
@@ -68,14 +68,8 @@ class Unit:
         lasting = self.plan.grads is not SHARDED
         allocate = partial(collectives.allocate if lasting else plain_bytes, device=device)
         buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
-        return Gradients(
-            self.spec.name,
-            buffer,
-            precision.wire,
-            num_ranks=mesh.world.size,
-            carries=mesh.replicate.rank == 0,
-            mean=self.plan.mean,
-        )
+        mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)
+        return Gradients(self.spec.name, buffer, mean)
 
     @torch.no_grad()
     def unfreeze(self, collectives: Collectives) -> None:
@@ -148,7 +142,8 @@ class Unit:
         assert gathered.full is not None
         own = gathered.full[self.updated.slice]
         own.copy_(self.main.read(self.updated, own))
-        gathered.redistribute(REPLICATED, collectives, unit=self.name, phase="unshard").wait()
+        gathered.redistribute(REPLICATED, collectives, unit=self.name, phase="unshard")
+        gathered.arrive()
         return gathered.full
 
     def new_buffer(
@@ -159,7 +154,7 @@ class Unit:
         allocate = allocate or partial(torch.zeros, dtype=torch.uint8)
         device, rank = self.weights.own().device, self.weights.buffer.rank
         buffer = FlatBuffer(self.layout, rank, dtype, REPLICATED, partial(allocate, device=device))
-        buffer.placement = placement
+        buffer.become(placement)
         return buffer
 
     def requiring_grad(self) -> list[int]:

@@ -5,26 +5,36 @@
 SHARDED: only the own interval is valid. Under a plan with replicated weights a unit is SHARDED just after the
 optimizer has updated the own interval, and goes through the same three states; its full buffer is simply its own.
 
-A parameter whose values are not here keeps its shape, and raises when it is read or written (`absent.py`). Autograd
-keeps views of the full buffer between forward and backward, so a unit always gathers into the same storage.
+The three are names for where the buffer's values are ([Note: placement] in `buffer.py`): SHARDED; REPLICATED and
+arriving; REPLICATED.
+
+A parameter whose values are not here keeps its shape, and raises when it is read or written (`absent.py`).
+
+[Note: storage that autograd holds] Autograd keeps views of the full buffer between forward and backward. So a unit
+always gathers into the same storage: the tensors that forward has saved then have the weights again when backward reads
+them. Nothing warns of another storage, or of other values in it: a parameter that is pointed to a view by `p.data =
+view` has a version counter of its own, which writes to the buffer do not count up. (FSDP2 resizes storages for the same
+reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.pending import Pending
-from zeroshard.model.absent import Absent, as_tensors, give
+from zeroshard.model.absent import Absent, as_tensors
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer
 
 
 class Residency(Enum):
+    """See the module's note."""
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     RESIDENT = "resident"
@@ -36,7 +46,6 @@ class Weights:
     Attributes:
         absent: what the parameters are while they are hidden.
         buffer: the flat buffer, in the compute dtype.
-        state: the life cycle above.
         in_use: how many forwards that need these weights, and scopes that show them, are under way.
         shown: whether the parameters point into the full buffer (else they are absent).
     """
@@ -45,13 +54,27 @@ class Weights:
         self._unit = unit
         self._parameters = tuple(parameters)
         self.absent = Absent(unit, buffer.layout.slots, buffer.shard)
-        self._pending = Pending()
+        self._offsets = [slot.world.start * buffer.dtype.itemsize for slot in buffer.layout.slots]
         self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
-        buffer.placement = SHARDED  # until they are filled
-        self.state = Residency.SHARDED
+        buffer.become(SHARDED)  # until they are filled
         self.in_use = 0
         self.shown = False
+
+    @property
+    def state(self) -> Residency:
+        """
+        Raises:
+            RuntimeError: weights are nothing of these three.
+        """
+        buffer = self.buffer
+        if buffer.placement is REPLICATED:
+            return Residency.GATHERING if buffer.is_arriving else Residency.RESIDENT
+        if buffer.placement is not SHARDED or buffer.is_arriving:
+            found = "without values" if buffer.placement is None else buffer.placement.value
+            arriving = " and arriving" if buffer.is_arriving else ""
+            raise RuntimeError(f"unit {self._unit}: weights cannot be {found}{arriving}")
+        return Residency.SHARDED
 
     @torch.no_grad()
     def fill(self, rounded: Callable[[Tensor], Tensor]) -> None:
@@ -63,7 +86,7 @@ class Weights:
         if self.buffer.rests_in_full:
             for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
                 view.copy_(rounded(parameter.detach()))
-            self.buffer.placement, self.state = REPLICATED, Residency.RESIDENT
+            self.buffer.become(REPLICATED)
             self.show()
         else:
             for fragment in self.buffer.layout.fragments(self.buffer.rank):
@@ -90,34 +113,31 @@ class Weights:
             self.buffer.attach(full)
             self.buffer.own_part_of_full().copy_(self.buffer.shard)
         portions = self.buffer.layout.portions(slots) if slots is not None else None
-        self._pending = self.buffer.redistribute(
-            REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions
-        )
-        self.state = Residency.GATHERING
+        self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
 
     def arrive(self, *, stale: bool = False) -> None:
         """GATHERING -> RESIDENT; nothing where they are already. `stale`: they are about to be replaced."""
-        if self.state is Residency.RESIDENT:
+        state = self.state
+        if state is Residency.RESIDENT:
             return
-        self._expect(Residency.GATHERING, "wait for")
+        if state is not Residency.GATHERING:
+            self._refuse("wait for", Residency.GATHERING)
         try:
-            self._pending.wait(stale=stale)
+            self.buffer.arrive(stale=stale)
         except RuntimeError as error:
             error.add_note(
                 f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
             )
             raise
-        self.state = Residency.RESIDENT
 
     def drop(self, *, forget: bool = False) -> None:
         """RESIDENT (or GATHERING, waited for) -> SHARDED: only the own interval is valid from now on."""
-        if self.state is Residency.GATHERING:
+        if self.buffer.is_arriving:
             self.arrive(stale=True)
         self.hide()
         self.buffer.detach(forget=forget)
-        self.buffer.placement = SHARDED  # nothing moves
-        self.state = Residency.SHARDED
+        self.buffer.become(SHARDED)
 
     def rest(self) -> None:
         """Back to where they rest: what is borrowed is given back, for good."""
@@ -134,21 +154,21 @@ class Weights:
         if not self.shown:
             self._expect(Residency.RESIDENT, "show")
             self.expect_in_place()
-            for parameter, view in zip(self._parameters, self.buffer.views(), strict=True):
-                give(parameter, view)
-            self._pointed(shown=True)
+            self.absent.give(self._parameters, self.buffer.views())
+            first = self.full.data_ptr()  # another one each time: the storage is emptied and refilled
+            self.shown, self._pointers = True, [first + offset for offset in self._offsets]
 
     def hide(self) -> None:
         """Let the parameters raise when they are read or written."""
         if self.shown or not self._pointers:
             self.expect_in_place()
             self.absent.take(self._parameters)
-            self._pointed(shown=False)
+            self.shown, self._pointers = False, self.absent.pointers
 
     @property
     def is_passing(self) -> bool:
         """Whether they come for the time of a forward or backward alone, and no forward needs them now."""
-        return self.buffer.borrows and not self.in_use
+        return not self.in_use and self.buffer.borrows
 
     @property
     def is_resting_in_full(self) -> bool:
@@ -187,11 +207,14 @@ class Weights:
         Raises:
             RuntimeError: somebody else has replaced them (the model would compute with values that no step updates).
         """
-        found = self._data_pointers()  # an absent parameter would not tell its own
-        if not self._pointers or self._pointers == found:
+        if not self._pointers:
+            return
+        with as_tensors():  # an absent parameter would not tell its own
+            found = [parameter.data_ptr() for parameter in self._parameters]
+        if found == self._pointers:
             return
         for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
-            if found[index] != self._pointers[index]:
+            if found[index] != self._pointers[index] and parameter.numel():  # what is empty lies nowhere
                 raise RuntimeError(
                     f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
                     f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "
@@ -200,15 +223,9 @@ class Weights:
                     "belongs in MixedPrecision(keep=...)"
                 )
 
-    def _pointed(self, *, shown: bool) -> None:
-        self.shown, self._pointers = shown, self._data_pointers()
-
-    def _data_pointers(self) -> list[int]:
-        with as_tensors():
-            return [parameter.data_ptr() for parameter in self._parameters]
-
     def _expect(self, state: Residency, verb: str) -> None:
         if self.state is not state:
-            raise RuntimeError(
-                f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {state.value}"
-            )
+            self._refuse(verb, state)
+
+    def _refuse(self, verb: str, needed: Residency) -> NoReturn:
+        raise RuntimeError(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {needed.value}")
