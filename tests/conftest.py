@@ -1,6 +1,10 @@
-"""What every test shares: one thread, folders of its own, properties that give the same answer each time."""
+"""What every test shares: one thread, folders of its own, properties that give the same answer each time.
+
+torch is imported by the tests alone: the process that hands them out to others runs none, and they wait for it.
+"""
 
 import gc
+import importlib
 import os
 import shutil
 import tempfile
@@ -10,11 +14,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
-import torch._dynamo  # the first optimizer imports it, which takes 1.4 s: once here, not once in every forked rank
-
-from tests.backward_threads import backward_on_threads
-from tests.timed_backend import timed_ranks
 
 # The same examples on every run; a failure in continuous integration is then a failure on the desk.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
@@ -43,6 +42,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_collection_finish() -> None:
     """What is here now stays: no collection searches it any more, in this process or in one that is forked from it.
     Ranks live for a second; collections that come as often as in a program that runs for days are a tenth of it."""
+    importlib.import_module("torch._dynamo")  # by the first optimizer, in 1.4 s: once here, not in every forked rank
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -51,6 +51,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -58,6 +60,8 @@ def _one_thread() -> None:
 def _warm(_one_thread: None) -> None:
     """What torch prepares at a first call (wrappers for its compiler, lines of source for a traceback) is prepared
     once, here, and not by every rank that is forked from this process."""
+    import torch
+
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     model.weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -71,6 +75,8 @@ def _warm(_one_thread: None) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _backward_threads() -> Iterator[None]:
     """With ZEROSHARD_TEST_BACKWARD_THREAD=1 every backward runs on another thread, as it does on CUDA."""
+    from tests.backward_threads import backward_on_threads
+
     with backward_on_threads() if os.environ.get("ZEROSHARD_TEST_BACKWARD_THREAD") == "1" else nullcontext():
         yield
 
@@ -79,6 +85,8 @@ def _backward_threads() -> Iterator[None]:
 def _backend() -> Iterator[None]:
     """With ZEROSHARD_TEST_BACKEND=late (or another timing) ranks exchange by a backend that is not gloo."""
     timing = os.environ.get("ZEROSHARD_TEST_BACKEND")
+    from tests.timed_backend import timed_ranks
+
     with timed_ranks(timing) if timing else nullcontext():
         yield
 

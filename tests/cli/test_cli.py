@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import verify
 from zeroshard.cli.main import run
@@ -28,9 +29,11 @@ SMALL = [
 ]
 
 
-def start(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*launcher, "-m", "zeroshard", *arguments],
+def start(
+    *arguments: str, launcher: tuple[str, ...] = (), program: type[subprocess.Popen[str]] = Forked
+) -> subprocess.Popen[str]:
+    return program(
+        [sys.executable, *launcher, "-m", "zeroshard", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,14 +127,7 @@ def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tm
     assert len(verify(parts / f"step-{done}").tensors) > 10
 
     more = f"--steps={done + 3}"
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=localhost",
-        "--nproc-per-node=2",
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc-per-node=2")
     code, out, err = finish(start("train", f"--resume={parts}", more, launcher=torchrun))
     assert code == 0, err
     assert steps(parts) == list(range(1, done + 4))
@@ -142,7 +138,8 @@ def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tm
 def test_refusal_of_the_ranks_is_reported_once(text_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    process = start("train", "--nproc=2", "--data", str(text_folder), f"--out={tmp_path / 'run'}", *SMALL)
+    arguments = ["train", "--nproc=2", "--data", str(text_folder), f"--out={tmp_path / 'run'}", *SMALL]
+    process = start(*arguments, program=subprocess.Popen)  # interpreters, of which the launcher starts two
     code, out, err = finish(process)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1

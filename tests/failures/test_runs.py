@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.failures.common import FULL, SEED, Ended, Ranks
+from tests.forked import Forked
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import Reader, newest_good, steps
 from zeroshard.train.config import Config, resolve
@@ -205,7 +206,7 @@ def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp
     command = [sys.executable, "-m", "zeroshard", "train", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "out", "w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
+        process = Forked(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
         wait_until(lambda: steps(out) or process.poll() is not None)
         psutil.Process(process.pid).children()[-1].kill()
         assert process.wait() == 0

@@ -20,6 +20,7 @@ import torch
 import zeroshard
 from tests.checkpoint.common import Run, seed_all
 from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all
+from tests.forked import Forked
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.comm import watch
 
@@ -236,7 +237,7 @@ def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
         str(script),
     ]
     with open(tmp_path / "said", "w+") as said:
-        orphans = subprocess.Popen([*launcher, "go on", str(tmp_path / "on")], stdout=said, stderr=subprocess.STDOUT)
+        orphans = Forked([*launcher, "go on", str(tmp_path / "on")], stdout=said, stderr=subprocess.STDOUT)
         done = subprocess.run([*launcher, "raise", str(tmp_path / "raise")], capture_output=True, text=True)
         ended = time.time()
         assert done.returncode == 1

@@ -1,0 +1,125 @@
+"""Commands as a shell starts them, without the three seconds in which an interpreter imports torch.
+
+    process = Forked([sys.executable, "-m", "zeroshard", "train", ...], stdout=PIPE, text=True)
+
+is `subprocess.Popen`, but for the program: a fork of this process, which has imported everything, runs the module or
+script in place of a new interpreter. It has standard streams, an environment and a process id of its own, and dies of
+signals; what it starts by `Popen` is forked from it in the same way: a launcher's ranks are its children. What is about
+an interpreter's start or end is tested with real ones (`test_core_imports_without_the_extras`,
+`test_refusal_of_the_ranks_is_reported_once`, `test_ordinary_scripts_under_torchrun`,
+`test_it_is_finished_before_the_process_ends`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import io
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch._dynamo
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+
+class Forked(subprocess.Popen):
+    """Of arguments that begin with this interpreter: `-m module` or a script, and its arguments."""
+
+    def __init__(self, args: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> None:
+        interpreter, *rest = args
+        while rest[:1] == ["-u"]:
+            rest.pop(0)
+        assert interpreter == sys.executable and rest[0] != "-c", args
+        # What runs between fork and exec does not come back: there is no exec.
+        super().__init__(args, preexec_fn=partial(_become, rest, dict(os.environ if env is None else env)), **options)
+
+
+def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    status = 1
+    try:
+        gc.freeze()
+        _own_streams()
+        os.environ.clear()
+        os.environ.update(environment)
+        _as_an_interpreter_starts()
+        subprocess_handler.Popen = Forked
+        status = _run(arguments)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+
+
+def _own_streams() -> None:
+    """Descriptors 0 to 2 are this program's. Whoever holds the streams of before (loggers) writes to them too."""
+    kept = {0, 1, 2}
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        with suppress(AttributeError, OSError, ValueError, io.UnsupportedOperation):
+            os.dup2(number, stream.fileno())
+            kept.add(stream.fileno())
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in kept:
+            with suppress(OSError):
+                os.close(number)
+    faulthandler.disable()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+
+
+def _as_an_interpreter_starts() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    atexit._clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _print_warning
+    random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+
+
+def _print_warning(message: Any, category: Any, filename: str, line: int, file: Any = None, text: Any = None) -> None:
+    print(warnings.formatwarning(message, category, filename, line, text), end="", file=file or sys.stderr)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit status, as the interpreter finds it."""
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            for name in (arguments[1], f"{arguments[1]}.__main__"):
+                if name not in sys.modules or not hasattr(sys.modules[name], "__path__"):
+                    sys.modules.pop(name, None)  # else runpy warns that it is there already
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
