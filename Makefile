@@ -16,6 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.site-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Tests side by side. Many wait, and each has up to 4 ranks.
@@ -44,10 +45,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p zeroshard
 
-# The packages of the site come when it is built for the first time.
-docs: $(STAMP)
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+docs: $(SITE_STAMP)
 	$(BIN)/mkdocs build --strict
+
+# The packages of the site come when it is built for the first time.
+$(SITE_STAMP): $(STAMP)
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	@touch $@
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)

@@ -63,8 +63,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         **defaults: the class's own arguments.
 
     `param_groups` hold the user's parameters: schedulers work as always, and changed hyper-parameters take effect.
-    The order of calls is torch's: `zero_grad`, forward, `backward`, perhaps `clip_grad_norm_`, `step`. A step uses the
-    gradients up: they do not add to those of the next one.
+    The order of calls is torch's: `zero_grad`, forward, `backward`, perhaps `clip_grad_norm_`, `step`. A step
+    consumes the gradients: they are not added to those of the next one.
 
     Raises:
         TypeError: an optimizer in place of its class; the model in place of its handle.

@@ -118,21 +118,26 @@ def test_every_dependency_has_its_reason() -> None:
     assert not {name for name in packages if not re.search(rf"\b{name}\b", page)}
 
 
-def picture(name: str) -> tuple[Any, str]:
-    """The script that draws it, and the file."""
+def script_of(name: str) -> Any:
+    """The module of a script that draws."""
     script = DOCS / "pictures" / name
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module, script.with_name(script.stem.replace("_", "-") + ".svg").read_text(encoding="utf-8")
+    return module
+
+
+def drawn(name: str) -> str:
+    return (DOCS / "pictures" / name).read_text(encoding="utf-8")
 
 
 def test_the_picture_shows_what_the_planner_says() -> None:
-    module, drawn = picture("bytes_per_rank.py")
-    assert module.draw(*module.measure()) == drawn, "run bytes_per_rank.py again"
+    script = script_of("bytes_per_rank.py")
+    assert script.draw(*script.measure()) == drawn("bytes-per-rank.svg"), "run bytes_per_rank.py again"
 
 
-def test_the_picture_of_the_plans_is_that_of_their_placements() -> None:
-    module, drawn = picture("plans.py")
-    assert module.draw() == drawn, "run plans.py again"
+def test_the_other_pictures_are_those_of_their_scripts() -> None:
+    assert script_of("plans.py").draw() == drawn("plans.svg"), "run plans.py again"
+    for name, draw in script_of("explained.py").PICTURES.items():
+        assert draw() == drawn(name), "run explained.py again"
