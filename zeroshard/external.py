@@ -118,7 +118,7 @@ def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
     units = build_units(new, specs, OPTIMIZER_ONLY, engine.collectives, first=len(engine.units))
     engine.add(units)
     claim_parameters(handle, parameters)
-    engine.collectives.meet()
+    engine.collectives.map_peers()
 
 
 def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -142,7 +142,7 @@ def shard(
         if on_meta:
             move(model, collectives.device, META)
         raise
-    collectives.meet()
+    collectives.map_peers()
     return handle
 
 

@@ -54,7 +54,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     allocate = partial(collectives.allocate, device=CPU)
     grads = FlatBuffer(LAYOUT, rank, FP16, PARTIAL, allocate)
     weights = FlatBuffer(LAYOUT, rank, FP16, REPLICATED, allocate)
-    collectives.meet()
+    collectives.map_peers()
     collectives.log.clear()
     assert grads.full is not None and weights.full is not None and LAYOUT.numel == 16
     main = MainWeights(own, weights.shard, NAMED["fp16"])

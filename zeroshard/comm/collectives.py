@@ -83,9 +83,9 @@ class Collectives:
         """Whether it lies in memory that peers map."""
         return self.transport.is_shared(tensor)
 
-    def meet(self) -> None:
+    def map_peers(self) -> None:
         """Map what the peers have allocated so far, where they read each other's memory. Collective."""
-        self.transport.meet(self.exchange_objects)
+        self.transport.map_peers(self.exchange_objects)
 
     # Full buffers -----------------------------------------------------------------------------------------------
 

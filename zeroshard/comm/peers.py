@@ -33,7 +33,7 @@ class Peers:
         self._seen: dict[int, Seen] = {}
         self._suspected: list[int] = []
 
-    def meet(self, store: Store) -> None:
+    def identify(self, store: Store) -> None:
         """Who the others are, as they come."""
         if len(self._who) < self._world_size:
             for rank in range(self._world_size):

@@ -106,7 +106,7 @@ class SharedMemory:
         """[segment, fd, number of bytes] of each."""
         return [[segment, fd, os.fstat(fd).st_size] for segment, fd in self._own.values()]
 
-    def meet(self, process: Process, segments: list[list[int]]) -> None:
+    def map_segments(self, process: Process, segments: list[list[int]]) -> None:
         """Map these of a peer now: what is mapped stays readable when the peer has freed it."""
         for segment, fd, num_bytes in segments:
             self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))

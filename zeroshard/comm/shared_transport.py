@@ -118,13 +118,13 @@ class SharedTransport(Transport):
     def is_shared(self, tensor: Tensor) -> bool:
         return self.memory.locate(tensor) is not None
 
-    def meet(self, exchange: Callable[[Any], list[Any]]) -> None:
+    def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
         # A fast rank may free its buffers while a slow one still reads them, but not before that one has mapped them.
         # Two exchanges: the first says what there is, and nobody frees anything until all have passed the second.
         everyone = exchange(self.memory.own_segments())
         for process, segments in zip(self._processes.values(), everyone, strict=True):
             if process != self.memory.process:
-                self.memory.meet(process, segments)
+                self.memory.map_segments(process, segments)
         exchange(None)
 
     def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:

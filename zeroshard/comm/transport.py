@@ -211,7 +211,7 @@ class Transport(ABC):
         """The values of rank `source` of an axis, in place, now."""
         dist.broadcast(tensor, group=axis.group, group_src=source)
 
-    def meet(self, exchange: Callable[[Any], list[Any]]) -> None:
+    def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
         """Map what the peers have allocated so far. Collective. `exchange`: a JSON-able value of every rank."""
         return None  # nobody reads anybody's memory
 

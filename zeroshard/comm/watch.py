@@ -200,7 +200,7 @@ class Watch:
         if failure is not None:
             self._cause = failure
             return
-        self._peers.meet(store)
+        self._peers.identify(store)
         cause = self._peers.death(store)
         if cause is None and position is not None:
             cause = self._peers.deadlock(store, position, at)

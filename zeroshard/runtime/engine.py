@@ -207,7 +207,7 @@ class Engine(NotCopied):
         self._work_with(self.units, self.pool)
         self.reducer.local = local
         self.schedule.hook_parameters(frozen)
-        self.collectives.meet()
+        self.collectives.map_peers()
         for owner in self.claims.owners():
             owner.rebuild()
 

@@ -170,7 +170,7 @@ class Reducer:
                 sums.views()[index].copy_(term.to_dense() if term.layout is not torch.strided else term)
         num_bytes = scratch_bytes(unit, self.collectives, in_place=True)
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device=sums.full.device)
-        self.collectives.meet()
+        self.collectives.map_peers()
         sums.redistribute(
             grads.mean.rests,
             self.collectives,
