@@ -231,9 +231,9 @@ class Gatherer:
         self._last = (during, unit)
         # [Note: prefetch order]
         # The unit that came next in the last step, not the next one in the model: what runs may skip units, or run
-        # them in another order. After this one has arrived, not before: both would share the connection, and this one
-        # is waited for. If the order is another one this time, the gather starts late, or is in vain until its unit
-        # is reached; it is issued on every rank alike, because every rank has gone the same way last time.
+        # them in another order. A guess from anything that differs between ranks (time, what has arrived) would make
+        # them issue gathers in different orders; all of them have gone this way last time. If the order is another
+        # one this time, a gather starts late, or another unit takes its buffer over: the values are right all the same.
         follower = self._follower.get((during, unit))
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)

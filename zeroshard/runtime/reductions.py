@@ -106,7 +106,7 @@ class Reductions:
 
     def _release_oldest(self) -> None:
         unit, grads = self._read_by_peers.popleft()
-        grads.release()
+        grads.release()  # not a moment earlier: the next unit's gradients overwrite what a peer may still be reading
         grads.replicate(self._collectives)
         self.close(unit, grads)
 

@@ -99,7 +99,7 @@ class PoolBuffer:
 
     def occupy(self, occupant: Any) -> None:
         """From now on it has somebody's values."""
-        self.send_away()
+        self.send_away()  # reduced gradients of others may lie here since the last step: the new values overwrite them
         self.occupant = occupant
 
     @property
