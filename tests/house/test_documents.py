@@ -99,6 +99,12 @@ def test_the_api_pages_have_everything_that_is_public() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize(("page", "owner"), [("handle", zeroshard.Handle), ("optimizer", zeroshard.ShardedOptimizer)])
+def test_the_members_that_an_api_page_chooses_exist(page: str, owner: type) -> None:
+    (chosen,) = re.findall(r"members: \[([^]]*)\]", (DOCS / f"api/{page}.md").read_text())
+    assert not [name for name in re.findall(r"\w+", chosen) if not hasattr(owner, name)]
+
+
 def test_no_line_of_prose_in_the_readme_is_long() -> None:
     prose = [line for line in (ROOT / "README.md").read_text().splitlines() if not line.startswith(("|", "!"))]
     assert max(map(len, prose)) <= 110
