@@ -67,12 +67,13 @@ class Handle(NotTheModel, NotCopied):
 
     @property
     def comm_log(self) -> CommLog:
-        """What has been communicated."""
+        """The log of this rank's collectives: which one, of which unit, how many bytes."""
         return self.engine.collectives.log
 
     @property
     def model(self) -> nn.Module:
-        """
+        """The sharded model.
+
         Raises:
             RuntimeError: it is gone, or the handle was built from parameters only.
         """
@@ -82,11 +83,11 @@ class Handle(NotTheModel, NotCopied):
 
     @contextmanager
     def no_sync(self, *parts: Part) -> Iterator[None]:
-        """Backward passes inside accumulate locally; the first one outside reduces the sum. Legal under every plan;
-        under ZERO2 and ZERO3 the price is a full-size gradient. The same on every rank.
+        """Backward passes inside accumulate locally; the first one outside reduces the sum. Allowed under every plan;
+        under ZERO2 and ZERO3 it allocates a full-size gradient bucket for each unit. Enter it on every rank alike.
 
         Args:
-            parts: modules, parameters, or names of either; none: the whole model. Whole units come.
+            parts: modules, parameters, or names of either, with the rest of their units; none: the whole model.
 
         Raises:
             ValueError: a part that this handle does not have.
@@ -100,7 +101,7 @@ class Handle(NotTheModel, NotCopied):
             self.engine.reducer.local = before
 
     def set_requires_gradient_sync(self, requires: bool, *parts: Part) -> None:
-        """As `no_sync`, but until it is called again. (The name is FSDP2's.)"""
+        """As `no_sync`, without a block: False begins, and True ends it. (The name is FSDP2's.)"""
         reducer = self._open("set_requires_gradient_sync").reducer
         units = frozenset(self._units_of(parts, "set_requires_gradient_sync"))
         reducer.accumulate_locally(reducer.local - units if requires else reducer.local | units)
@@ -111,19 +112,19 @@ class Handle(NotTheModel, NotCopied):
     def join(
         self, *others: Handle, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
-        """Around a training loop, where ranks have inputs for different numbers of steps. A rank that comes to the end
-        of the block takes part in what the others do, with gradients of zero, until all have come there; it runs no
-        model. Collective, as torch's `Join`.
+        """A block around a training loop in which ranks have inputs for different numbers of steps. A rank that reaches
+        the end of the block takes part in the collectives of the others, with gradients of zero and without running the
+        model, until all ranks have reached it. Collective, as torch's `Join`.
 
         Inside, call the model itself (all ranks meet before each call of it), backward, clip and step as always;
         `state_dict`, `save` and other collective calls raise once a rank has run out. All ranks end with the same
-        weights, optimizer state and hyper-parameters. A scheduler of a rank that has run out stands still: set it to
-        the others' count before it goes on.
+        weights, optimizer state and hyper-parameters. The scheduler of a rank that has run out is not stepped: set it
+        to the count of the others afterwards.
 
         Args:
             others: handles of further models of the same loop (a GAN's), in the same order on each rank.
-            divide_by_initial_world_size: gradients are means over all ranks, also those that have run out; False: over
-                those that have not.
+            divide_by_initial_world_size: gradients are means over all ranks, those that have run out included; False:
+                over the ranks that still have inputs.
             throw_on_early_termination: raise on all ranks as soon as one has run out.
 
         Raises:
@@ -141,17 +142,16 @@ class Handle(NotTheModel, NotCopied):
     def unsharded(
         self, *parts: Part, write: bool = False, modifier_rank: int | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, parameters have their full values, under every plan. Collective.
+        """A block in which parameters have their full values, under every plan.
 
-        Entering and leaving are; what happens inside need not be: a forward inside gathers nothing, so ranks may call
-        the model, or `generate`, as often as each likes.
+        Entering and leaving the block is collective. What happens inside is not: a forward gathers nothing there, so
+        each rank may call the model, or `generate`, as often as it needs.
 
         Args:
-            parts: modules, parameters, or names of either; none: the whole model. Whole units come.
-            write: changes made inside, the same on every rank, become the new weights, and main follows. Without it
-                they raise. After an error inside, and where ranks differ, the values are as before.
-            modifier_rank: the rank whose changes are taken, by all; `write` goes without saying. (The name is
-                DeepSpeed's.)
+            parts: modules, parameters, or names of either, with the rest of their units; none: the whole model.
+            write: allow changes, the same on every rank. They become the new weights, and main is updated to match.
+                Without it a change raises. After an error inside, and where ranks differ, all values are as before.
+            modifier_rank: the rank whose changes all ranks take; it implies `write`. (The name is DeepSpeed's.)
 
         Raises:
             ValueError: a part that this handle does not have; ranks that have written different values.
@@ -164,9 +164,9 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:
-        """The full reduced gradient of a parameter, in its shape: the mean over ranks, unscaled, as torch DDP leaves it
-        in `p.grad` (where losses have weights: their weighted sum by the number of ranks). Collective; between backward
-        and step.
+        """The full reduced gradient of a parameter, in its shape: the unscaled mean over ranks, as in `p.grad` under
+        torch DDP. (If losses have weights: their weighted sum, divided by the number of ranks.) Collective; between
+        backward and step.
 
         Raises:
             ValueError: no trainable parameter of that name.
@@ -176,8 +176,8 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def set_gradient(self, name: str, values: Tensor) -> None:
-        """Between backward and step: the reduced gradient of a parameter becomes `values`, the mean over ranks in full
-        (as `gradient` gives it), the same on every rank. Collective.
+        """Replace the reduced gradient of a parameter by `values`: the full mean over ranks, as `gradient` returns it,
+        the same on every rank. Collective; between backward and step.
 
         Raises:
             ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
@@ -187,13 +187,13 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def main_parts(self) -> list[Tensor]:
-        """This rank's part of main, one 1-D tensor per trainable unit, in main's dtype: views of it, or copies where
-        only a remainder is kept. For averages of the weights and the like: elementwise, at 1/d of the memory."""
+        """This rank's part of main: one 1-D tensor per trainable unit, in main's dtype. They are views of it, or copies
+        where main is kept as a remainder. Use them for elementwise work such as averages, at 1/d of the memory."""
         return [unit.main.read(unit.updated) for unit in self._open("main_parts").units if unit.trainable]
 
     @torch.no_grad()
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
-        """Main becomes these values (as `main_parts` gives them), and the weights follow. Collective."""
+        """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
         engine = self._open("set_main_parts")
         trainable = [unit for unit in engine.units if unit.trainable]
         engine.gatherer.settle()
@@ -206,8 +206,8 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Buffers (the running statistics of BatchNorm, say) become equal on all ranks: the mean of those that are
-        floating-point, rank 0's of the others. Without it every rank keeps its own. Collective."""
+        """Make buffers, such as the running statistics of batch norm, equal on all ranks: the mean of floating-point
+        ones, rank 0's values of the others. Without this call every rank keeps its own. Collective."""
         engine = self._open("average_buffers")
         collectives = engine.collectives
         for buffer in engine.plain.buffers().values():
@@ -237,8 +237,8 @@ class Handle(NotTheModel, NotCopied):
 
         Args:
             main: fp32 main values instead of the compute-precision weights.
-            rank0_only: on rank 0 alone; the others take part, and get an empty dict.
-            device: where to ("cpu"); None: where the model is. At most one unit is there in full meanwhile.
+            rank0_only: only rank 0 gets the state; the other ranks take part, and get an empty dict.
+            device: of the returned tensors, "cpu" for example; None: the model's. One unit at a time is held in full.
         """
         engine = self._open("full_state_dict")
         state = full_state(engine, Taking(rank0_only, device), main=main)
@@ -249,13 +249,13 @@ class Handle(NotTheModel, NotCopied):
     def load_full_state_dict(
         self, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True, broadcast_from_rank0: bool = False
     ) -> IncompatibleKeys:
-        """Take full values by the plain model's names; weights and main follow. Collective.
+        """Set weights and main from full values under the plain model's names. Collective.
 
         Args:
             state_dict: the same on every rank (but for buffers, of which each rank takes its own).
-            strict: whether names that are missing or unexpected are an error; else they are left, and returned.
-            broadcast_from_rank0: rank 0 alone has a state_dict; the others get the values unit by unit. They pass {} or
-                None.
+            strict: whether missing or unexpected names are an error; if not, they are skipped and returned.
+            broadcast_from_rank0: only rank 0 has a state_dict, and sends the values unit by unit; the other ranks pass
+                {} or None.
 
         Returns:
             `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
@@ -270,16 +270,16 @@ class Handle(NotTheModel, NotCopied):
     # Looking -----------------------------------------------------------------------------------------------------
 
     def find_reads(self) -> AbstractContextManager[Any]:
-        """A parameter whose values are not here raises when it is read. Inside, on this thread, also where C++ or a
-        `torch.func` transform reads it, which finds NaN else. It takes some ten microseconds an operation."""
+        """A block in which reads of absent parameters by C++ code or `torch.func` transforms raise too; elsewhere they
+        return NaN. For this thread only; costs about ten microseconds per operation."""
         return ReadsRaise(self._open("find_reads").units)
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
-        buffers of weights; buckets: of gradients; scratch). What is mapped of another rank's memory is counted there.
+        buffers of weights; buckets: of gradients; scratch). Memory mapped from another rank is counted by that rank.
 
         Args:
-            peak: of what comes and goes in a step, the most of each kind that has been held at once since `shard`.
+            peak: for transients, the largest number of bytes of each kind that were held at once since `shard`.
         """
         return self.engine.memory(peak=peak)
 
@@ -300,8 +300,8 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give back a plain model: every parameter with its own full storage, in the dtype it had before `shard` and
-        with main's values. Collective. The handle and its optimizers raise from now on; a second close does nothing."""
+        """Make the model a plain one again: every parameter gets its own full storage, in its dtype before `shard`, with
+        main's values. Collective. Afterwards the handle and its optimizers raise; a second `close` does nothing."""
         if self.engine.life is Life.CLOSED:
             return
         engine = self._open("close")
@@ -310,14 +310,13 @@ class Handle(NotTheModel, NotCopied):
         self._release()
 
     def finish_background(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
+        """Wait for a save in the background, if there is one. Raises its error if it failed."""
         self.engine.finish_background()
 
     @torch.no_grad()
     def park(self, device: torch.device | str = "cpu") -> None:
-        """Between two phases: main, optimizer state and the own shard of the weights go to `device` (what lies there
-        already stays), everything of full size is given back. Until `unpark` the model and the optimizers raise.
-        Collective.
+        """Free memory between two phases: main, optimizer state and this rank's shard of the weights move to `device`,
+        and all full-size buffers are freed. Until `unpark` the model and the optimizers raise. Collective.
 
         Raises:
             RuntimeError: gradients are waiting for a step.
@@ -326,7 +325,7 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def unpark(self) -> None:
-        """Everything is back where it was. Collective."""
+        """Undo `park`. Collective."""
         self.engine.unpark()
 
     def _open(self, what: str) -> Engine:

@@ -50,8 +50,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             the first group, unless `add_param_group` or another optimizer has it by then); or parameters, or param
             groups, as for any optimizer. A group may name a class of its own under "optimizer_class" (Muon for
             matrices, AdamW for the rest).
-            Parameters that no handle owns are taken under plan OPTIMIZER_ONLY: torch DDP (say) reduces their
-            gradients, this optimizer shards its state over `process_group`.
+            Parameters that no handle owns are taken under plan OPTIMIZER_ONLY: torch DDP, for example, reduces their
+            gradients, and this optimizer shards its state over `process_group`.
         optimizer_class: for example `torch.optim.AdamW`.
         loss_scale: a policy, a number (1: no scaling), or "dynamic". None: dynamic where weights are fp16, else none.
             Scaled losses must go through `backward`.

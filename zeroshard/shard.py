@@ -58,7 +58,7 @@ def shard(
         model: on the device where it is to train, or on the meta device. It is called, and named, as before.
         plan: DDP, ZERO1, ZERO2 or ZERO3, or its name: "zero3", 3, "full_shard".
         units: what is gathered, reduced and freed together: module classes, and groups of modules or names that are one
-            unit each (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number of bytes. None groups
+            unit (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number of bytes. None groups
             neighbouring modules up to 32 MiB. The rest of the model is the root unit.
         precision: a `MixedPrecision`, "fp32", "bf16" or torch.bfloat16, "bf16-mixed", ..., or None: as the model is.
             Or one for each pattern, in the order in which they count:
@@ -70,12 +70,12 @@ def shard(
         materialize: where the values of a model on the meta device come from. A function of a module, called as
             `model.apply` would, that fills the module's own parameters and buffers; or a `model.safetensors` file, or a
             folder of them with an index. No rank ever holds the whole model.
-        values: "broadcast": rank 0's win; "check": they must be the same on every rank already, and nothing is sent.
-        ignored: parameters, modules, or names of either, that are not touched (experts of another group, say): each
-            rank keeps its own values, gradients stay in `p.grad` and are this rank's, and no optimizer of the handle
-            has them.
+        values: "broadcast": all ranks take rank 0's; "check": they must be equal already, and nothing is sent.
+        ignored: parameters, modules, or names of either, that are not touched, for example experts of another group.
+            Each rank keeps its own values; their gradients stay in `p.grad` and are not reduced; step them with a plain
+            optimizer.
         keep_gathered: under ZERO3, units that keep their weights from forward to backward: classes, or names with `*`
-            and `?`; True: all. They are gathered once, and each has a full-size buffer of its own.
+            and `?`; True: all. They are gathered once per step, and each needs a full-size buffer of its own.
 
     Raises:
         ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a limit

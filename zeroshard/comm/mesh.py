@@ -38,8 +38,8 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the ranks that wait
             (gloo). NCCL cannot raise there: torch's watchdog writes to the log and ends the process.
 
-    Where `torch.distributed` is initialised already, that group is kept with its timeout. Either way a watch over the
-    ranks begins (`watch.py`): a rank that fails takes the others along within seconds, instead of the timeout.
+    If `torch.distributed` is initialised already, its group and timeout are kept. In both cases a watch starts: when a
+    rank fails, the other ranks exit within seconds instead of waiting for the timeout.
 
     Raises:
         ValueError: a timeout that is not positive.
