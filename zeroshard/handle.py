@@ -300,8 +300,8 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def close(self) -> None:
-        """Make the model a plain one again: every parameter gets its own full storage, in its dtype before `shard`, with
-        main's values. Collective. Afterwards the handle and its optimizers raise; a second `close` does nothing."""
+        """Make the model a plain one again: every parameter gets its own full storage, in its dtype before `shard`,
+        with main's values. Collective. The handle and its optimizers raise afterwards; a second close does nothing."""
         if self.engine.life is Life.CLOSED:
             return
         engine = self._open("close")
