@@ -32,7 +32,8 @@ from tests.kit import (
 from tests.model.test_graphs import cross_entropy, data, expect_reference
 from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.reference import Reference
-from zeroshard.testing import run_ranks
+from zeroshard.runtime.hooks import OutsideGraphs, Schedule
+from zeroshard.testing import RankError, run_ranks
 
 
 @dataclass
@@ -399,6 +400,130 @@ def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: boo
             assert same_bits(found.weights, plain.weights), plan
 
     run_ranks(check, 2)
+
+
+OPERATIONS_OF_A_BLOCK = 5  # norm, up, tanh, down, add
+ONE_GRAPH: dict[str, Any] = {
+    "blocks": lambda model, **how: [
+        setattr(model.blocks, str(i), torch.compile(block, fullgraph=True, **how))
+        for i, block in enumerate(model.blocks)
+    ],
+    "blocks in place": lambda model, **how: [block.compile(fullgraph=True, **how) for block in model.blocks],
+    "model in place": lambda model, **how: model.compile(**how),
+}
+
+
+def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
+    """Operations in each graph that is compiled in three steps."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    model = make(Net)
+    if before_shard:
+        ONE_GRAPH[how](model, backend=backend)
+    handle = zeroshard.shard(model, plan, units=Block)
+    if not before_shard:
+        ONE_GRAPH[how](model, backend=backend)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    for step in range(3):
+        loss_of_tokens(model, rank, 0, step).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            loss_of_tokens(model, rank, 0, step)
+        model.train()
+    return graphs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ONE_GRAPH)
+@pytest.mark.parametrize("before_shard", [True, False])
+def test_a_unit_is_one_graph(how: str, before_shard: bool) -> None:
+    """No hook of ours ends the graph inside of a unit: blocks may be compiled with `fullgraph=True`."""
+
+    def check(rank: int) -> None:
+        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+            found = graphs_of(rank, plan, how, before_shard)
+            of_blocks = [count for count in found if count == OPERATIONS_OF_A_BLOCK]
+            assert len(of_blocks) == 2 * 3  # three blocks, with gradients and without
+            assert sum(found) - sum(of_blocks) == (2 * 3 if how == "model in place" else 0)  # embedding, norm, head
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_that_end_graphs_are_seen() -> None:
+    """A control: if the hooks of inner modules are not traced, `fullgraph=True` raises."""
+
+    def check(rank: int) -> None:
+        unless_inside = Schedule._unless_inside
+        Schedule._unless_inside = lambda self, *args: OutsideGraphs(unless_inside(self, *args))  # type: ignore[method-assign]
+        graphs_of(rank, zeroshard.ZERO3, "blocks", True)
+
+    with pytest.raises(RankError, match="disable"):
+        run_ranks(check, 2)
+
+
+class Parts(nn.Module):
+    """Its parts are called through it, one without the other, and one from inside of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(7, 7), nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+
+    def forward(self, x: Tensor, deep: bool = False) -> Tensor:
+        return x + (self(self.one(x)) if deep else self.two(self.one(x)))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Parts() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part.two(part.one(part(x, deep=True)))  # with it, and without
+        return checkpoint(self.parts[0].two, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_inside_a_unit_are_called_alone(fails: bool) -> None:
+    """As in one process; also after a call that raised in the middle of a unit."""
+
+    def check(rank: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        expected = make(Around)
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        models = {plan: make(Around) for plan in PLANS}
+        handles = {plan: zeroshard.shard(model, plan, units=Parts) for plan, model in models.items()}
+        optimizers = {plan: zeroshard.ShardedOptimizer(handles[plan], torch.optim.SGD, lr=0.1) for plan in PLANS}
+        for step in range(2):
+            inputs = [torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+            for value in inputs:
+                (expected(value).square().mean() / 2).backward()
+            for plan, model in models.items():
+                if fails:
+                    hook = model.parts[1].two[0].register_forward_pre_hook(raises)
+                    with pytest.raises(ZeroDivisionError):
+                        model(inputs[rank])
+                    hook.remove()
+                model(inputs[rank]).square().mean().backward()
+                optimizers[plan].step()
+                optimizers[plan].zero_grad()
+            plain.step(), plain.zero_grad()
+        for handle in handles.values():
+            for name, value in handle.full_state_dict().items():
+                torch.testing.assert_close(value, expected.state_dict()[name])
+
+    run_ranks(check, 2)
+
+
+def raises(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")

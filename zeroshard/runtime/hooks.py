@@ -3,7 +3,8 @@
 | hook                                  | where                              | does                                    |
 |---------------------------------------|------------------------------------|-----------------------------------------|
 | forward pre-hook, forward hook        | modules that need a unit's weights | gather and show, before any other hook; |
-|                                       |                                    | hide, after all others                  |
+|                                       |                                    | hide, after all others. Inside a call   |
+|                                       |                                    | that has done so: nothing               |
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
 | hooks around forward                  | the model, units, other precisions | cast inputs and outputs (`casting.py`)  |
 | gradient hook on outputs              | the model                          | mark the start of backward              |
@@ -34,6 +35,7 @@ from zeroshard.model.transforms import given_tensors, outside_transforms, under_
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.running import Inside, Running
 from zeroshard.storage.unit import Unit
 
 
@@ -119,7 +121,7 @@ class Schedule(NotCopied):
         self._needs: dict[nn.Module, list[Unit]] = {}
         self._casts: dict[nn.Module, Cast] = {}
         self._first: list[RemovableHandle] = []  # those that gather
-        self._running: list[Sequence[Unit]] = []  # the units of each forward under way, the innermost last
+        self._running = Running()
         self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
         self._trains = False  # whether a unit with trainable parameters has run in it
@@ -147,10 +149,17 @@ class Schedule(NotCopied):
                     of_module.append(unit)
         self._casts = dict(casts)
         self._removers += attach_casts(casts)
+        inner = _inside_another(model, self._needs)
         for module, needed in self._needs.items():
+            asked = Inside() if module in inner else None
             # `always_call`: without it an exception in forward leaves the unit shown, and in use, for good.
-            after = module.register_forward_hook(_after(self, needed), always_call=True)
+            after_call = _after(self, needed)
+            after = module.register_forward_hook(
+                after_call if asked is None else _after_asking(asked, after_call), always_call=True
+            )
             before = _before(self, needed, partial(_move_to_end, after))
+            if asked is not None:
+                before = self._unless_inside(needed, asked, before)
             gather = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._keep(gather)
             if module is not model:  # whose hooks are under way when the model is called
@@ -159,6 +168,29 @@ class Schedule(NotCopied):
         self.hook_parameters(self.reducer.order)
         # The last to come is the first to run. Not kept here: who owns this schedule may own what begins, too.
         self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
+
+    def _unless_inside(
+        self, units: Sequence[Unit], asked: Inside, before: Callable[[nn.Module, Any, Any], None]
+    ) -> Callable[[nn.Module, Any, Any], None]:
+        """`before`, but for calls inside of another that has asked for the same units already. `asked`: whether a call
+        of this module has asked itself."""
+        inside = tuple(self._running.inside[unit] for unit in units)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # [Note: modules inside a unit]
+            # torch.compile traces through this hook: it guards the attributes, and the call of a whole unit stays one
+            # graph. What it must not look into (`before`) would end the graph at each layer.
+            for of_unit in inside:
+                if not of_unit.now:
+                    asked.begin()
+                    return before(module, args, kwargs)
+            if asked.now:  # it calls itself
+                asked.begin()
+            if not torch.compiler.is_compiling():
+                self._expect_present(module, units)
+            return None
+
+        return hook
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """From now on hooks lead to these."""
@@ -242,18 +274,21 @@ class Schedule(NotCopied):
                     "under torch.no_grad()"
                 )
 
-    def before_module(self, module: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
-        if self._backward is not None:
-            self.abandon_backward()
+    def _expect_present(self, module: nn.Module, units: Sequence[Unit]) -> None:
         given = given_tensors(module)
         for unit in units if given else ():
             unit.weights.expect_present(given)
+
+    def before_module(self, module: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
+        if self._backward is not None:
+            self.abandon_backward()
+        self._expect_present(module, units)
         makes_graph = torch.is_grad_enabled()
         begins = [unit for unit in units if unit.weights.is_passing] if makes_graph else []
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
-        self._running.append(units)
+        self._running.begin(units)
         if makes_graph and in_backward():
             self._return_to(units)
         self.gatherer.enter(units)
@@ -261,7 +296,7 @@ class Schedule(NotCopied):
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
         skipped returns its input) was made by another, and to gather for it would take that other's pool buffer."""
-        if not self._end_running(units):  # something raised before they had been entered
+        if not self._running.end(units):  # something raised before they had been entered
             return
         free = self.gatherer.leave(units)
         if not free:
@@ -283,14 +318,6 @@ class Schedule(NotCopied):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
-
-    def _end_running(self, units: Sequence[Unit]) -> bool:
-        """The innermost forward of these is over; False where none was under way."""
-        for index in range(len(self._running) - 1, -1, -1):
-            if self._running[index] is units:  # not `==`: several modules may need the same units
-                del self._running[index]
-                return True
-        return False
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """A forward inside of a backward recomputes. In a reentrant checkpoint the first forward made no graph and left
@@ -446,6 +473,27 @@ def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, A
             schedule.after_module(units, output)
 
     return hook
+
+
+def _after_asking(asked: Inside, after: Callable[[nn.Module, Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+    """`after`, for calls that have asked (see `Schedule._unless_inside`)."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if asked.now and asked.end():
+            after(module, args, output)
+
+    return hook
+
+
+def _inside_another(model: nn.Module, needs: Mapping[nn.Module, Sequence[Unit]]) -> set[nn.Module]:
+    """Modules that lie inside one that needs the same units."""
+    inner = set()
+    for path, module in model.named_modules():
+        names = path.split(".") if path else []
+        around = [model.get_submodule(".".join(names[:count])) for count in range(len(names))]
+        if module in needs and any(set(needs[module]) <= set(needs.get(one, ())) for one in around):
+            inner.add(module)
+    return inner
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
