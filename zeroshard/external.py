@@ -7,7 +7,9 @@ parameter is its position in the optimizer, whether it trains or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,34 +22,58 @@ from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.model.units import UnitSpec, refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
+from zeroshard.ready import device_of, expect_same_model
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.reduce import Reducer
-from zeroshard.shard import build_units, device_of, expect_same_model
+from zeroshard.storage.unit import build_units
 
 
 class EngineOfParameters(Engine):
-    """Nothing is reduced here."""
+    """Nothing is reduced here, and parameters may come later.
+
+    Attributes:
+        handle: whose they become; held weakly.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__(OPTIMIZER_ONLY, (), collectives, None)
+        self.handle: Callable[[], Handle | None] = lambda: None
 
     def new_reducer(self) -> Reducer:
         return ReducedByOthers(self.units, self.collectives, self.pool, self.ledger)
 
-
-class HandleOfParameters(Handle):
-    """It admits what no other handle has."""
-
     def admits(self, parameter: nn.Parameter) -> bool:
-        return handle_of(parameter) in (self, None)
+        """Also one that nobody has."""
+        return handle_of(parameter) is None or super().admits(parameter)
 
     def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Those that are to be trained from now on. Collective."""
-        new = newcomers(self.engine, parameters)
+        """Those that are to be trained from now on. Collective; errors as `shard_parameters`."""
+        new = newcomers(self, parameters)
         if new:
-            take_parameters(self, new)
-        note_untaken(self.engine, parameters)
+            self.take(new)
+        note_untaken(self, parameters)
         return bool(new)
+
+    def take(self, new: dict[str, nn.Parameter]) -> None:
+        """Further ones, by their names; rank 0's values win. Collective; errors as `shard_parameters`."""
+        parameters, handle = list(new.values()), self.handle()
+        assert handle is not None, "its optimizer has it"
+        together(self.collectives, "ShardedOptimizer", partial(self._expect_ready, new))
+        specs = list(_specs(new, is_first=not self.units))
+        expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
+        self.collectives.broadcast([parameter.data for parameter in parameters])
+        self.add(build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units)))
+        claim_parameters(handle, parameters)
+        self.collectives.map_peers()
+
+    def _expect_ready(self, new: dict[str, nn.Parameter]) -> None:
+        for name, parameter in new.items():
+            _refuse_unready(name, parameter, self.collectives)
+        devices = {*(unit.weights.own().device for unit in self.units), *(p.device for p in new.values())}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on several devices ({', '.join(sorted(map(str, devices)))}): one for each rank"
+            )
 
 
 class ReducedByOthers(Reducer):
@@ -78,9 +104,11 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
         ValueError: on every rank: ranks that have others, or what cannot be sharded; nothing has been changed.
     """
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
-    handle = HandleOfParameters(EngineOfParameters(collectives))
-    take_parameters(handle, {name: p for name, p in named(parameters).items() if is_wanted(p)})
-    note_untaken(handle.engine, parameters)
+    engine = EngineOfParameters(collectives)
+    handle = Handle(engine)
+    engine.handle = weakref.ref(handle)
+    engine.take({name: parameter for name, parameter in named(parameters).items() if is_wanted(parameter)})
+    note_untaken(engine, parameters)
     return handle
 
 
@@ -96,29 +124,6 @@ def note_untaken(engine: Engine, parameters: Iterable[nn.Parameter]) -> None:
 
 def is_wanted(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad or parameter.grad is not None
-
-
-def take_parameters(handle: Handle, new: dict[str, nn.Parameter]) -> None:
-    """Further ones. Collective; errors as above."""
-    engine, parameters = handle.engine, list(new.values())
-
-    def check() -> None:
-        for name, parameter in new.items():
-            _refuse_unready(name, parameter, engine.collectives)
-        devices = {*(unit.weights.own().device for unit in engine.units), *(p.device for p in parameters)}
-        if len(devices) > 1:
-            raise ValueError(
-                f"parameters on several devices ({', '.join(sorted(map(str, devices)))}): one for each rank"
-            )
-
-    together(engine.collectives, "ShardedOptimizer", check)
-    specs = list(_specs(new, is_first=not engine.units))
-    expect_same_model(engine.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
-    engine.collectives.broadcast([parameter.data for parameter in parameters])
-    units = build_units(new, specs, OPTIMIZER_ONLY, engine.collectives, first=len(engine.units))
-    engine.add(units)
-    claim_parameters(handle, parameters)
-    engine.collectives.map_peers()
 
 
 def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:

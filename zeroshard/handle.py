@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.model.casting import Cast
 from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
 from zeroshard.precision import in_words
@@ -44,8 +43,11 @@ class Handle(NotTheModel, NotCopied):
     """
 
     def __init__(self, engine: Engine) -> None:
+        """The engine's parameters are this handle's from now on. A model whose handle is dropped trains on."""
         self.engine = engine
-        self._guards: list[RemovableHandle] = []
+        claim_parameters(self, (parameter for unit in engine.units for parameter in unit.parameters))
+        # Bound methods: they keep the handle, which `handle_of` must find for as long as the model lives.
+        self._guards: list[RemovableHandle] = engine.plain.guard(self._before_state_dict, self._before_load_state_dict)
 
     def __repr__(self) -> str:
         """In one line: plan, units, parameters, ranks, precision."""
@@ -283,15 +285,6 @@ class Handle(NotTheModel, NotCopied):
         """
         return self.engine.memory(peak=peak)
 
-    def admits(self, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer of this handle may have it."""
-        return handle_of(parameter) is self
-
-    def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Those of an optimizer's parameters that this handle admits, and does not have, become its own (see
-        `external.py`). Returns whether there were any."""
-        return False
-
     def trainable_parameters(self) -> list[nn.Parameter]:
         """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
         return self.engine.trainable_parameters()
@@ -336,15 +329,6 @@ class Handle(NotTheModel, NotCopied):
         """
         self.engine.check_open(what)
         return self.engine
-
-    def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install the hooks. A model whose handle is dropped trains on."""
-        self.engine.attach(casts)
-        # Bound methods: they keep the handle, which `handle_of` must find for as long as the model lives.
-        self._guards = [
-            self.model.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
-            self.model.register_load_state_dict_pre_hook(self._before_load_state_dict),  # type: ignore[no-untyped-call]
-        ]
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.engine.gatherer.settle()

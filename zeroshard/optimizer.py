@@ -253,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         try:
             self._refuse_foreign(group["params"])
             with self.engine.claims.claimed(group["params"], self):
-                self.handle.take_newcomers(self._groups.parameters())
+                self.engine.take_newcomers(self._groups.parameters())
                 self.engine.unfreeze()
                 self.rebuild()
         except ValueError:
@@ -287,7 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _refuse_foreign(self, params: list[nn.Parameter]) -> None:
         for parameter in params:
-            if not self.handle.admits(parameter):
+            if not self.engine.admits(parameter):
                 raise ValueError(
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
@@ -525,7 +525,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
         if self.engine.untaken and any(handle_of(parameter) is None for parameter in self._groups.parameters()):
             self.engine.check_open("use the optimizer")
-            if self.handle.take_newcomers(self._groups.parameters()):
+            if self.engine.take_newcomers(self._groups.parameters()):
                 self.rebuild()
 
     def _own_gradients(self) -> Iterator[tuple[int, Tensor]]:

@@ -1,28 +1,32 @@
 """Bytes per rank and kind, before anything is allocated: from the same layouts and pool plans that the engine uses.
 
 The model may live on the meta device. The numbers equal `handle.memory()`, at rest and at the peak (a test demands it).
+A `Training` is what is planned, and each of its parts says in `Bytes` what one rank holds of it. How long that takes
+depends on the number of parameters and units, and not on their sizes, or on how many ranks there are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
-from zeroshard.comm.transport import TransportName
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.transport import Transport, TransportName
 from zeroshard.comm.transports import transport_named
+from zeroshard.layout.cuts import BATCH_NUMEL, Pattern, count, most_in_a_batch
+from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.owners import balance, cost
 from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
 from zeroshard.model.casting import Precisions
-from zeroshard.model.managed import EVERYTHING, Ignored, Managed
+from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
-from zeroshard.placement import REPLICATED, SHARDED, Plan, as_plan
+from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan, as_plan
 from zeroshard.runtime.reductions import IN_FLIGHT
-from zeroshard.step.pieces import BATCH_NUMEL, batches, cut, scratch_bytes
 
 
 def plan_memory(
@@ -61,86 +65,262 @@ def plan_memory(
     """
     plan = as_plan(plan)
     specs = choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered)
-    layouts = [spec.layout(world_size, num_replicas) for spec in specs]
-    kinds = dict.fromkeys(("weights", "grads", "main", "state", "scalars"), 0)
-    for spec, layout in zip(specs, layouts, strict=True):
-        kinds["weights"] += _held(layout, plan.weights is SHARDED) * spec.weight_dtype.itemsize
-        if not spec.trainable:
-            continue
-        main_numel = _held(layout, plan.main is SHARDED)
-        if not plan.external_gradients and (peak or plan.grads is not SHARDED):
-            kinds["grads"] += _held(layout, plan.grads is SHARDED) * spec.precision.grad.itemsize
-        if spec.precision.main == "remainder":
-            kinds["main"] += main_numel * 2
-        elif not spec.precision.weights_are_main:
-            kinds["main"] += main_numel * spec.precision.main_dtype.itemsize
+    topology = Topology(world_size, num_replicas, transport_named(transport), device_type)
+    optimizer = OptimizerNeeds(state_bytes_per_element, state_scalars, group_of, whole_state_bytes)
+    training = Training.of(specs, plan, topology, optimizer, rank)
+    return asdict(training.held(peak=peak, no_sync=no_sync))
 
-    def group_in_pieces(name: str) -> Hashable | None:
-        return group_of(name) if whole_state_bytes(name) is None else None
 
-    pieces = [numel for numel, *_ in _pieces(specs, layouts, plan, rank, group_in_pieces)]
-    kinds["state"] = sum(pieces) * state_bytes_per_element
-    kinds["scalars"] = len(pieces) * state_scalars * 4
-    pool = _buffers(specs, plan, world_size, num_replicas, transport, no_sync=no_sync)
-    if not peak:
-        pool = _resting(pool, device_type)
-    for kind in ("ring", "buckets", "scratch"):
-        kinds[kind] = sum(buffer.num_bytes for buffer in pool if buffer.kind == kind)
-    kinds["scratch"] += _step_scratch(specs, layouts, plan, rank, device_type, group_in_pieces)
-    _add_owners(kinds, specs, layouts, plan, rank, whole_state_bytes)
-    return kinds
+# What is planned ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class Bytes:
+    """On one rank, by kind: those of `handle.memory()`."""
+
+    weights: int = 0
+    grads: int = 0
+    main: int = 0
+    state: int = 0
+    scalars: int = 0
+    ring: int = 0
+    buckets: int = 0
+    scratch: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[Bytes]) -> Bytes:
+        """Of several things together."""
+        return cls(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
+
+    @property
+    def transient(self) -> int:
+        """What `max_transient_bytes` limits."""
+        return self.ring + self.buckets + self.scratch
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a model, how bytes move between them, and where they lie. See `plan_memory`."""
+
+    num_shards: int
+    num_replicas: int
+    transport: type[Transport]
+    device_type: str
+
+    @classmethod
+    def of(cls, collectives: Collectives) -> Topology:
+        mesh = collectives.mesh
+        return cls(mesh.shard.size, mesh.replicate.size, type(collectives.transport), collectives.device.type)
+
+
+@dataclass(frozen=True)
+class OptimizerNeeds:
+    """What is to be known of an optimizer. See `plan_memory`."""
+
+    state_bytes_per_element: int = 8
+    state_scalars: int = 1
+    group_of: Callable[[str], Hashable] = lambda name: 0
+    whole_state_bytes: Callable[[str], int | None] = lambda name: None
+
+    def key_of(self, name: str) -> Hashable | None:
+        """What `cuts.cut` goes by. None: the parameter is stepped whole."""
+        return self.group_of(name) if self.whole_state_bytes(name) is None else None
+
+
+ADAM = OptimizerNeeds()
+"""Over one param group."""
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit under a plan, and where its parameters lie."""
+
+    spec: UnitSpec
+    layout: BufferLayout
+    plan: Plan
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the engine has gradients of it."""
+        return self.spec.trainable and not self.plan.external_gradients
+
+    def held(self, *, peak: bool) -> Bytes:
+        """Its own three buffers. The shards of gradients come and go in a step."""
+        precision, has_grads = self.spec.precision, self.is_reduced and (peak or self.plan.grads is not SHARDED)
+        main_itemsize = 2 if precision.main == "remainder" else precision.main_dtype.itemsize
+        has_main = self.spec.trainable and not precision.weights_are_main
+        return Bytes(
+            weights=self._numel(self.plan.weights) * self.spec.weight_dtype.itemsize,
+            grads=has_grads * self._numel(self.plan.grads) * precision.grad.itemsize,
+            main=has_main * self._numel(self.plan.main) * main_itemsize,
+        )
+
+    def _numel(self, placement: Placement) -> int:
+        return self.layout.shard_numel if placement is SHARDED else self.layout.numel
+
+    def main_part(self, rank: int) -> Interval:
+        """What that rank updates."""
+        return Interval(0, self.layout.numel) if self.plan.main is REPLICATED else self.layout.shard(rank)
+
+    def reduce_scratch(self, topology: Topology, *, in_place: bool) -> int:
+        precision, sizes = self.spec.precision, (topology.num_shards, topology.num_replicas)
+        return topology.transport.reduce_scratch_bytes(
+            self.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
+        )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Of one unit: those that one rank steps.
+
+    Attributes:
+        cast, joined: bytes of scratch for each element: for the gradient in main's dtype; for main, where it is joined
+            of weights and remainder. A piece has a multiple of 64 elements, so that nothing is rounded up.
+        compared: of one piece at a time, for the weights that main is compared with.
+    """
+
+    patterns: tuple[Pattern, ...]
+    cast: int
+    joined: int
+    compared: int
+
+    @classmethod
+    def of(cls, unit: PlannedUnit, rank: int, key_of: Callable[[str], Hashable | None]) -> Pieces:
+        plan, precision, layout = unit.plan, unit.spec.precision, unit.layout
+        main = precision.main_dtype
+        joined = precision.main == "remainder"
+        in_full = plan.weights is REPLICATED or layout.num_shards == 1
+        follows = in_full and not joined and not precision.weights_are_main
+        return cls(
+            tuple(count(layout, [key_of(slot.name) for slot in layout.slots], unit.main_part(rank))),
+            cast=(plan.external_gradients or precision.grad != main) * main.itemsize,
+            joined=joined * main.itemsize,
+            compared=follows * unit.spec.weight_dtype.itemsize,
+        )
+
+    @property
+    def largest(self) -> int:
+        return max((pattern.largest for pattern in self.patterns), default=0)
+
+
+@dataclass(frozen=True)
+class PlannedBuffer:
+    """A buffer of the pool.
+
+    Attributes:
+        kind: "ring", "buckets" or "scratch".
+        lasting: held between steps, whatever its size.
+        passing: given back before the end of backward.
+    """
+
     kind: str
     num_bytes: int
     lasting: bool = False
-    passing: bool = False  # given back before the end of backward
+    passing: bool = False
 
 
-def _buffers(
-    specs: Sequence[UnitSpec],
-    plan: Plan,
-    num_shards: int,
-    num_replicas: int,
-    transport: TransportName,
-    *,
-    no_sync: bool = False,
-) -> list[_Buffer]:
-    """The buffers of the pool, in the order in which the engine makes them. One shard that is the whole needs none."""
-    pairs = [(spec, spec.layout(num_shards, num_replicas)) for spec in specs]
-    trainable = [(spec, layout) for spec, layout in pairs if spec.trainable and not plan.external_gradients][::-1]
-    weights = pairs if plan.weights is SHARDED and num_shards > 1 else []
-    gradients = trainable if plan.grads is SHARDED and num_shards > 1 else []
-    ring = PoolPlan.for_weights(spec.weight_request(layout.numel) for spec, layout in weights)
-    requests = [spec.bucket_request(layout.numel) for spec, layout in gradients]
-    way = transport_named(transport)
-    buckets = PoolPlan.for_gradients(requests, reads_peers=way.reads_peers)
-    reducing = [
-        way.reduce_scratch_bytes(
-            layout.numel,
-            spec.precision.grad,
-            spec.precision.wire,
-            num_shards,
-            num_replicas,
-            in_place=not gradients,
+@dataclass(frozen=True)
+class Training:
+    """What is planned: the units of a model under a plan, as one rank has them."""
+
+    units: tuple[PlannedUnit, ...]
+    plan: Plan
+    topology: Topology
+    optimizer: OptimizerNeeds = ADAM
+    rank: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        specs: Iterable[UnitSpec],
+        plan: Plan,
+        topology: Topology,
+        optimizer: OptimizerNeeds = ADAM,
+        rank: int = 0,
+    ) -> Training:
+        shape = topology.num_shards, topology.num_replicas
+        units = tuple(PlannedUnit(spec, spec.layout(*shape), plan) for spec in specs)
+        return cls(units, plan, topology, optimizer, rank)
+
+    def held(self, *, peak: bool = False, no_sync: bool = False) -> Bytes:
+        """At rest, after a step; or of each kind the most at once."""
+        buffers = self.pool(no_sync=no_sync)
+        pooled = Counter[str]()
+        for buffer in buffers if peak else resting(buffers, self.topology.device_type):
+            pooled[buffer.kind] += buffer.num_bytes
+        of_units = (unit.held(peak=peak) for unit in self.units)
+        return Bytes.total([*of_units, self._stepped_in_pieces(), self._stepped_whole(), Bytes(**pooled)])
+
+    # Pool ----------------------------------------------------------------------------------------------------------
+
+    def pool(self, *, no_sync: bool = False) -> list[PlannedBuffer]:
+        """In the order in which the engine makes them. One shard that is the whole needs none."""
+        reads_peers, has_peers = self.topology.transport.reads_peers, self.topology.num_shards > 1
+        borrowing = self._reduced() if self.plan.grads is SHARDED and has_peers else []
+        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in borrowing]
+        buckets = PoolPlan.for_gradients(requests, reads_peers=reads_peers)
+        buffers = [PlannedBuffer("ring", size) for size in (self._ring().sizes if has_peers else ())]
+        buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
+        for number, num_bytes in buckets.shared.values():
+            buffers += [PlannedBuffer("buckets", num_bytes, passing=i > 0 and not reads_peers) for i in range(number)]
+        in_place = not borrowing
+        scratch = max((unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()), default=0)
+        buffers += [PlannedBuffer("scratch", scratch)] * (1 if borrowing else IN_FLIGHT)
+        if no_sync:
+            more = beyond_turns(requests, {kind: number for kind, (number, _) in buckets.shared.items()})
+            buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]
+        return buffers
+
+    def _reduced(self) -> list[PlannedUnit]:
+        """In the order of backward."""
+        return [unit for unit in reversed(self.units) if unit.is_reduced]
+
+    def _ring(self) -> PoolPlan:
+        gathered = self.units if self.plan.weights is SHARDED else ()
+        return PoolPlan.for_weights(unit.spec.weight_request(unit.layout.numel) for unit in gathered)
+
+    # Step ----------------------------------------------------------------------------------------------------------
+
+    def _stepped_in_pieces(self) -> Bytes:
+        """State and scratch of an elementwise optimizer: the gradient in main's dtype, main where it is joined, and one
+        piece of the weights."""
+        pieces = [Pieces.of(unit, self.rank, self.optimizer.key_of) for unit in self.units if unit.spec.trainable]
+        limit = BATCH_NUMEL[self.topology.device_type]
+        cast = most_in_a_batch(((pattern, of.cast) for of in pieces for pattern in of.patterns), limit)
+        joined = most_in_a_batch(((pattern, of.joined) for of in pieces for pattern in of.patterns), limit)
+        patterns = [pattern for of in pieces for pattern in of.patterns]
+        return Bytes(
+            state=sum(pattern.numel for pattern in patterns) * self.optimizer.state_bytes_per_element,
+            scalars=sum(pattern.num_pieces for pattern in patterns) * self.optimizer.state_scalars * 4,
+            scratch=cast + joined + max((of.largest * of.compared for of in pieces), default=0),
         )
-        for spec, layout in trainable
-    ]
-    buffers = [_Buffer("ring", size) for size in ring.sizes]
-    buffers += [_Buffer("buckets", size) for size in buckets.own.values()]
-    for count, num_bytes in buckets.shared.values():
-        buffers += [_Buffer("buckets", num_bytes, passing=i > 0 and not way.reads_peers) for i in range(count)]
-    buffers += [_Buffer("scratch", max(reducing, default=0))] * (1 if gradients else IN_FLIGHT)
-    if no_sync:
-        more = beyond_turns(requests, {kind: count for kind, (count, _) in buckets.shared.items()})
-        buffers += [_Buffer("buckets", request.num_bytes, lasting=way.reads_peers) for request in more]
-    return buffers
+
+    def _stepped_whole(self) -> Bytes:
+        """Main, state and scratch of the parameters that this rank owns, where an optimizer needs whole ones."""
+        state_bytes, replicated = self.optimizer.whole_state_bytes, self.plan.main is REPLICATED
+        slots = [
+            (unit, slot, itemsize)
+            for unit in self.units
+            for slot in unit.layout.slots
+            if unit.spec.trainable and (itemsize := state_bytes(slot.name)) is not None
+        ]
+        owners = balance([cost(slot.shape) for _, slot, _ in slots], 1 if replicated else self.topology.num_shards)
+        state = 0
+        owned: Counter[torch.dtype] = Counter()
+        held: Counter[torch.dtype] = Counter()
+        for (unit, slot, itemsize), owner in zip(slots, owners, strict=True):
+            dtype = unit.spec.precision.main_dtype
+            held[dtype] += (slot.world & unit.main_part(self.rank)).numel * dtype.itemsize
+            if replicated or owner == self.rank:
+                owned[dtype] += slot.world.numel * dtype.itemsize
+                state += slot.world.numel * itemsize
+        message = max([*owned.values(), *held.values()], default=0)  # one dtype after the other
+        return Bytes(main=owned.total(), state=state, scratch=owned.total() + message * (1 if replicated else 2))
 
 
-def _resting(buffers: list[_Buffer], device_type: str) -> list[_Buffer]:
+def resting(buffers: Iterable[PlannedBuffer], device_type: str) -> list[PlannedBuffer]:
     """Those that stay held between steps (see `Pool.rest`)."""
+    buffers = list(buffers)
     spare = sorted((p for p in buffers if not p.lasting and not p.passing), key=lambda buffer: buffer.kind != "buckets")
     keep = kept(buffer.num_bytes for buffer in spare) if device_type == "cpu" else [False] * len(spare)
     return [
@@ -149,141 +329,37 @@ def _resting(buffers: list[_Buffer], device_type: str) -> list[_Buffer]:
     ]
 
 
-def _step_scratch(
-    specs: Sequence[UnitSpec],
-    layouts: Sequence[BufferLayout],
-    plan: Plan,
-    rank: int,
-    device_type: str,
-    group_of: Callable[[str], Hashable | None] = lambda name: 0,
-) -> int:
-    """What an elementwise optimizer holds: the gradient in main's dtype, and main where it is joined."""
-    pieces = _pieces(specs, layouts, plan, rank, group_of)
-    scratch = 0
-    for needed in (1, 2):
-        sums = [
-            sum(pieces[i][needed] for i in batch)
-            for batch in batches([piece[0] for piece in pieces], BATCH_NUMEL[device_type])
-        ]
-        scratch += max(sums, default=0)
-    return scratch + max((piece[3] for piece in pieces), default=0)  # one piece of the weights, to compare main with
+# A limit --------------------------------------------------------------------------------------------------------------
 
 
-def _needed(
-    specs: Sequence[UnitSpec], plan: Plan, mesh_shape: tuple[int, int], transport: TransportName, device_type: str
-) -> int:
-    """The most transients at once. (Every rank is planned as rank 0, so that all find the same answer.)"""
-    layouts = [spec.layout(*mesh_shape) for spec in specs]
-    buffers = _buffers(specs, plan, *mesh_shape, transport)
-    return sum(buffer.num_bytes for buffer in buffers) + _step_scratch(specs, layouts, plan, 0, device_type)
-
-
-def fit_units(
-    model: nn.Module,
-    precision: Precisions,
-    limit: int,
-    plan: Plan,
-    mesh_shape: tuple[int, int],
-    transport: TransportName,
-    managed: Managed = EVERYTHING,
-    keep_gathered: KeepGathered = (),
-) -> list[UnitSpec]:
-    """Units by size, as large as `limit` bytes of transients allow.
+def fit_units(choose: Callable[[int], list[UnitSpec]], limit: int, plan: Plan, topology: Topology) -> list[UnitSpec]:
+    """Units by size, as large as `limit` bytes of transients allow. `choose`: bytes of a unit -> the units.
 
     Raises:
         ValueError: with the number of bytes that the smallest units need.
     """
     unit_bytes = DEFAULT_UNIT_BYTES
-    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    while True:
-        specs = choose_units(model, unit_bytes, precision, managed, keep_gathered)
-        needed = _needed(specs, plan, mesh_shape, transport, device_type)
-        if needed <= limit:
+    while unit_bytes > 1:
+        specs = choose(unit_bytes)
+        if transient_bytes(specs, plan, topology) <= limit:
             return specs
-        if unit_bytes <= 1:
-            raise ValueError(_too_small(limit, needed))
         unit_bytes //= 2
+    specs = choose(1)
+    expect_within(limit, plan, topology, specs)
+    return specs
 
 
-def check_limit(
-    specs: Sequence[UnitSpec],
-    limit: int,
-    plan: Plan,
-    mesh_shape: tuple[int, int],
-    transport: TransportName,
-    device_type: str,
-) -> None:
+def expect_within(limit: int, plan: Plan, topology: Topology, specs: Sequence[UnitSpec]) -> None:
     """Raises:
     ValueError: the transients of these units exceed `limit`, with the number of bytes needed."""
-    needed = _needed(specs, plan, mesh_shape, transport, device_type)
+    needed = transient_bytes(specs, plan, topology)
     if needed > limit:
-        raise ValueError(_too_small(limit, needed))
+        raise ValueError(
+            f"max_transient_bytes={limit}: these units need {needed} bytes of full-size buffers, buckets and scratch. "
+            "Allow that much, or choose smaller units (the largest parameter sets the least)"
+        )
 
 
-def _too_small(limit: int, needed: int) -> str:
-    return (
-        f"max_transient_bytes={limit}: these units need {needed} bytes of full-size buffers, buckets and scratch. "
-        "Allow that much, or choose smaller units (the largest parameter sets the least)"
-    )
-
-
-def _held(layout: BufferLayout, sharded: bool) -> int:
-    return layout.shard_numel if sharded else layout.numel
-
-
-def _add_owners(
-    kinds: dict[str, int],
-    specs: list[UnitSpec],
-    layouts: list[BufferLayout],
-    plan: Plan,
-    rank: int,
-    whole_state_bytes: Callable[[str], int | None],
-) -> None:
-    """Main, state and scratch of the parameters that this rank steps whole."""
-    slots = [
-        (spec, layout, slot)
-        for spec, layout in zip(specs, layouts, strict=True)
-        for slot in layout.slots
-        if spec.trainable and whole_state_bytes(slot.name) is not None
-    ]
-    if not slots:
-        return
-    replicated = plan.main is REPLICATED
-    owners = balance([cost(slot.shape) for _, _, slot in slots], 1 if replicated else layouts[0].num_shards)
-    owned: Counter[torch.dtype] = Counter()
-    held: Counter[torch.dtype] = Counter()
-    for (spec, layout, slot), owner in zip(slots, owners, strict=True):
-        dtype = spec.precision.main_dtype
-        part = slot.world if replicated else slot.world & layout.shard(rank)
-        held[dtype] += part.numel * dtype.itemsize
-        if replicated or owner == rank:
-            owned[dtype] += slot.world.numel * dtype.itemsize
-            kinds["state"] += slot.world.numel * (whole_state_bytes(slot.name) or 0)
-    kinds["main"] += owned.total()
-    message = max([*owned.values(), *held.values()], default=0)  # one dtype after the other
-    kinds["scratch"] += owned.total() + message * (1 if replicated else 2)
-
-
-def _pieces(
-    specs: Sequence[UnitSpec],
-    layouts: Sequence[BufferLayout],
-    plan: Plan,
-    rank: int,
-    group_of: Callable[[str], Hashable | None],
-) -> list[tuple[int, int, int, int]]:
-    """(elements, bytes of scratch for the gradient, for main, for the weights) of each piece stepped."""
-    result = []
-    for spec, layout in zip(specs, layouts, strict=True):
-        if not spec.trainable:
-            continue
-        main = spec.precision.main_dtype
-        cast = plan.external_gradients or spec.precision.grad != main
-        joined = spec.precision.main == "remainder"
-        in_full = plan.weights is REPLICATED or layout.num_shards == 1
-        follows = in_full and not joined and not spec.precision.weights_are_main
-        for _, world in cut(layout, [group_of(slot.name) for slot in layout.slots]):
-            if (plan.main is REPLICATED or world in layout.shard(rank)) and any(layout.fragments_in(world)):
-                num_bytes = scratch_bytes(world.numel, main)
-                held = follows * scratch_bytes(world.numel, spec.weight_dtype)
-                result.append((world.numel, cast * num_bytes, joined * num_bytes, held))
-    return result
+def transient_bytes(specs: Iterable[UnitSpec], plan: Plan, topology: Topology) -> int:
+    """The most transients at once. (Every rank is planned as rank 0, so that all find the same answer.)"""
+    return Training.of(specs, plan, topology).held(peak=True).transient

@@ -5,13 +5,10 @@ The model keeps its class, its names and its `nn.Parameter` objects; only where 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,18 +18,19 @@ from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
-from zeroshard.handle import Handle, claim_parameters, give_up_parameters, handle_of
+from zeroshard.handle import Handle
 from zeroshard.model.absent import give
 from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import Plan, as_plan
-from zeroshard.planner import check_limit, fit_units
+from zeroshard.planner import Topology, expect_within, fit_units
+from zeroshard.ready import device_of, expect_ready, expect_same_model
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.materialize import META, Source, is_on_meta, move
 from zeroshard.runtime.materialize import materialize as give_values
-from zeroshard.storage.unit import Unit
+from zeroshard.storage.unit import build_units
 
 _LOAD_THE_SAME = (
     "Load the same weights, or use the same seed, on every rank; or let rank 0's values win with values='broadcast'"
@@ -84,64 +82,10 @@ def shard(
     """
     collectives = Collectives(Mesh.of(mesh, device_of(model.parameters())), CommLog())
     collectives.expect_grid()
-
-    def choose() -> tuple[Plan, Managed, list[UnitSpec]]:
-        chosen = as_plan(plan)
-        if chosen.external_gradients:
-            raise ValueError(
-                "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "
-                "ShardedOptimizer, without shard()"
-            )
-        managed = Managed.without(model, ignored)
-        expect_kept(model, precision, managed)
-        specs = _choose(model, chosen, units, precision, collectives, max_transient_bytes, managed, keep_gathered)
-        _refuse_unready(model, managed, collectives, materialize)
-        if values not in ("broadcast", "check"):
-            raise ValueError(f"values must be 'broadcast' or 'check', found {values!r}")
-        return chosen, managed, specs
-
-    chosen, managed, specs = together(collectives, "shard", choose, words=_in_words)
-    parameters, buffers = managed.parameters(model), managed.buffers(model)
-    expect_same_model(collectives, parameters, specs, chosen)
-    on_meta = is_on_meta([*parameters.values(), *buffers.values()])
-    if on_meta:
-        move(model, META, collectives.device)
-    elif values == "check":
-        expect_same(collectives, {**parameters, **buffers}, "shard, values='check'", _LOAD_THE_SAME)
-    before = [(parameter, parameter.data) for parameter in parameters.values()]
-    made: list[Handle] = []
-
-    def build() -> Handle:
-        if not on_meta and values == "broadcast":
-            collectives.broadcast([*(data for _, data in before), *buffers.values()])
-        built = build_units(parameters, specs, chosen, collectives, fill=not on_meta)
-        engine = Engine(chosen, built, collectives, model, managed, max_transient_bytes)
-        engine.pool.expect_units = partial(_expect_room, chosen, collectives, max_transient_bytes)
-        handle = Handle(engine)
-        made.append(handle)
-        if on_meta:
-            assert materialize is not None
-            give_values(model, built, materialize, collectives, managed)
-            for unit in built:
-                unit.weights.hide()
-                engine.gatherer.updated(unit)
-            engine.gatherer.settle()
-        claim_parameters(handle, parameters.values())
-        called = [path for unit in built for path in unit.spec.calls]
-        handle.attach(casts_of(model, Rules.of(precision), called))
-        return handle
-
-    try:  # files are read by some ranks more slowly than by others
-        handle = together(collectives, "shard", build, words=_in_words, patient=True)
-    except ValueError:
-        for handle in made:
-            handle._release()
-        for parameter, data in before:
-            give(parameter, data)
-        give_up_parameters(parameters.values())
-        if on_meta:
-            move(model, collectives.device, META)
-        raise
+    options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
+    chosen = together(collectives, "shard", partial(_choose, model, plan, options, collectives), words=_in_words)
+    _expect_same(chosen, options, collectives)
+    handle = Handle(_build_or_undo(chosen, options, collectives))
     collectives.map_peers()
     return handle
 
@@ -150,115 +94,120 @@ def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, (ValueError, TypeError, ImportError)) else repr(error)
 
 
-def _choose(
-    model: nn.Module,
-    plan: Plan,
-    units: UnitPolicy,
-    precision: Precisions,
-    collectives: Collectives,
-    max_transient_bytes: int | None,
-    managed: Managed,
-    keep_gathered: KeepGathered,
-) -> list[UnitSpec]:
-    if max_transient_bytes is None:
-        return choose_units(model, units, precision, managed, keep_gathered)
-    mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
-    if units is None:
-        return fit_units(
-            model, precision, max_transient_bytes, plan, mesh_shape, collectives.transport.name, managed, keep_gathered
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `shard` beside model, plan and mesh."""
+
+    units: UnitPolicy
+    precision: Precisions
+    max_transient_bytes: int | None
+    materialize: Source | None
+    values: str
+    ignored: Ignored
+    keep_gathered: KeepGathered
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What every rank has found possible, before anything is changed."""
+
+    model: nn.Module
+    plan: Plan
+    managed: Managed
+    specs: list[UnitSpec]
+    on_meta: bool
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.managed.parameters(self.model)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """As they are now: a model that leaves the meta device gets others."""
+        return self.managed.buffers(self.model)
+
+
+def _choose(model: nn.Module, plan: Plan | str, options: _Options, collectives: Collectives) -> _Chosen:
+    """Raises:
+    ValueError, TypeError: arguments that are wrong, or do not fit the model."""
+    plan = as_plan(plan)
+    if plan.external_gradients:
+        raise ValueError(
+            "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "
+            "ShardedOptimizer, without shard()"
         )
-    specs = choose_units(model, units, precision, managed, keep_gathered)
-    _expect_room(plan, collectives, max_transient_bytes, specs)
+    managed = Managed.without(model, options.ignored)
+    expect_kept(model, options.precision, managed)
+    specs = _choose_units(model, plan, managed, options, Topology.of(collectives))
+    expect_ready(model, managed, collectives.device, options.materialize)
+    if options.values not in ("broadcast", "check"):
+        raise ValueError(f"values must be 'broadcast' or 'check', found {options.values!r}")
+    on_meta = is_on_meta([*managed.parameters(model).values(), *managed.buffers(model).values()])
+    return _Chosen(model, plan, managed, specs, on_meta)
+
+
+def _choose_units(
+    model: nn.Module, plan: Plan, managed: Managed, options: _Options, topology: Topology
+) -> list[UnitSpec]:
+    """Within the limit, if there is one."""
+    limit = options.max_transient_bytes
+    choose = partial(
+        choose_units, model, precision=options.precision, managed=managed, keep_gathered=options.keep_gathered
+    )
+    if options.units is None and limit is not None:
+        return fit_units(choose, limit, plan, topology)
+    specs = choose(options.units)
+    if limit is not None:
+        expect_within(limit, plan, topology, specs)
     return specs
 
 
-def _expect_room(plan: Plan, collectives: Collectives, limit: int | None, specs: Sequence[UnitSpec]) -> None:
+def _expect_same(chosen: _Chosen, options: _Options, collectives: Collectives) -> None:
+    """Raises:
+    ValueError: the ranks have different models; or different values, where those must be the same already."""
+    expect_same_model(collectives, chosen.parameters, chosen.specs, chosen.plan)
+    if options.values == "check" and not chosen.on_meta:
+        tensors = {**chosen.parameters, **chosen.buffers}
+        expect_same(collectives, tensors, "shard, values='check'", _LOAD_THE_SAME)
+
+
+def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives) -> Engine:
+    """An engine that trains the model. If a rank fails, all raise, and each model is as it was before."""
+    if chosen.on_meta:
+        move(chosen.model, META, collectives.device)
+    before = [(parameter, parameter.data) for parameter in chosen.parameters.values()]
+    engines: list[Engine] = []
+    build = partial(_build, chosen, options, collectives, engines)
+    try:  # files are read by some ranks more slowly than by others
+        together(collectives, "shard", build, words=_in_words, patient=True)
+    except ValueError:
+        while engines:
+            engines.pop().release()
+        for parameter, data in before:
+            give(parameter, data)
+        if chosen.on_meta:
+            move(chosen.model, collectives.device, META)
+        raise
+    return engines[0]
+
+
+def _build(chosen: _Chosen, options: _Options, collectives: Collectives, engines: list[Engine]) -> None:
+    """Values, units, engine (which `engines` gets, as what follows may fail), hooks."""
+    parameters = chosen.parameters
+    if not chosen.on_meta and options.values == "broadcast":
+        collectives.broadcast([*(parameter.data for parameter in parameters.values()), *chosen.buffers.values()])
+    units = build_units(parameters, chosen.specs, chosen.plan, collectives, fill=not chosen.on_meta)
+    limit = options.max_transient_bytes
+    engine = Engine(chosen.plan, units, collectives, chosen.model, chosen.managed, limit)
+    engines.append(engine)
     if limit is not None:
-        mesh_shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
-        check_limit(specs, limit, plan, mesh_shape, collectives.transport.name, collectives.device.type)
-
-
-def build_units(
-    parameters: dict[str, nn.Parameter],
-    specs: Sequence[UnitSpec],
-    plan: Plan,
-    collectives: Collectives,
-    *,
-    fill: bool = True,
-    first: int = 0,
-) -> list[Unit]:
-    """Allocate, and fill, one unit after the other; the first one gets the number `first`."""
-    units = []
-    for index, spec in enumerate(specs, start=first):
-        of_unit = [parameters[name] for name in reversed(spec.names)]
-        unit = Unit(index, spec, of_unit, plan, collectives)
-        if fill:
-            unit.fill()
-        units.append(unit)
-    return units
-
-
-def _refuse_unready(model: nn.Module, managed: Managed, collectives: Collectives, materialize: Source | None) -> None:
-    device = collectives.device
-    parameters = managed.parameters(model)
-    on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
-    if on_meta and materialize is None:
-        raise ValueError(
-            f"{on_meta[0]} is on the meta device: pass materialize= a function that initialises a module, or a "
-            "safetensors file"
-        )
-    if materialize is not None and len(on_meta) < len(parameters):
-        raise ValueError("materialize= is for models on the meta device; this one has values already")
-    for name, parameter in managed.left_alone(model).items():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is ignored, and on the meta device: give it values before shard()")
-    for name, parameter in parameters.items():
-        if taken := _taken(parameter):
-            raise ValueError(f"parameter {name} {taken}")
-        if parameter.device.type not in (device.type, "meta"):
-            raise ValueError(
-                f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "
-                f"call model.to({device.type!r}) first, or zeroshard.init with another backend"
-            )
-        if parameter.device not in (device, META):
-            raise ValueError(
-                f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
-                "A rank has the whole model on one device"
-            )
-
-
-def _taken(parameter: nn.Parameter) -> str:
-    """By which handle; nothing where by none. (In words: an error that is kept would keep the handle.)"""
-    other = handle_of(parameter)
-    if other is None:
-        return ""
-    if other.plan.external_gradients:
-        return (
-            "belongs to a ShardedOptimizer that was built before shard(): call shard() first, then "
-            "ShardedOptimizer(handle, ...)"
-        )
-    return f"is sharded already, as {other!r}: close() that handle first"
-
-
-def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """Of the first that is on an accelerator, else of the first on any (what is ignored may lie on a CPU)."""
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
-    return next(iter(sorted(devices, key=lambda device: device.type == "cpu")), None)
-
-
-def expect_same_model(
-    collectives: Collectives, parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan
-) -> None:
-    """Ranks compare a digest of what they are about to shard; where it differs, they look for the first difference."""
-    lines = [f"plan {plan.name}"]
-    lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
-    lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]
-    digests = collectives.exchange_objects(hashlib.sha256(json.dumps(lines).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    by_rank = collectives.exchange_objects(lines)
-    for rank, theirs in enumerate(by_rank):
-        if theirs != by_rank[0]:
-            pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
-            mine, other = next((a, b) for a, b in pairs if a != b)
-            raise ValueError(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
+        engine.pool.expect_units = partial(expect_within, limit, chosen.plan, Topology.of(collectives))
+    if chosen.on_meta:
+        assert options.materialize is not None
+        give_values(chosen.model, units, options.materialize, collectives, chosen.managed)
+        for unit in units:
+            unit.weights.hide()
+            engine.gatherer.updated(unit)
+        engine.gatherer.settle()
+    calls = [path for unit in units for path in unit.spec.calls]
+    engine.attach(casts_of(chosen.model, Rules.of(options.precision), calls))

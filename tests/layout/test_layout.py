@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.layout.cuts import batches, count, cut, most_in_a_batch
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, SLOT_ALIGNMENT, BufferLayout, Fragment, Slot
-from zeroshard.step.pieces import cut
 
 Shapes = list[tuple[int, ...]]
 
@@ -261,6 +261,40 @@ def test_pieces_start_at_a_block_unless_a_param_group_does(
         assert world.start % ALIGNMENT == 0 or world.start in group_starts
         assert world.stop % ALIGNMENT == 0 or world.stop in group_starts
         assert world.start % SLOT_ALIGNMENT == world.stop % SLOT_ALIGNMENT == 0
+
+
+@given(ALIGNED.filter(lambda layout: layout.numel), KEYS, st.sampled_from([256, 512, 1 << 18]), st.data())
+def test_counted_pieces_are_those_that_are_cut(
+    layout: BufferLayout, keys: list[str | None], piece_numel: int, data: st.DataObject
+) -> None:
+    """Of one shard, or of all: the same lengths in the same order, without those that are nothing but padding; and of
+    several such buffers, stepped in batches, the same most bytes."""
+    keys, itemsizes = keys[: len(layout.slots)], data.draw(st.lists(st.sampled_from([0, 2, 4]), min_size=1, max_size=3))
+    limit = data.draw(st.integers(1, 4000))
+    for within in (Interval(0, layout.numel), *(layout.shard(rank) for rank in range(layout.num_shards))):
+        pieces = [world for _, world in cut(layout, keys, piece_numel) if world in within]
+        stepped = [world.numel for world in pieces if any(layout.fragments_in(world))]
+        patterns = list(count(layout, keys, within, piece_numel))
+        runs = [run for pattern in patterns for _ in range(pattern.times) for run in pattern.runs]
+        assert [run.numel for run in runs for _ in range(run.count)] == stepped
+        assert sum(pattern.num_pieces for pattern in patterns) == len(stepped)
+        assert sum(pattern.numel for pattern in patterns) == sum(stepped)
+        assert max((pattern.largest for pattern in patterns), default=0) == max(stepped, default=0)
+        num_bytes = [numel * itemsize for itemsize in itemsizes for numel in stepped]
+        most = max(sum(num_bytes[i] for i in batch) for batch in batches(stepped * len(itemsizes), limit))
+        assert most_in_a_batch([(p, itemsize) for itemsize in itemsizes for p in patterns], limit) == most
+
+
+def test_counting_takes_no_longer_for_more_ranks() -> None:
+    """Whole shards with several different pieces each, which come again and again."""
+    layout = packed([(1 << 40,)], 5 * 1365)
+    pattern, *last = count(layout, ["a"], Interval(0, layout.numel))
+    assert pattern.times > 6000 and len(pattern.runs) == 2 and len(last) <= 1
+    small = packed([((1 << 18) * 3 + 256,)] * 7, 7)
+    pieces = [world.numel for _, world in cut(small, ["a"] * 7)]
+    most = max(4 * sum(pieces[i] for i in batch) for batch in batches(pieces, 1 << 20))
+    assert most_in_a_batch([(p, 4) for p in count(small, ["a"] * 7, Interval(0, small.numel))], 1 << 20) == most
+    assert most_in_a_batch([(pattern, 4)], 1 << 20) <= 4 << 20
 
 
 def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:

@@ -127,6 +127,11 @@ class BufferLayout:
     def shard_numel(self) -> int:
         return self.numel // self.num_shards
 
+    @property
+    def end(self) -> int:
+        """Behind the last element of a parameter: what follows is padding."""
+        return next((slot.world.stop for slot in reversed(self.slots) if slot.world), 0)
+
     def shard(self, rank: int) -> Interval:
         """World range of the shard of `rank`."""
         if not 0 <= rank < self.num_shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -13,9 +14,9 @@ def cost(shape: Sequence[int]) -> int:
 
 def balance(costs: Sequence[int], num_owners: int) -> list[int]:
     """Owner of each item: the most expensive first, to whoever has least (the lowest rank of those)."""
-    loads = [0] * num_owners
+    loads = [(0, rank) for rank in range(num_owners)]  # a heap
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        owners[index] = min(range(num_owners), key=lambda rank: (loads[rank], rank))
-        loads[owners[index]] += costs[index]
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + costs[index], owners[index]))
     return owners

@@ -5,7 +5,8 @@ Arithmetic on names, shapes and dtypes: it runs on the meta device, for the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,45 +113,72 @@ def choose_units(
     if not parameters:
         return []
     read_by = readers(model)
-    groups, whole = _modules_by_unit(model, policy, read_by)
-    owner: dict[int, str] = {}  # id of parameter -> unit
-    users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
-    for path, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                unit = groups[path]
-                owner[id(parameter)] = unit if owner.get(id(parameter), unit) == unit else ""
-                users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
-    members: dict[tuple[str, torch.dtype, bool, Region], list[str]] = {}
+    division = Division(model, *_modules_by_unit(model, policy, read_by), read_by)
     regions = Rules.of(precision).parameters(model)
+    members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        key = (owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)])
-        members.setdefault(key, []).append(name)
-    order = list(dict.fromkeys([*groups.values(), ""]))
+        unit, region = division.owner[id(parameter)], regions[id(parameter)]
+        members.setdefault((unit, parameter.dtype, parameter.requires_grad, region), {})[name] = parameter
+    parts = Counter(unit for unit, *_ in members)
     specs = []
-    for (unit, dtype, trainable, region), names in sorted(members.items(), key=lambda item: order.index(item[0][0])):
-        alone = sum(key[0] == unit for key in members) == 1
-        label = unit or "root"
-        if not alone:
-            marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
-            label += f" ({', '.join(filter(None, marks))})"
-        record = region.precision
-        modules = [*whole.get(unit, ()), *([] if unit else [""])]
-        modules += [path for name in names for path in users[id(parameters[name])]]
-        specs.append(
-            UnitSpec(
-                name=label,
-                names=tuple(names),
-                shapes=tuple(tuple(parameters[name].shape) for name in names),
-                dtype=dtype,
-                precision=precision_for(dtype, record) if trainable or dtype in FLOATS else MixedPrecision(),
-                trainable=trainable,
-                modules=tuple(dict.fromkeys(modules)),
-                outer=_runs_around_others(unit, modules, groups),
-                calls=tuple(whole.get(unit, ())) or ("",) * (not unit),
-            )
+    for (unit, dtype, trainable, region), mine in sorted(members.items(), key=lambda item: division.order[item[0][0]]):
+        modules = division.modules(unit, mine.values())
+        marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
+        spec = UnitSpec(
+            name=(unit or "root") + (f" ({', '.join(filter(None, marks))})" if parts[unit] > 1 else ""),
+            names=tuple(mine),
+            shapes=tuple(tuple(parameter.shape) for parameter in mine.values()),
+            dtype=dtype,
+            precision=precision_for(dtype, region.precision) if trainable or dtype in FLOATS else MixedPrecision(),
+            trainable=trainable,
+            modules=modules,
+            outer=division.runs_around_others(unit, modules),
+            calls=division.calls(unit),
         )
+        specs.append(spec)
     return kept_gathered(model, specs, keep_gathered)
+
+
+class Division:
+    """Which modules, and which parameters, each unit of a model has.
+
+    Attributes:
+        owner: id of a parameter -> its unit ("" is the root unit, which has what several units use).
+        order: unit -> its number.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: dict[str, str], whole: dict[str, list[str]], read_by: dict[str, str]
+    ) -> None:
+        """`groups`, `whole`: see `_modules_by_unit`."""
+        self._groups, self._whole = groups, whole
+        self.owner: dict[int, str] = {}
+        self._users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
+        for path, module in model.named_modules(remove_duplicate=False):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    unit = groups[path]
+                    self.owner[id(parameter)] = unit if self.owner.get(id(parameter), unit) == unit else ""
+                    self._users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
+        self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*groups.values(), ""]))}
+        self._inside: dict[str, set[str]] = {path: set() for path in groups}  # units of all modules inside each
+        for path, unit in groups.items():
+            while path:
+                path = path.rpartition(".")[0]
+                self._inside[path].add(unit)
+
+    def modules(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """Those whose forward needs these parameters of the unit."""
+        users = [path for parameter in parameters for path in self._users[id(parameter)]]
+        return tuple(dict.fromkeys([*self._whole.get(unit, ()), *([] if unit else [""]), *users]))
+
+    def calls(self, unit: str) -> tuple[str, ...]:
+        """Those that are the unit."""
+        return tuple(self._whole.get(unit, ())) or ("",) * (not unit)
+
+    def runs_around_others(self, unit: str, modules: Iterable[str]) -> bool:
+        """Whether a module that needs the unit has descendants in another one."""
+        return any(self._inside[path] - {unit} for path in modules)
 
 
 def _modules_by_unit(
@@ -316,15 +344,6 @@ def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
         return
     for name, child in module.named_children():
         yield from _outermost_called(f"{path}.{name}" if path else name, child)
-
-
-def _runs_around_others(unit: str, modules: Sequence[str], groups: dict[str, str]) -> bool:
-    """Whether a module that needs this unit has descendants in another unit."""
-    return any(
-        groups[path] != unit and path != module and (not module or path.startswith(f"{module}."))
-        for module in dict.fromkeys(modules)
-        for path in groups
-    )
 
 
 def refuse_unsupported(name: str, parameter: Tensor) -> None:

@@ -107,6 +107,15 @@ class Engine(NotCopied):
         """
         return self.plain.module
 
+    def admits(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer of this model may have it."""
+        return any(parameter is mine for unit in self.units for mine in unit.parameters)
+
+    def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Those of an optimizer's parameters that are admitted, and not sharded yet, are from now on: there are some
+        only under OPTIMIZER_ONLY (`external.py`). Returns whether there were."""
+        return False
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
         trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.model.managed import Managed, has_only
 from zeroshard.model.units import plain_name
@@ -38,6 +39,15 @@ class PlainModel:
         if module is None:
             raise RuntimeError("the model of this handle is gone (or it was built from parameters only)")
         return module
+
+    def guard(self, before_saving: Callable[..., None], before_loading: Callable[..., None]) -> list[RemovableHandle]:
+        """Let these be called before its `state_dict()` and `load_state_dict()`."""
+        if self._model is None:
+            return []
+        return [
+            self.module.register_state_dict_pre_hook(before_saving),  # type: ignore[no-untyped-call]
+            self.module.register_load_state_dict_pre_hook(before_loading),  # type: ignore[no-untyped-call]
+        ]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that are managed."""

@@ -17,12 +17,13 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.together import tell_together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode, no_tensors
+from zeroshard.layout.cuts import cut
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
 from zeroshard.step.inner import READING, Inner, OptimizerClass, Options
 from zeroshard.step.low_bit import dense, quantise
-from zeroshard.step.pieces import Piece, cut, slots_in
+from zeroshard.step.pieces import Piece, slots_in
 from zeroshard.step.stepper import (
     FullState,
     Groups,

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.layout.cuts import BATCH_NUMEL, batches
 from zeroshard.step.flat_state import FlatState, main_tensor
 from zeroshard.step.inner import Arguments, OptimizerClass, Options, run_step
-from zeroshard.step.pieces import BATCH_NUMEL, Piece, Scratch, batches, scratch_bytes, slots_in
+from zeroshard.step.pieces import Piece, Scratch, scratch_bytes, slots_in
 from zeroshard.step.stepper import Groups, Update
 from zeroshard.storage.unit import Unit
 

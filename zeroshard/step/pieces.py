@@ -1,61 +1,14 @@
-"""How an optimizer's work is cut: pieces of a unit's main, each in one param group, at the same places in every plan.
-
-    world     0        256       512       768      1024
-    shards    |         rank 0    |        rank 1     |
-    groups    |  decay     |        no decay          |
-    pieces    |   a    |b1| b2   |       c           |      b1: from the group's cut to the next multiple of 256
-
-A fused kernel treats the tail of a vector differently from its body. So every piece starts at a multiple of ALIGNMENT,
-but for a short one from where a group starts to the next multiple; no cut depends on the plan or on the rank.
-"""
+"""A piece: one flat parameter of the inner optimizer, and the scratch of a step. (Where they are cut: `cuts.py`.)"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zeroshard.layout.interval import Interval, round_up
-from zeroshard.layout.layout import ALIGNMENT, BufferLayout
 from zeroshard.storage.unit import Unit
-
-PIECE_NUMEL = 1 << 18
-"""Elements at most: an fp32 piece, its gradient and two moments stay in a core's cache."""
-
-
-def cut(
-    layout: BufferLayout, keys: Sequence[Hashable | None], piece_numel: int = PIECE_NUMEL
-) -> Iterator[tuple[Hashable, Interval]]:
-    """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
-
-    A slot whose key is None is left out. Padding goes with the slot before it.
-    """
-    for key, section in _sections(layout, keys):
-        start = section.start
-        while start < section.stop:
-            shard_end = (start // layout.shard_numel + 1) * layout.shard_numel
-            end = min(
-                section.stop, shard_end, start + piece_numel if start % ALIGNMENT == 0 else round_up(start, ALIGNMENT)
-            )
-            yield key, Interval(start, end)
-            start = end
-
-
-def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator[tuple[Hashable, Interval]]:
-    start = 0
-    for index, key in enumerate(keys):
-        last = index == len(keys) - 1
-        if last or keys[index + 1] != key:
-            stop = layout.numel if last else layout.slots[index + 1].world.start
-            if key is not None and stop > start:
-                yield key, Interval(start, stop)
-            start = stop
-
-
-BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements stepped at a time, by device: what stays in cache on a CPU, what fills the machine on a GPU."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,18 +28,6 @@ class Piece:
     group: int
     tensor: Tensor
     active: bool = True
-
-
-def batches(numels: Sequence[int], limit: int) -> list[range]:
-    """Neighbouring pieces stepped together: as many as `limit` elements hold, at least one."""
-    result: list[range] = []
-    start = total = 0
-    for index, numel in enumerate(numels):
-        if index > start and total + numel > limit:
-            result.append(range(start, index))
-            start, total = index, 0
-        total += numel
-    return [*result, range(start, len(numels))]
 
 
 def scratch_bytes(numel: int, dtype: torch.dtype) -> int:

@@ -185,3 +185,22 @@ class Unit:
             "grads": self.grads.storages(),
             "main": self.main.storages(),
         }
+
+
+def build_units(
+    parameters: dict[str, nn.Parameter],
+    specs: Sequence[UnitSpec],
+    plan: Plan,
+    collectives: Collectives,
+    *,
+    fill: bool = True,
+    first: int = 0,
+) -> list[Unit]:
+    """Allocate, and fill, one unit after the other; the first one gets the number `first`."""
+    units = []
+    for index, spec in enumerate(specs, start=first):
+        unit = Unit(index, spec, [parameters[name] for name in reversed(spec.names)], plan, collectives)
+        if fill:
+            unit.fill()
+        units.append(unit)
+    return units

@@ -1,0 +1,175 @@
+"""How an optimizer's work is cut: at the same places in every plan. One piece at a time, or counted.
+
+    world     0        256       512       768      1024
+    shards    |         rank 0    |        rank 1     |
+    groups    |  decay     |        no decay          |
+    pieces    |   a    |b1| b2   |       c           |      b1: from the group's cut to the next multiple of 256
+
+A fused kernel treats the tail of a vector differently from its body. So every piece starts at a multiple of ALIGNMENT,
+but for a short one from where a group starts to the next multiple; no cut depends on the plan or on the rank.
+
+An engine has each of its pieces in memory. A planner counts those of a thousand ranks: between the cuts of two groups
+the pieces of one shard are those of the next, and a shard has few different ones (`Pattern`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zeroshard.layout.interval import Interval, round_up
+from zeroshard.layout.layout import ALIGNMENT, BufferLayout
+
+PIECE_NUMEL = 1 << 18
+"""Elements at most: an fp32 piece, its gradient and two moments stay in a core's cache."""
+
+BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements stepped at a time, by device: what stays in cache on a CPU, what fills the machine on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` pieces of `numel` elements each, one after the other; none empty."""
+
+    numel: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """`times` shards, one after the other, with the same pieces."""
+
+    runs: tuple[Run, ...]
+    times: int
+
+    @property
+    def num_pieces(self) -> int:
+        return self.times * sum(run.count for run in self.runs)
+
+    @property
+    def numel(self) -> int:
+        return self.times * sum(run.numel * run.count for run in self.runs)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest piece."""
+        return max((run.numel for run in self.runs), default=0)
+
+
+def cut(
+    layout: BufferLayout, keys: Sequence[Hashable | None], piece_numel: int = PIECE_NUMEL
+) -> Iterator[tuple[Hashable, Interval]]:
+    """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
+
+    A slot whose key is None is left out. Padding goes with the slot before it.
+    """
+    for key, section in _sections(layout, keys):
+        start = section.start
+        while start < section.stop:
+            for run in _runs(_in_one_shard(section, start, layout), piece_numel):
+                for _ in range(run.count):
+                    yield key, Interval(start, start + run.numel)
+                    start += run.numel
+
+
+def count(
+    layout: BufferLayout, keys: Sequence[Hashable | None], within: Interval, piece_numel: int = PIECE_NUMEL
+) -> Iterator[Pattern]:
+    """The same pieces in the same order, counted, in a time that depends on neither shards nor pieces.
+
+    Args:
+        within: one shard, or all of them. Pieces that are nothing but padding are left out.
+    """
+    end, size = layout.end, layout.shard_numel
+    for _, section in _sections(layout, keys):
+        start, stop = (section & within).start, min((section & within).stop, round_up(end, size))
+        while start < stop:
+            part = _in_one_shard(Interval(start, stop), start, layout)
+            times = max(1, min(stop, end) // size - start // size) if part.numel == size else 1
+            runs, at = [], start
+            for run in _runs(part, piece_numel):
+                num_pieces = min(run.count, -(-(end - at) // run.numel)) if times == 1 else run.count
+                if num_pieces > 0:
+                    runs.append(Run(run.numel, num_pieces))
+                at += run.numel * run.count
+            if len(runs) == 1:  # nothing distinguishes the shards
+                yield Pattern((Run(runs[0].numel, runs[0].count * times),), 1)
+            else:
+                yield Pattern(tuple(runs), times)
+            start += part.numel * times
+
+
+def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator[tuple[Hashable, Interval]]:
+    start = 0
+    for index, key in enumerate(keys):
+        last = index == len(keys) - 1
+        if last or keys[index + 1] != key:
+            stop = layout.numel if last else layout.slots[index + 1].world.start
+            if key is not None and stop > start:
+                yield key, Interval(start, stop)
+            start = stop
+
+
+def _in_one_shard(section: Interval, start: int, layout: BufferLayout) -> Interval:
+    """From `start` to the end of the section, or of the shard."""
+    return Interval(start, min(section.stop, (start // layout.shard_numel + 1) * layout.shard_numel))
+
+
+def _runs(part: Interval, piece_numel: int) -> Iterator[Run]:
+    """Of a part of one shard: up to the next multiple of ALIGNMENT, whole pieces, what is left."""
+    aligned = min(round_up(part.start, ALIGNMENT), part.stop)
+    whole, rest = divmod(part.stop - aligned, piece_numel)
+    for run in (Run(aligned - part.start, 1), Run(piece_numel, whole), Run(rest, 1)):
+        if run.numel and run.count:
+            yield run
+
+
+def batches(numels: Sequence[int], limit: int) -> list[range]:
+    """Neighbouring pieces stepped together: as many as `limit` elements hold, at least one."""
+    result: list[range] = []
+    start = total = 0
+    for index, numel in enumerate(numels):
+        if index > start and total + numel > limit:
+            result.append(range(start, index))
+            start, total = index, 0
+        total += numel
+    return [*result, range(start, len(numels))]
+
+
+def most_in_a_batch(patterns: Iterable[tuple[Pattern, int]], limit: int) -> int:
+    """The most bytes that one of the `batches` of these pieces needs, for a number of bytes per element of each."""
+    open_batch, most = _Batch(), 0
+    for pattern, itemsize in patterns:
+        left, known = pattern.times, dict[_Batch, int]()
+        while left:
+            if open_batch in known:  # what comes now has been: whole periods change nothing
+                left %= known[open_batch] - left
+                known.clear()
+                continue
+            known[open_batch] = left
+            for run in pattern.runs:
+                open_batch, of_run = open_batch.followed_by(run, itemsize, limit)
+                most = max(most, of_run)
+            left -= 1
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The pieces since the last batch that is complete."""
+
+    numel: int = 0
+    num_bytes: int = 0
+
+    def followed_by(self, run: Run, itemsize: int, limit: int) -> tuple[_Batch, int]:
+        """The batch that is open behind the run, and the most bytes of one until then."""
+        at_once = max(1, limit // run.numel)
+        joining = min(run.count, max(0, (limit - self.numel) // run.numel) if self.numel else at_once)
+        numel = joining * run.numel
+        batch = _Batch(self.numel + numel, self.num_bytes + numel * itemsize)
+        left = run.count - joining
+        if not left:
+            return batch, batch.num_bytes
+        most = min(left, at_once) * run.numel * itemsize
+        numel = ((left - 1) % at_once + 1) * run.numel
+        return _Batch(numel, numel * itemsize), max(batch.num_bytes, most)

@@ -1,0 +1,90 @@
+"""What must be so before parameters are sharded: values, no owner, the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.handle import handle_of
+from zeroshard.model.managed import Managed
+from zeroshard.model.units import UnitSpec
+from zeroshard.placement import Plan
+from zeroshard.runtime.materialize import META, Source
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Of the first that is on an accelerator, else of the first on any (what is ignored may lie on a CPU)."""
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+    return next(iter(sorted(devices, key=lambda device: device.type == "cpu")), None)
+
+
+def expect_ready(model: nn.Module, managed: Managed, device: torch.device, materialize: Source | None) -> None:
+    """
+    Args:
+        device: where the model is to train.
+        materialize: what gives it values, if it has none.
+
+    Raises:
+        ValueError: no values, or some from two sides; somebody has a parameter; another device.
+    """
+    parameters = managed.parameters(model)
+    on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
+    if on_meta and materialize is None:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device: pass materialize= a function that initialises a module, or a "
+            "safetensors file"
+        )
+    if materialize is not None and len(on_meta) < len(parameters):
+        raise ValueError("materialize= is for models on the meta device; this one has values already")
+    for name, parameter in managed.left_alone(model).items():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is ignored, and on the meta device: give it values before shard()")
+    for name, parameter in parameters.items():
+        if taken := _taken(parameter):
+            raise ValueError(f"parameter {name} {taken}")
+        if parameter.device.type not in (device.type, "meta"):
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "
+                f"call model.to({device.type!r}) first, or zeroshard.init with another backend"
+            )
+        if parameter.device not in (device, META):
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
+                "A rank has the whole model on one device"
+            )
+
+
+def _taken(parameter: nn.Parameter) -> str:
+    """By which handle; nothing where by none. (In words: an error that is kept would keep the handle.)"""
+    other = handle_of(parameter)
+    if other is None:
+        return ""
+    if other.plan.external_gradients:
+        return (
+            "belongs to a ShardedOptimizer that was built before shard(): call shard() first, then "
+            "ShardedOptimizer(handle, ...)"
+        )
+    return f"is sharded already, as {other!r}: close() that handle first"
+
+
+def expect_same_model(
+    collectives: Collectives, parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan
+) -> None:
+    """Ranks compare a digest of what they are about to shard; where it differs, they look for the first difference."""
+    lines = [f"plan {plan.name}"]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
+    lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]
+    digests = collectives.exchange_objects(hashlib.sha256(json.dumps(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    by_rank = collectives.exchange_objects(lines)
+    for rank, theirs in enumerate(by_rank):
+        if theirs != by_rank[0]:
+            pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
+            mine, other = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
