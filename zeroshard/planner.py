@@ -267,7 +267,7 @@ class Training:
         scratch = max((unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()), default=0)
         buffers += [PlannedBuffer("scratch", scratch)] * (1 if borrowing else IN_FLIGHT)
         if no_sync:
-            more = beyond_turns(requests, {kind: number for kind, (number, _) in buckets.shared.items()})
+            more = beyond_turns(requests, {queue: number for queue, (number, _) in buckets.shared.items()})
             buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]
         return buffers
 

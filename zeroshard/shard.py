@@ -127,7 +127,7 @@ class _Chosen:
         return self.managed.buffers(self.model)
 
 
-def _choose(model: nn.Module, plan: Plan | str, options: _Options, collectives: Collectives) -> _Chosen:
+def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collectives: Collectives) -> _Chosen:
     """Raises:
     ValueError, TypeError: arguments that are wrong, or do not fit the model."""
     plan = as_plan(plan)

@@ -28,7 +28,7 @@ from tests.checkpoint.common import FULL, read_all, same_bits
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
 from zeroshard.exchange import export, export_dcp, import_dcp
-from zeroshard.exchange.dcp_folder import Foreign
+from zeroshard.exchange.dcp_folder import DcpFolder
 from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
 
@@ -229,7 +229,7 @@ def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
     plain |= {"many": torch.randn(2, 2, 64, 64, 32)}  # the product of its strides is larger than any size
     dcp.save({"model": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
     for folder in ("sharded", "plain"):
-        with Foreign(tmp_path / folder) as foreign:
+        with DcpFolder(tmp_path / folder) as foreign:
             for name, tensor in foreign.tensors.items():
                 expected = {name: torch.zeros(tensor.shape, dtype=tensor.dtype)}
                 dcp.load(expected, checkpoint_id=tmp_path / folder, no_dist=True)
@@ -441,7 +441,7 @@ def test_hostile_slices(tmp_path: Path) -> None:
                     info.relative_path, info.offset, info.length = "evil", 0, len(data)
             (folder / "evil").write_bytes(data)
             (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-            with suppress(zeroshard.CheckpointError), Foreign(folder) as foreign:
+            with suppress(zeroshard.CheckpointError), DcpFolder(folder) as foreign:
                 if name in foreign.values:
                     foreign.value(name)  # may be fine: whatever it is, it is data
                 else:
@@ -450,7 +450,7 @@ def test_hostile_slices(tmp_path: Path) -> None:
     assert bad == []
 
 
-def read_everything(foreign: Foreign) -> None:
+def read_everything(foreign: DcpFolder) -> None:
     """Without what a commit would make of an error."""
     for name in foreign.values:
         foreign.value(name)
@@ -474,7 +474,7 @@ def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data[: rng.randrange(len(data))] if trial % 10 == 0 else data)
         try:
-            with Foreign(folder) as foreign:
+            with DcpFolder(folder) as foreign:
                 read_everything(foreign)
             import_dcp(folder, tmp_path / "run", step=0, force=True)
             outcomes["step"] += 1

@@ -13,7 +13,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,11 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
+def file_metadata(step: int, unique: str, rank: int) -> dict[str, str]:
+    """Of the file of that rank: no two files have the same."""
+    return {"format": "pt", "zeroshard": f"step {step}, {unique}, {file_name(rank)}"}
+
+
 def discard(folder: Path) -> str:
     """Remove a folder that is not to be committed; returns what has to be said about it."""
     try:
@@ -115,18 +120,22 @@ def discard(folder: Path) -> str:
     return ""
 
 
-def open_folder(directory: Path, step: int, unique: str, sizes: Sequence[int]) -> int | None:
-    """A new temporary folder for files of these sizes; returns the lock on it. Rank 0.
+def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sequence[int]]) -> int | None:
+    """A new temporary folder for a step; returns the lock on it. Rank 0.
+
+    Args:
+        sizes: of each rank: bytes of its file, and of its part of the manifest.
 
     Raises:
         CheckpointError: not enough space, with the exact numbers.
     """
     files.make_folders(directory)
     folders.sweep(directory)
-    free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in sizes)
+    of_files = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
+    free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in of_files)
     if needed > free:
-        raise CheckpointError(f"{directory} has {free} bytes free, step {step} needs {needed}")
-    folder = directory / folders.temporary_name(step, unique)
+        raise CheckpointError(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
+    folder = temporary_folder(directory, base)
     files.make_folder(folder)
     try:
         return files.lock_folder(folder)
@@ -134,6 +143,10 @@ def open_folder(directory: Path, step: int, unique: str, sizes: Sequence[int]) -
         with suppress(OSError):
             files.remove_folder(folder)
         raise
+
+
+def temporary_folder(directory: Path, base: Manifest) -> Path:
+    return directory / folders.temporary_name(base.step, base.id)
 
 
 def least_size(base: Manifest, file_sizes: Iterable[int]) -> int:
@@ -178,10 +191,4 @@ def versions() -> dict[str, str]:
 
 
 def _part(plan: FilePlan, entry: FileEntry, digests: list[str]) -> list[Any]:
-    file = {
-        "name": entry.name,
-        "num_bytes": entry.num_bytes,
-        "header_bytes": entry.header_bytes,
-        "digest": entry.digest,
-    }
-    return [file, {name: encode_tensor(tensor) for name, tensor in plan.entries(digests).items()}]
+    return [asdict(entry), {name: encode_tensor(tensor) for name, tensor in plan.entries(digests).items()}]

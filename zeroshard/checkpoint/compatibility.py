@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
-from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups
+from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups, saved_optimizers
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 
@@ -50,7 +50,7 @@ def compare(
     """Compare names, shapes, dtypes and classes. `optimizers` and `extra`: what is to be loaded; more may be there."""
     result = Compatibility()
     expected = model_entries(engine)
-    result.note_names(expected, (name[6:] for name in manifest.tensors if name.startswith("model/")))
+    result.note_names(expected, manifest.of_model)
     for name, (shape, dtype) in expected.items():
         entry = manifest.tensors.get(f"model/{name}")
         if entry is not None and entry.shape != shape:
@@ -59,8 +59,7 @@ def compare(
             hint = "would be rounded to" if _floats(entry.dtype, dtype) else "cannot become"
             result.problems.append(f"{name}: {entry.dtype} {hint} {dtype} (see allow_rounding)")
     if optimizers:
-        saved_optimizers = manifest.values.get("optimizers")
-        num_saved = len(saved_optimizers) if isinstance(saved_optimizers, list) else 0
+        num_saved = len(saved_optimizers(manifest))
         result.note_names(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}")
     for optimizer, saved in pairs_of(manifest, optimizers):
         _compare_optimizer(result, manifest, optimizer, saved)
@@ -87,7 +86,7 @@ def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
             moved = tensors.pop(f"{prefix}/{alias}", None)
             if moved is not None and not _same(tensors.setdefault(f"{prefix}/{name}", moved), moved):
                 raise CheckpointError(f"{alias} and {name} are one parameter here, and two different ones in it")
-    if isinstance(optimizers := values.get("optimizers"), list):
+    if optimizers := saved_optimizers(manifest):
         renamed = [
             {**saved, "groups": [{**g, "params": [here.get(n, n) for n in g["params"]]} for g in saved_groups(saved)]}
             for saved in optimizers
@@ -113,8 +112,7 @@ def model_entries(engine: Engine) -> dict[str, tuple[tuple[int, ...], torch.dtyp
 
 
 def pairs_of(manifest: Manifest, optimizers: Sequence[ShardedOptimizer]) -> Pairs:
-    saved = manifest.values.get("optimizers")
-    return list(zip(optimizers, saved if isinstance(saved, list) else [], strict=False))
+    return list(zip(optimizers, saved_optimizers(manifest), strict=False))
 
 
 def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:

@@ -31,6 +31,13 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def expect_step(step: object) -> None:
+    """Raises:
+    ValueError: no number that a step can have."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
+        raise ValueError(f"step must be an integer from 0, found {step!r}")
+
+
 def temporary_name(step: int, unique: str) -> str:
     return f"{step_name(step)}.tmp-{unique}"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from zeroshard.checkpoint.save import on_all_ranks
 from zeroshard.comm.profiling import phase
 from zeroshard.handle import Handle
 from zeroshard.model.right_call import expect_handle
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -70,66 +72,92 @@ def load(
         RuntimeError: gradients are waiting for a step.
     """
     expect_handle(handle, "zeroshard.load(directory, handle, optimizer)")
-    engine = handle.engine
-    optimizers = as_list(optimizer)
+    engine, optimizers = handle.engine, as_list(optimizer)
     engine.check_open("load")
     engine.finish_background()
     engine.unfreeze()
-    directory = Path(directory).absolute()
-    with ExitStack() as stack:
-        # 1. One step, one manifest; whatever does not fit is found before anything is changed.
-        @phase("load: find")
-        def find() -> tuple[None, list[str]]:
-            engine.expect_no_gradients("load")
-            expect_stateful(extra)
-            first = engine.collectives.mesh.world.rank == 0
-            return None, [os.path.relpath(folders.find(directory, step), directory) if first else "", folders.new_id()]
+    loading = _Load(engine, optimizers, extra, Path(directory).absolute())
+    folder, unique = loading.find(step)
+    with loading.opened(folder, strict=strict, allow_rounding=allow_rounding) as (reader, found):
+        loading.restore_sharded(reader, Meeting(engine.collectives, unique))
+        loading.restore_the_rest(reader)
+        unused = tuple(found.missing), tuple(found.unexpected)
+        return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
 
-        @phase("load: compare")
-        def check() -> tuple[tuple[Reader, Compatibility], str]:
-            reader = stack.enter_context(Reader(directory / name))
-            reader.manifest = under_names_here(reader.manifest, engine)
-            found = compare(reader.manifest, engine, optimizers, extra, allow_rounding)
-            found.expect(str(directory / name), strict=strict)
-            return (reader, found), reader.manifest.id
 
-        _, ((name, unique), *_) = on_all_ranks(engine, "load", find, (RuntimeError, ValueError))
-        (reader, found), ids = on_all_ranks(engine, "load", check)
-        if len(set(ids)) > 1:
-            raise CheckpointError(f"load: the ranks see different folders under the name {directory / name}")
-        pairs = pairs_of(reader.manifest, optimizers)
+@dataclass(frozen=True)
+class _Load:
+    """The steps of a load, in their order. All are collective; until the second reading nothing is changed."""
 
-        # 2. Every rank reads what it needs: once to find any damage before anything is changed, and once to keep it.
-        # A failure lets the others stop.
-        meeting = Meeting(engine.collectives, unique)
+    engine: Engine
+    optimizers: list[ShardedOptimizer]
+    extra: Extra
+    directory: Path
+
+    def find(self, step: int | None) -> tuple[Path, str]:
+        """The folder that rank 0 has chosen; and a new id."""
+        _, ((name, unique), *_) = on_all_ranks(
+            self.engine, "load", partial(self._find, step), (RuntimeError, ValueError)
+        )
+        return self.directory / name, unique
+
+    @phase("load: find")
+    def _find(self, step: int | None) -> tuple[None, list[str]]:
+        self.engine.expect_no_gradients("load")
+        expect_stateful(self.extra)
+        if self.engine.collectives.mesh.world.rank:
+            return None, ["", folders.new_id()]
+        return None, [os.path.relpath(folders.find(self.directory, step), self.directory), folders.new_id()]
+
+    @contextmanager
+    def opened(self, folder: Path, *, strict: bool, allow_rounding: bool) -> Iterator[tuple[Reader, Compatibility]]:
+        """The same step on all ranks, and what of it fits; whatever must and does not has been found."""
+        with ExitStack() as stack:
+
+            @phase("load: compare")
+            def compare_here() -> tuple[tuple[Reader, Compatibility], str]:
+                reader = stack.enter_context(Reader(folder))
+                reader.manifest = under_names_here(reader.manifest, self.engine)
+                found = compare(reader.manifest, self.engine, self.optimizers, self.extra, allow_rounding)
+                found.expect(str(folder), strict=strict)
+                return (reader, found), reader.manifest.id
+
+            opened, ids = on_all_ranks(self.engine, "load", compare_here)
+            if len(set(ids)) > 1:
+                raise CheckpointError(f"load: the ranks see different folders under the name {folder}")
+            yield opened
+
+    def restore_sharded(self, reader: Reader, meeting: Meeting) -> None:
+        """Every rank reads what it needs: once to find any damage before anything is changed, and once to keep it. A
+        failure lets the others stop. Then weights follow main."""
+        pairs = pairs_of(reader.manifest, self.optimizers)
 
         @phase("load: restore")
         def restore() -> None:
             reader.num_bytes = 0
-            restore_weights(reader, engine, meeting)
+            restore_weights(reader, self.engine, meeting)
             for one, saved in pairs:
                 restore_optimizer(reader, one, saved, meeting)
 
         try:
-            for work in (partial(preflight, reader, engine, pairs, meeting), restore):
-                on_all_ranks(engine, "load", partial(_unless_stopped, meeting, work))
+            for work in (partial(preflight, reader, self.engine, pairs, meeting), restore):
+                on_all_ranks(self.engine, "load", partial(_unless_stopped, meeting, work))
         finally:
             if meeting.rank == 0:
                 meeting.forget()
+        for unit in self.engine.units:
+            self.engine.gatherer.updated(unit)
+        self.engine.gatherer.settle()
 
-        # 3. Weights follow main; then what is not sharded.
-        for unit in engine.units:
-            engine.gatherer.updated(unit)
-        engine.gatherer.settle()
+    def restore_the_rest(self, reader: Reader) -> None:
+        """What is not sharded."""
 
         @phase("load: restore what is whole")
         def restore_what_is_whole() -> tuple[None, None]:
-            restore_rest(reader, engine, pairs, extra)
+            restore_rest(reader, self.engine, pairs_of(reader.manifest, self.optimizers), self.extra)
             return None, None
 
-        on_all_ranks(engine, "load", restore_what_is_whole)
-        unused = tuple(found.missing), tuple(found.unexpected)
-        return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
+        on_all_ranks(self.engine, "load", restore_what_is_whole)
 
 
 def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> tuple[None, None]:

@@ -30,7 +30,7 @@ import torch
 from zeroshard.io.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
 from zeroshard.io.checked import CheckpointError as CheckpointError
 from zeroshard.io.tensor_file import DTYPE_NAMES as DTYPE_NAMES
-from zeroshard.io.tensor_file import DTYPES, MAX_HEADER_BYTES, PLAIN_NAME
+from zeroshard.io.tensor_file import DTYPES, MAX_HEADER_BYTES, expect_file_name
 from zeroshard.layout.interval import Interval
 
 FORMAT = 1
@@ -115,6 +115,11 @@ class Manifest:
     def tied(self) -> dict[str, str]:
         tied: dict[str, str] = self.values.get("tied", {})  # before it was written, there was none
         return tied
+
+    @property
+    def of_model(self) -> dict[str, str]:
+        """Name of a parameter or buffer -> that of its tensor."""
+        return {name.removeprefix("model/"): name for name in self.tensors if name.startswith("model/")}
 
     def encode(self) -> bytes:
         body = {
@@ -216,9 +221,7 @@ def _chunk(name: str, dtype: torch.dtype, item: Any) -> Chunk:
 
 def _file(entry: Any) -> FileEntry:
     entry = typed(entry, dict, "a file")
-    name = typed(entry.get("name"), str, "the name of a file")
-    if not PLAIN_NAME.fullmatch(name) or name == MANIFEST_NAME:
-        refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
+    name = expect_file_name(entry.get("name"), reserved=MANIFEST_NAME)
     num_bytes = integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
     header_bytes = integer(entry.get("header_bytes"), f"the header of {name}", MAX_HEADER_BYTES)
     if not 8 <= header_bytes <= num_bytes:

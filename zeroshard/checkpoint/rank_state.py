@@ -65,15 +65,25 @@ class EncodedState:
         return total.hexdigest()
 
 
+def read_blob(reader: Reader, name: str, what: str) -> Any:
+    """What `blob` has stored under that name.
+
+    Raises:
+        CheckpointError: `what` is damaged.
+    """
+    stored = reader.tensor(name)
+    try:
+        return decode(json.loads(bytes(stored.tolist())), reader.tensor)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged: {str(error)[:200]}") from None
+
+
 def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
     """What is stored for one rank alone; empty where there was no such rank."""
     name = f"rank/{rank}/state"
     if name not in reader.manifest.tensors:
         return {}
-    try:
-        state = decode(json.loads(bytes(reader.tensor(name).tolist())), reader.tensor)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the state of rank {rank} is damaged: {str(error)[:200]}") from None
+    state = read_blob(reader, name, f"the state of rank {rank}")
     if not isinstance(state, dict):
         raise CheckpointError(f"the state of rank {rank} is damaged")
     return state

@@ -24,6 +24,7 @@ from zeroshard.checkpoint.manifest import (
     digest_in,
     digest_of,
 )
+from zeroshard.io.checked import checking, reading, refuse
 from zeroshard.io.tensor_file import bytes_of, read_whole
 from zeroshard.layout.interval import Interval
 
@@ -45,21 +46,15 @@ class Reader:
         self._open: dict[int, int] = {}
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         self._held: tuple[int, int] | None = None  # file and offset of what is in `_block`
-        self._checked: dict[
-            tuple[int, int], int
-        ] = {}  # the same, of all blocks read so far: a sum of what had its digest
-        try:
+        self._checked: dict[tuple[int, int], int] = {}  # the same, of all read so far: a sum of what had its digest
+        with checking(folder / MANIFEST_NAME):
             if folder.is_symlink():
                 raise OSError("it is a link")
             data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
             self.manifest = Manifest.decode(data)
             self.digest = digest_in(data)
             if step_of(folder.name) not in (None, self.manifest.step):
-                raise CheckpointError(f"is that of step {self.manifest.step}, in the folder of another")
-        except OSError as error:
-            raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be read: {error}") from None
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder / MANIFEST_NAME} {error}") from None
+                refuse(f"is that of step {self.manifest.step}, in the folder of another")
 
     def __enter__(self) -> Reader:
         return self
@@ -139,10 +134,8 @@ class Reader:
         file = self._file(number)
         place = bytes_of(self._block[:num_bytes])
         name = self.folder / self.manifest.files[number].name
-        try:
+        with reading(name):
             files.fill(file, place, offset)
-        except OSError as error:
-            raise CheckpointError(f"{name} cannot be read: {error}") from None
         self.num_bytes += num_bytes
         quick = _sum_of(self._block[:num_bytes])
         if self._checked.get((number, offset)) != quick:
@@ -157,18 +150,16 @@ class Reader:
         if number not in self._open:
             entry = self.manifest.files[number]
             path = self.folder / entry.name
-            try:
+            with checking(path):
                 file = files.open_plain(path)
                 self._open[number] = file
                 size = os.fstat(file).st_size
                 if size != entry.num_bytes:
-                    raise CheckpointError(f"{path} has {size} bytes, expected {entry.num_bytes}")
+                    refuse(f"has {size} bytes, expected {entry.num_bytes}")
                 header = bytearray(entry.header_bytes)
                 files.fill(file, memoryview(header), 0)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from None
-            if digest_of(header) != entry.digest:
-                raise CheckpointError(f"{path} is damaged, or of another checkpoint: its header has another digest")
+                if digest_of(header) != entry.digest:
+                    refuse("is damaged, or of another checkpoint: its header has another digest")
         return self._open[number]
 
 

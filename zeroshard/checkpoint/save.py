@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 import torch
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.commit import Job, file_name, least_size, open_folder, size_of_part, versions
+from zeroshard.checkpoint.commit import (
+    Job,
+    file_metadata,
+    least_size,
+    open_folder,
+    size_of_part,
+    temporary_folder,
+    versions,
+)
 from zeroshard.checkpoint.contents import (
     Extra,
     Optimizers,
@@ -133,40 +141,11 @@ def save(
         RuntimeError: gradients are waiting for a step.
     """
     expect_handle(handle, "zeroshard.save(directory, handle, optimizer, step=...)")
-    engine = handle.engine
-    optimizers = as_list(optimizer)
-    directory = Path(directory).absolute()
+    engine, optimizers = handle.engine, as_list(optimizer)
     engine.check_open("save")
     engine.finish_background()
-    world = engine.collectives.mesh.world
-
-    # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
-    own, found = on_all_ranks(
-        engine, "save", partial(_collect, engine, optimizers, extra, step), (ValueError, RuntimeError)
-    )
-    if len({of_rank[0] for of_rank in found}) > 1:
-        raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
-    unique = found[0][1]
-    same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
-
-    # 2. Everybody knows to the byte what it will write; for the background, it has a copy.
-    file, sizes = on_all_ranks(
-        engine, "save", partial(_plan, engine, own, same, f"step {step}, {unique}", background), (ValueError,)
-    )
-    values = {**own.values, "extra": own.extra.values, "world_size": world.size}
-    base = Manifest(step, unique, (), {}, values, versions())
-
-    # 3. There is room.
-    def make_folder() -> tuple[int | None, None]:
-        expect_readable(least_size(base, (num_bytes for num_bytes, _ in sizes)), "would have at least")
-        needed = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
-        return open_folder(directory, step, unique, needed) if world.rank == 0 else None, None
-
-    lock, _ = on_all_ranks(engine, "save", make_folder)
-
-    # 4. Write and commit: through files and the store alone.
-    folder = directory / folders.temporary_name(step, unique)
-    saving = Saving(step, Job(folder, file, base, Meeting(engine.collectives, unique), lock).run)
+    job = _Save(engine, optimizers, extra, Path(directory).absolute(), step).prepare(copy=background)
+    saving = Saving(step, job.run)
     saving.start(background=background)
     if background:
         engine.background = saving
@@ -191,53 +170,88 @@ class _Own:
     buffers: EncodedState
 
 
-@phase("save: collect")
-def _collect(engine: Engine, optimizers: list[ShardedOptimizer], extra: Extra, step: int) -> tuple[_Own, list[Any]]:
-    """And for all to know: the step, a new id, digests of what ranks may have different values of."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
-        raise ValueError(f"step must be an integer from 0, found {step!r}")
-    engine.expect_no_gradients("save")
-    expect_stateful(extra)
-    names, rank = names_of(engine), engine.collectives.mesh.world.rank
-    if any(one.engine is not engine for one in optimizers):
-        raise ValueError("the optimizer belongs to another handle")
-    if optimizers and len(engine.claims.owners()) > len(optimizers):
-        raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
-    states = {name: stateful.state_dict() for name, stateful in (extra or {}).items()}
-    own = _Own(
-        values={"optimizers": [optimizer_values(one, names) for one in optimizers], "tied": engine.tied()},
-        items=[*model_items(engine), *(item for one in optimizers for item in optimizer_items(one))],
-        extra=EncodedState(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
-        buffers=EncodedState(f"rank/{rank}/buffers", engine.unsharded_state(), "the model's buffers"),
-    )
-    return own, [step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
+@dataclass(frozen=True)
+class _Save:
+    """What this rank does until its values are fixed."""
 
+    engine: Engine
+    optimizers: list[ShardedOptimizer]
+    extra: Extra
+    directory: Path
+    step: int
 
-@phase("save: plan")
-def _plan(engine: Engine, own: _Own, same: list[bool], mark: str, copy: bool) -> tuple[FilePlan, list[int]]:
-    """And for all to know: bytes of the file, and of its part of the manifest. `mark`: no two files have the same."""
-    rank = engine.collectives.mesh.world.rank
-    items = [*own.items, *_unsharded(engine, rank, own, same)]
-    metadata = {"format": "pt", "zeroshard": f"{mark}, {file_name(rank)}"}
-    plan = FilePlan.of((item.copied() for item in items) if copy else items, rank, metadata)
-    return plan, [plan.num_bytes, size_of_part(plan, rank)]
+    def prepare(self, *, copy: bool) -> Job:
+        """What is left: to write and to commit, through files and the store alone. Collective.
 
+        Args:
+            copy: the values of this moment, as training goes on meanwhile.
+        """
+        world = self.engine.collectives.mesh.world
+        # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
+        own, found = on_all_ranks(self.engine, "save", self._collect, (ValueError, RuntimeError))
+        if len({of_rank[0] for of_rank in found}) > 1:
+            raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
+        unique = found[0][1]
+        same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
+        # 2. Everybody knows to the byte what it will write.
+        file, sizes = on_all_ranks(self.engine, "save", partial(self._plan, own, same, unique, copy), (ValueError,))
+        values = {**own.values, "extra": own.extra.values, "world_size": world.size}
+        base = Manifest(self.step, unique, (), {}, values, versions())
+        # 3. There is room.
+        lock, _ = on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
+        return Job(temporary_folder(self.directory, base), file, base, Meeting(self.engine.collectives, unique), lock)
 
-def _unsharded(engine: Engine, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
-    """Rank 0's `extra` and buffers; of the others what differs from these; everybody's random numbers."""
-    alone: dict[str, Any] = {}
-    if rank == 0:
-        yield from own.extra.items()
-        for name, value in engine.unsharded_state().items():
-            yield whole(f"model/{name}", value)
-    else:
-        for key, encoded, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
-            if not is_same:
-                yield from encoded.items()
-                alone[key] = encoded.values
-    random = EncodedState(f"rank/{rank}/random", random_state(), "random numbers")
-    yield from random.items()
-    yield blob(f"rank/{rank}/state", {"random": random.values, **alone})
+    @phase("save: collect")
+    def _collect(self) -> tuple[_Own, list[Any]]:
+        """And for all to know: the step, a new id, digests of what ranks may have different values of."""
+        folders.expect_step(self.step)
+        self.engine.expect_no_gradients("save")
+        expect_stateful(self.extra)
+        names, rank = names_of(self.engine), self.engine.collectives.mesh.world.rank
+        if any(one.engine is not self.engine for one in self.optimizers):
+            raise ValueError("the optimizer belongs to another handle")
+        if self.optimizers and len(self.engine.claims.owners()) > len(self.optimizers):
+            raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
+        states = {name: stateful.state_dict() for name, stateful in (self.extra or {}).items()}
+        values = {"optimizers": [optimizer_values(one, names) for one in self.optimizers], "tied": self.engine.tied()}
+        own = _Own(
+            values=values,
+            items=[*model_items(self.engine), *(item for one in self.optimizers for item in optimizer_items(one))],
+            extra=EncodedState(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
+            buffers=EncodedState(f"rank/{rank}/buffers", self.engine.unsharded_state(), "the model's buffers"),
+        )
+        return own, [self.step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
+
+    @phase("save: plan")
+    def _plan(self, own: _Own, same: list[bool], unique: str, copy: bool) -> tuple[FilePlan, list[int]]:
+        """And for all to know: bytes of the file, and of its part of the manifest. `same`: whether `extra` and the
+        buffers are those of rank 0."""
+        rank = self.engine.collectives.mesh.world.rank
+        items = [*own.items, *self._unsharded(rank, own, same)]
+        metadata = file_metadata(self.step, unique, rank)
+        plan = FilePlan.of((item.copied() for item in items) if copy else items, rank, metadata)
+        return plan, [plan.num_bytes, size_of_part(plan, rank)]
+
+    def _unsharded(self, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
+        """Rank 0's `extra` and buffers; of the others what differs from these; everybody's random numbers."""
+        alone: dict[str, Any] = {}
+        if rank == 0:
+            yield from own.extra.items()
+            for name, value in self.engine.unsharded_state().items():
+                yield whole(f"model/{name}", value)
+        else:
+            for key, encoded, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
+                if not is_same:
+                    yield from encoded.items()
+                    alone[key] = encoded.values
+        random = EncodedState(f"rank/{rank}/random", random_state(), "random numbers")
+        yield from random.items()
+        yield blob(f"rank/{rank}/state", {"random": random.values, **alone})
+
+    def _make_folder(self, base: Manifest, sizes: list[list[int]]) -> tuple[int | None, None]:
+        expect_readable(least_size(base, (num_bytes for num_bytes, _ in sizes)), "would have at least")
+        is_first = self.engine.collectives.mesh.world.rank == 0
+        return open_folder(self.directory, base, sizes) if is_first else None, None
 
 
 def _nothing() -> None:

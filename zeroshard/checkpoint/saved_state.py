@@ -8,7 +8,6 @@ value/<state>/<parameter>       None, a text, a list, ...: JSON as bytes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
+from zeroshard.checkpoint.rank_state import read_blob
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.precision import precision_for
@@ -49,6 +48,12 @@ def saved_entries(manifest: Manifest) -> dict[str, list[SavedEntry]]:
     return found
 
 
+def saved_optimizers(manifest: Manifest) -> list[Any]:
+    """What is stored of each: see `contents.optimizer_values`."""
+    saved = manifest.values.get("optimizers")
+    return saved if isinstance(saved, list) else []
+
+
 def saved_groups(saved: Any) -> list[dict[str, Any]]:
     """The param groups of one optimizer in a manifest.
 
@@ -72,13 +77,9 @@ def plain_value(reader: Reader, entry: SavedEntry) -> Any:
     Raises:
         CheckpointError: bytes that are no JSON.
     """
-    stored = reader.tensor(entry.tensor)
     if entry.kind == "number":
-        return stored.item()
-    try:
-        return decode(json.loads(bytes(stored.tolist())), reader.tensor)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{entry.tensor} is damaged: {str(error)[:200]}") from None
+        return reader.tensor(entry.tensor).item()
+    return read_blob(reader, entry.tensor, entry.tensor)
 
 
 def names_of(engine: Engine) -> dict[int, str]:

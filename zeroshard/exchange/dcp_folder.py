@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.exchange.pickles import Made, Name, Persistent, read_pickle
-from zeroshard.io.checked import MAX_NUMEL, CheckpointError, integer, refuse, short, sizes, typed
-from zeroshard.io.tensor_file import DTYPES, PLAIN_NAME, bytes_of, read_whole
+from zeroshard.exchange.pickles import Name, Persistent, Recipe, read_pickle
+from zeroshard.io.checked import MAX_NUMEL, CheckpointError, checking, integer, reading, refuse, short, sizes, typed
+from zeroshard.io.tensor_file import DTYPES, bytes_of, expect_booleans, expect_file_name, read_whole
 from zeroshard.layout.interval import Interval
 
 METADATA = ".metadata"
@@ -119,7 +119,7 @@ class _Strided:
     strides: tuple[int, ...]
 
 
-class Foreign:
+class DcpFolder:
     """An open folder. Use it in a `with` statement.
 
     Attributes:
@@ -134,14 +134,10 @@ class Foreign:
         self._open: dict[str, int] = {}
         self._held: tuple[str, Tensor | list[_Strided]] | None = None  # of the tensor that was read last
         path = folder / METADATA
-        try:
+        with checking(path):
             self.tensors, self.values = _metadata(read_pickle(read_whole(path, MAX_METADATA_BYTES), _IN_METADATA))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} {error}") from None
 
-    def __enter__(self) -> Foreign:
+    def __enter__(self) -> DcpFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -149,7 +145,7 @@ class Foreign:
             os.close(self._open.popitem()[1])
 
     def value(self, name: str) -> Any:
-        """Numbers, texts, lists, tuples and dicts of them; other objects as `pickles.Made`."""
+        """Numbers, texts, lists, tuples and dicts of them; other objects as `pickles.Recipe`."""
         with self._reading(self.values[name]) as archive:
             return archive.pickled()
 
@@ -185,17 +181,14 @@ class Foreign:
         return values.reshape(-1)
 
     def _fill(self, name: str, values: Tensor, offset: int) -> None:
-        try:
+        with reading(self.folder / name):
             files.fill(self._file(name), bytes_of(values), offset)
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
-        if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
-            refuse(f"{self.folder / name}: bytes that are neither true nor false")
+        expect_booleans(values, f"{self.folder / name}:")
 
     def _place(self, box: Box, dtype: torch.dtype) -> _Strided:
         with self._reading(box.slice) as archive:
             made = archive.pickled()
-            if not isinstance(made, Made) or made.of not in _REBUILD or len(made.args) < 6:
+            if not isinstance(made, Recipe) or made.of not in _REBUILD or len(made.args) < 6:
                 refuse("something else where a tensor is expected")
             storage, start, shape, strides = made.args[:4]
             parts = storage.id if isinstance(storage, Persistent) else None
@@ -228,10 +221,8 @@ class Foreign:
 
     def _file(self, name: str) -> int:
         if name not in self._open:
-            try:
+            with reading(self.folder / name):
                 self._open[name] = files.open_plain(self.folder / name)
-            except OSError as error:
-                raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
         return self._open[name]
 
 
@@ -331,7 +322,7 @@ def _metadata(body: Any) -> tuple[dict[str, Boxed], dict[str, Slice]]:
     values: dict[str, Slice] = {}
     for name, entry in typed(state.get("state_dict_metadata"), dict, "state_dict_metadata").items():
         typed(name, str, "a name")
-        if isinstance(entry, Made) and entry.of == _CLASSES + "BytesStorageMetadata":
+        if isinstance(entry, Recipe) and entry.of == _CLASSES + "BytesStorageMetadata":
             values[name] = _known(slices, name, None)
         else:
             tensors[name] = _tensor(name, _state(entry, _CLASSES + "TensorStorageMetadata"), slices)
@@ -343,7 +334,7 @@ def _tensor(name: str, state: dict[str, Any], slices: dict[tuple[str, tuple[int,
     what = f"tensor {short(name)}"
     shape = _size(state.get("size"))
     properties = state.get("properties")
-    first = properties.state[0] if isinstance(properties, Made) and isinstance(properties.state, tuple) else None
+    first = properties.state[0] if isinstance(properties, Recipe) and isinstance(properties.state, tuple) else None
     dtype = _DTYPES.get(first.text) if isinstance(first, Name) else None
     if dtype is None:
         refuse(f"{what} has a dtype that is not known here: {short(first.text if isinstance(first, Name) else first)}")
@@ -385,9 +376,7 @@ def _expect_disjoint(tensors: dict[str, Boxed]) -> None:
 
 def _slice(info: Any) -> Slice:
     state = _state(info, _INFO)
-    name = typed(state.get("relative_path"), str, "the name of a file")
-    if not PLAIN_NAME.fullmatch(name):
-        refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
+    name = expect_file_name(state.get("relative_path"))
     if state.get("transform_descriptors"):
         refuse(f"has transformed (compressed?) slices in {name}")
     offset, length = (integer(state.get(key), f"the {key} of a slice", 1 << 62) for key in ("offset", "length"))
@@ -402,12 +391,12 @@ def _known(slices: dict[tuple[str, tuple[int, ...] | None], Slice], name: str, a
 
 def _state(value: Any, of: str) -> dict[str, Any]:
     """The attributes that an object of that class was to have."""
-    if not isinstance(value, Made) or value.of != of:
+    if not isinstance(value, Recipe) or value.of != of:
         refuse(f"has something else where a {of.rpartition('.')[2]} is expected")
     return {} if value.state is None else typed(value.state, dict, "a state")
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Made) or value.of != "torch.Size" or len(value.args) != 1:
+    if not isinstance(value, Recipe) or value.of != "torch.Size" or len(value.args) != 1:
         refuse(f"has {short(value)} where a torch.Size is expected")
     return sizes(list(typed(value.args[0], tuple, "a size")), "a tensor")

@@ -55,7 +55,7 @@ def export(
     """
     with Reader(step) as reader:
         tied = {} if copies else reader.manifest.tied
-        names = {name[6:]: name for name in reader.manifest.tensors if name.startswith("model/")}
+        names = reader.manifest.of_model
         if copies:
             names |= {alias: f"model/{name}" for alias, name in reader.manifest.tied.items()}
         if "__metadata__" in names:

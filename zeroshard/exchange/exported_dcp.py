@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups
+from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups, saved_optimizers
 from zeroshard.checkpoint.writer import SYNC_BYTES
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.exchange.exported import place, stored_item
@@ -61,10 +61,8 @@ def export_dcp(
         def write(path: Path) -> None:
             file = files.create(path)
             try:
-                for name in manifest.tensors:
-                    kind, _, rest = name.partition("/")
-                    if kind == "model":
-                        folder.add_tensor(file, (*prefix, rest), reader, name, dtype)
+                for name, stored in manifest.of_model.items():
+                    folder.add_tensor(file, (*prefix, name), reader, stored, dtype)
                 for alias, name in manifest.tied.items():
                     folder.add_again((*prefix, alias), (*prefix, name))
                 if optimizer:
@@ -88,8 +86,7 @@ def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> Non
                 folder.add_value(file, path, plain_value(reader, one))
             else:
                 folder.add_tensor(file, path, reader, one.tensor, None)
-    saved = manifest.values.get("optimizers")
-    groups = [group for one in (saved if isinstance(saved, list) else []) for group in saved_groups(one)]
+    groups = [group for one in saved_optimizers(manifest) for group in saved_groups(one)]
     for number, group in enumerate(groups):
         for option, value in {**group["options"], "params": group["params"]}.items():
             value = decode(value, reader.tensor)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.commit import Job, file_name, open_folder, size_of_part, versions
+from zeroshard.checkpoint.commit import Job, file_metadata, open_folder, size_of_part, temporary_folder, versions
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import blob, number
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.together import in_words
-from zeroshard.exchange.dcp_folder import Box, Foreign
+from zeroshard.exchange.dcp_folder import Box, DcpFolder
 from zeroshard.io.tensor_file import open_model
 from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
@@ -86,120 +86,145 @@ def import_dcp(
         FileExistsError: there is such a step, and not `force`.
         CheckpointError: files that are damaged, or not what DCP writes; no tensor under `model_key`.
     """
-    with Foreign(Path(source)) as foreign:
-        model: dict[str, str] = {}  # here -> there
-        tied: dict[str, str] = {}
+    with DcpFolder(Path(source)) as source_folder:
+        found = _FromDcp(source_folder)
+        found.take_model(model_key, optimizer_key)
+        found.take_state(f"{optimizer_key}.state.")
+        groups = found.take_groups(f"{optimizer_key}.param_groups.", optimizer_class)
+        values = {"optimizers": [{"groups": groups, "loss_scale": {}}] if groups else [], "tied": found.tied}
+        path = commit_alone(Path(directory), step, found.items, values, force=force)
+        return Imported(path, found.left_out())
+
+
+class _FromDcp:
+    """What a step has a place for, of a folder.
+
+    Attributes:
+        items: to be written.
+        tied: further name of a parameter -> the one under which it is stored.
+    """
+
+    def __init__(self, folder: DcpFolder) -> None:
+        self._folder = folder
+        self._model: dict[str, str] = {}  # here -> there
+        self._used: set[str] = set()  # names there
+        self.items: list[Item] = []
+        self.tied: dict[str, str] = {}
+
+    def take_model(self, key: str, optimizer_key: str) -> None:
+        """Weights and buffers under that key. Those that lie in the same bytes are one.
+
+        Raises:
+            CheckpointError: there are none.
+        """
         first: dict[tuple[Box, ...], str] = {}
-        prefix = f"{model_key}." if model_key else ""
-        for there, tensor in foreign.tensors.items():
-            name = there.removeprefix(prefix)
+        prefix = f"{key}." if key else ""
+        for there, tensor in self._folder.tensors.items():
             if there.startswith(prefix) and (prefix or not there.startswith(f"{optimizer_key}.")):
+                name = there.removeprefix(prefix)
                 same = first.setdefault(tensor.boxes, name) if tensor.boxes else name
                 if same == name:
-                    model[name] = there
+                    self._model[name] = there
+                    self._take(f"model/{name}", there)
                 else:
-                    tied[name] = same
-        if not model:
-            raise CheckpointError(f"{source} has no tensor under {model_key!r}; it has {[*foreign.tensors][:5]}")
-        items = [_item(foreign, f"model/{name}", there) for name, there in model.items()]
-        used = {*model.values(), *(prefix + name for name in tied)}
+                    self.tied[name] = same
+                    self._used.add(there)
+        if not self._model:
+            has = [*self._folder.tensors][:5]
+            raise CheckpointError(f"{self._folder.folder} has no tensor under {key!r}; it has {has}")
 
-        state = f"{optimizer_key}.state."
-        elementwise = _elementwise_keys(foreign, state, model)
-        for there in [*foreign.tensors, *foreign.values]:
-            name, _, key = there.removeprefix(state).rpartition(".")
-            name = tied.get(name, name)
-            if there.startswith(state) and name in model and "/" not in key:
-                if there in foreign.tensors:
-                    tensor = foreign.tensors[there]
-                    is_scalar = tensor.numel == 1 and key not in elementwise
-                    kind = "scalar" if is_scalar and not tensor.shape else "optimizer"
-                    items.append(_item(foreign, f"{kind}/{key}/{name}", there))
-                else:
-                    try:
-                        items.append(_plain_item(foreign, there, key, name))
-                    except ValueError:  # an object
-                        continue
-                used.add(there)
-        groups = _groups(foreign, f"{optimizer_key}.param_groups.", optimizer_class, used)
-        optimizers = [{"groups": groups, "loss_scale": {}}] if groups else []
-        left_out = tuple(sorted({*foreign.tensors, *foreign.values} - used))
-        values = {"optimizers": optimizers, "tied": tied}
-        return Imported(commit_alone(Path(directory), step, items, values, force=force), left_out)
+    def take_state(self, prefix: str) -> None:
+        """What the optimizer keeps of each parameter, under the names of `saved_state.py`."""
+        elementwise = self._elementwise_keys(prefix)
+        for there in [*self._folder.tensors, *self._folder.values]:
+            name, _, key = there.removeprefix(prefix).rpartition(".")
+            name = self.tied.get(name, name)
+            if not there.startswith(prefix) or name not in self._model or "/" in key:
+                continue
+            if (tensor := self._folder.tensors.get(there)) is not None:
+                is_scalar = tensor.numel == 1 and not tensor.shape and key not in elementwise
+                self._take(f"{'scalar' if is_scalar else 'optimizer'}/{key}/{name}", there)
+            else:
+                with suppress(ValueError):  # an object
+                    self.items.append(_plain_item(self._folder, there, key, name))
+                    self._used.add(there)
+
+    def _elementwise_keys(self, prefix: str) -> set[str]:
+        """Entries of the state that have the shape of a parameter of many elements: of one that has a single element,
+        they are elementwise, too."""
+        found, tensors = set(), self._folder.tensors
+        for there, tensor in tensors.items():
+            name, _, key = there.removeprefix(prefix).rpartition(".")
+            in_model = there.startswith(prefix) and name in self._model
+            if in_model and tensor.numel > 1 and tensor.shape == tensors[self._model[name]].shape:
+                found.add(key)
+        return found
+
+    def take_groups(self, prefix: str, of_class: str) -> list[dict[str, Any]]:
+        """Param groups as `contents.optimizer_values` gives them: there by number, or option by option for each
+        parameter."""
+        found: dict[str, dict[str, Any]] = {}
+        for there in [*self._folder.values, *self._folder.tensors]:
+            owner, _, key = there.removeprefix(prefix).rpartition(".")
+            if there.startswith(prefix):
+                with suppress(ValueError):  # an object: not a hyper-parameter that `save` would keep, either
+                    found.setdefault(owner, {})[key] = _option(self._folder, there)
+                    self._used.add(there)
+        numbered = sorted((owner for owner, options in found.items() if "params" in options), key=_as_number)
+        if numbered:
+            groups = [{"class": of_class, "params": found[n].pop("params"), "options": found[n]} for n in numbered]
+        else:
+            alike: dict[str, dict[str, Any]] = {}
+            for name, options in found.items():
+                mark = json.dumps(options, sort_keys=True)
+                alike.setdefault(mark, {"class": of_class, "params": [], "options": options})["params"].append(name)
+            groups = list(alike.values())
+        return saved_groups({"groups": groups})
+
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._folder.tensors, *self._folder.values} - self._used))
+
+    def _take(self, name: str, there: str) -> None:
+        tensor = self._folder.tensors[there]
+        read = partial(self._folder.read, there)
+        self.items.append(Item(name, tensor.shape, tensor.dtype, Interval(0, tensor.numel), read))
+        self._used.add(there)
 
 
-def _elementwise_keys(foreign: Foreign, state: str, model: dict[str, str]) -> set[str]:
-    """Entries of the state that have the shape of a parameter of many elements: of one that has a single element, they
-    are elementwise, too."""
-    found = set()
-    for there, tensor in foreign.tensors.items():
-        name, _, key = there.removeprefix(state).rpartition(".")
-        in_model = there.startswith(state) and name in model
-        if in_model and tensor.numel > 1 and tensor.shape == foreign.tensors[model[name]].shape:
-            found.add(key)
-    return found
+def _as_number(text: str) -> str:
+    return text.zfill(9)
 
 
-def _plain_item(foreign: Foreign, there: str, key: str, name: str) -> Item:
+def _plain_item(folder: DcpFolder, there: str, key: str, name: str) -> Item:
     """
     Raises:
         ValueError: it is an object.
     """
-    value = foreign.value(there)
+    value = folder.value(there)
     if isinstance(value, (bool, int, float)):
         return number(f"number/{key}/{name}", value)
-    return blob(f"value/{key}/{name}", _as_json(foreign, there))
+    return blob(f"value/{key}/{name}", _as_json(folder, there))
 
 
-def _item(foreign: Foreign, name: str, there: str) -> Item:
-    tensor = foreign.tensors[there]
-    return Item(name, tensor.shape, tensor.dtype, Interval(0, tensor.numel), partial(foreign.read, there))
-
-
-def _groups(foreign: Foreign, prefix: str, of_class: str, used: set[str]) -> list[dict[str, Any]]:
-    """Param groups as `contents.optimizer_values` gives them: there by number, or option by option for each parameter.
-    Adds the names of what it takes to `used`."""
-    found: dict[str, dict[str, Any]] = {}
-    for there in [*foreign.values, *foreign.tensors]:
-        owner, _, key = there.removeprefix(prefix).rpartition(".")
-        if there.startswith(prefix):
-            with suppress(ValueError):  # an object: not a hyper-parameter that `save` would keep, either
-                found.setdefault(owner, {})[key] = _option(foreign, there)
-                used.add(there)
-    numbered = sorted(
-        (owner for owner, options in found.items() if "params" in options), key=lambda text: text.zfill(9)
-    )
-    if numbered:
-        groups = [{"class": of_class, "params": found[n].pop("params"), "options": found[n]} for n in numbered]
-    else:
-        together: dict[str, dict[str, Any]] = {}
-        for name, options in found.items():
-            mark = json.dumps(options, sort_keys=True)
-            together.setdefault(mark, {"class": of_class, "params": [], "options": options})["params"].append(name)
-        groups = list(together.values())
-    return saved_groups({"groups": groups})
-
-
-def _option(foreign: Foreign, there: str) -> Any:
+def _option(folder: DcpFolder, there: str) -> Any:
     """A hyper-parameter, as JSON.
 
     Raises:
         ValueError: it is an object.
     """
-    if there in foreign.tensors:
-        tensor = foreign.tensors[there]
-        if tensor.numel != 1:
+    if there in folder.tensors:
+        if folder.tensors[there].numel != 1:
             raise ValueError("a tensor")
-        return encode(foreign.read(there, Interval(0, 1)).item(), no_tensors, there)
-    return _as_json(foreign, there)
+        return encode(folder.read(there, Interval(0, 1)).item(), no_tensors, there)
+    return _as_json(folder, there)
 
 
-def _as_json(foreign: Foreign, there: str) -> Any:
+def _as_json(folder: DcpFolder, there: str) -> Any:
     """
     Raises:
         ValueError: it is an object.
     """
-    value = foreign.value(there)
+    value = folder.value(there)
     rest, count = [value], 0
     while rest:  # few bytes of a pickle may say the same list a million times
         one = rest.pop()
@@ -207,7 +232,7 @@ def _as_json(foreign: Foreign, there: str) -> Any:
         rest.extend(inside)
         count += len(inside)
         if count > 1_000_000:
-            raise CheckpointError(f"{foreign.folder}: {there} is too large for a plain value")
+            raise CheckpointError(f"{folder.folder}: {there} is too large for a plain value")
     try:
         return encode(value, no_tensors, there)
     except RecursionError:
@@ -222,17 +247,15 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
         CheckpointError: nothing has been written.
     """
     directory = directory.absolute()
-    if isinstance(step, bool) or not 0 <= step < 10**15:
-        raise ValueError(f"step must be an integer from 0, found {step!r}")
+    folders.expect_step(step)
     if step in folders.steps(directory) and not force:
         raise FileExistsError(f"{directory} holds step {step} already (--force replaces it)")
     unique = folders.new_id()
-    plan = FilePlan.of(items, 0, {"format": "pt", "zeroshard": f"step {step}, {unique}, {file_name(0)}"})
+    plan = FilePlan.of(items, 0, file_metadata(step, unique, 0))
     base = Manifest(step, unique, (), {}, {**values, "extra": {}, "world_size": 1}, versions())
     try:
-        sizes = [plan.num_bytes, len(base.encode()) + size_of_part(plan, 0)]
-        lock = open_folder(directory, step, unique, sizes)
+        lock = open_folder(directory, base, [[plan.num_bytes, size_of_part(plan, 0)]])
     except OSError as error:
         raise CheckpointError(f"{directory}: {in_words(error)}") from None
-    Job(directory / folders.temporary_name(step, unique), plan, base, Meeting(None, unique), lock).run()
+    Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), lock).run()
     return directory / folders.step_name(step)

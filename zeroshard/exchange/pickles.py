@@ -2,7 +2,7 @@
 
 A pickle is a program for a small stack machine. This one knows the instructions that build numbers, texts, lists,
 tuples and dicts. A class or a function becomes its `Name`, and only if the caller has allowed it; what would call one
-becomes a `Made`: who was to be called, with which arguments, and the state that the object was to have.
+becomes a `Recipe`: who was to be called, with which arguments, and the state that the object was to have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Name:
 
 
 @dataclass(eq=False)
-class Made:
+class Recipe:
     """What `of(*args)` would have made."""
 
     of: str
@@ -106,7 +106,7 @@ class _Machine:
             values = self._pop(2) if name == "SETITEM" else self._since_mark()
             target = _expect(stack[-1], dict)
             for key, value in zip(values[::2], values[1::2], strict=True):
-                if not isinstance(key, (str, int, Made)):  # a tuple's hash may be as deep as an enemy likes
+                if not isinstance(key, (str, int, Recipe)):  # a tuple's hash may be as deep as an enemy likes
                     refuse(f"has a dict with a key of type {type(key).__name__}")
                 target[key] = value
         elif name in ("GLOBAL", "STACK_GLOBAL"):
@@ -114,10 +114,10 @@ class _Machine:
             stack.append(self._name(".".join(_expect(part, str) for part in parts)))
         elif name in ("REDUCE", "NEWOBJ"):
             of, args = self._pop(2)
-            stack.append(Made(_expect(of, Name).text, _expect(args, tuple)))
+            stack.append(Recipe(_expect(of, Name).text, _expect(args, tuple)))
         elif name == "BUILD":
             (state,) = self._pop(1)
-            _expect(stack[-1], Made).state = state
+            _expect(stack[-1], Recipe).state = state
         elif name == "BINPERSID":
             stack.append(Persistent(stack.pop()))
         else:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_DIMS = 64
@@ -12,6 +15,26 @@ MAX_NUMEL = 1 << 48
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be saved, or is not what it should be: what was expected and found, in which file."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises:
+    CheckpointError: where what is done inside raises an OSError; of that file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+@contextmanager
+def checking(path: Path) -> Iterator[None]:
+    """As `reading`, and what is refused inside is said of that file."""
+    with reading(path):
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
 
 
 def refuse(problem: str) -> NoReturn:

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.io.checked import CheckpointError, integer, parse_json, refuse, short, sizes, typed
+from zeroshard.io.checked import CheckpointError, checking, integer, parse_json, reading, refuse, short, sizes, typed
 from zeroshard.layout.interval import Interval
 
 MAX_HEADER_BYTES = 100_000_000  # that of the format
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 DTYPES = {
     "F64": torch.float64,
@@ -85,24 +86,22 @@ class TensorFile:
             hint = ": it is a link, and links are not followed" if path.is_symlink() else ""
             raise CheckpointError(f"{path} cannot be read{hint}: {error}") from None
         try:
-            size = os.fstat(self._file).st_size
-            start = bytearray(8)
-            fill(self._file, memoryview(start), 0)
-            (length,) = struct.unpack("<Q", start)
-            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                refuse(f"has {size} bytes, which cannot be with a header of {length}: it is no safetensors file")
-            header = bytearray(length)
-            fill(self._file, memoryview(header), 8)
-            self.metadata, self.tensors = _header(header, 8 + length, size)
-        except OSError as error:
-            self.close()
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        except CheckpointError as error:
-            self.close()
-            raise CheckpointError(f"{path} {error}") from None
+            with checking(path):
+                self.metadata, self.tensors = self._read_header()
         except BaseException:
             self.close()
             raise
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Stored]]:
+        size = os.fstat(self._file).st_size
+        start = bytearray(8)
+        fill(self._file, memoryview(start), 0)
+        (length,) = struct.unpack("<Q", start)
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            refuse(f"has {size} bytes, which cannot be with a header of {length}: it is no safetensors file")
+        header = bytearray(length)
+        fill(self._file, memoryview(header), 8)
+        return _header(header, 8 + length, size)
 
     def close(self) -> None:
         os.close(self._file)
@@ -117,12 +116,9 @@ class TensorFile:
         """Elements `part` of the flattened tensor, in new memory."""
         stored = self.tensors[name]
         values = torch.empty(part.numel, dtype=stored.dtype)
-        try:
+        with reading(self.path):
             fill(self._file, bytes_of(values), stored.offset + part.start * stored.dtype.itemsize)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from None
-        if stored.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
-            raise CheckpointError(f"{self.path}: {name} has bytes that are neither true nor false")
+        expect_booleans(values, f"{self.path}: {name} has")
         return values
 
 
@@ -167,6 +163,24 @@ def open_plain(path: Path, *, follow_links: bool = False) -> int:
         os.close(file)
         raise OSError(f"{path} is not a plain file")
     return file
+
+
+def expect_file_name(name: Any, *, reserved: str = "") -> str:
+    """A name that a file of somebody else gives to another one.
+
+    Raises:
+        CheckpointError: it is none, or leads out of the folder, or is `reserved`.
+    """
+    if not _FILE_NAME.fullmatch(typed(name, str, "the name of a file")) or name == reserved:
+        refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
+    return str(name)
+
+
+def expect_booleans(values: Tensor, where: str) -> None:
+    """Raises:
+    CheckpointError: bytes, read as torch.bool, that would be undefined."""
+    if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
+        refuse(f"{where} bytes that are neither true nor false")
 
 
 def read_whole(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
@@ -234,15 +248,8 @@ def _header(text: bytearray, start: int, size: int) -> tuple[dict[str, str], dic
 
 def _index(path: Path, *, follow_links: bool) -> dict[str, str]:
     """Tensor name -> name of a file."""
-    try:
+    with checking(path):
         text = read_whole(path, MAX_HEADER_BYTES, follow_links=follow_links)
         index = typed(parse_json(text), dict, "the index")
-        names: dict[str, str] = typed(index.get("weight_map"), dict, "weight_map")
-        for name in names.values():
-            if not PLAIN_NAME.fullmatch(typed(name, str, "the name of a file")):
-                refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
-        return names
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from None
+        names = typed(index.get("weight_map"), dict, "weight_map")
+        return {tensor: expect_file_name(name) for tensor, name in names.items()}

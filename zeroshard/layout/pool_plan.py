@@ -14,10 +14,10 @@ KEPT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """For a full-size buffer, for a while. Those of one kind take turns; `alone`: it needs one for good."""
+    """For a full-size buffer, for a while. Those of one queue take turns; `alone`: it needs one for good."""
 
     key: Hashable
-    kind: Hashable
+    queue: Hashable
     num_bytes: int
     alone: bool
 
@@ -28,7 +28,7 @@ class PoolPlan:
 
     Attributes:
         own: key -> bytes, for those who need one for good.
-        shared: kind -> (how many, bytes of each), for those who take turns.
+        shared: queue -> (how many, bytes of each), for those who take turns.
     """
 
     own: dict[Hashable, int]
@@ -36,15 +36,15 @@ class PoolPlan:
 
     @classmethod
     def of(cls, requests: Iterable[Request], turns: Callable[[int, int], int]) -> PoolPlan:
-        """`turns`: number of requests of a kind, and the most bytes of one -> how many buffers they take turns in."""
+        """`turns`: number of requests in a queue, and the most bytes of one -> how many buffers they take turns in."""
         requests = list(requests)
         sizes: dict[Hashable, list[int]] = {}
         for request in requests:
             if not request.alone:
-                sizes.setdefault(request.kind, []).append(request.num_bytes)
+                sizes.setdefault(request.queue, []).append(request.num_bytes)
         return cls(
             {request.key: request.num_bytes for request in requests if request.alone},
-            {kind: (turns(len(of_kind), max(of_kind)), max(of_kind)) for kind, of_kind in sizes.items()},
+            {queue: (turns(len(of_queue), max(of_queue)), max(of_queue)) for queue, of_queue in sizes.items()},
         )
 
     @classmethod
@@ -72,14 +72,14 @@ class PoolPlan:
 
 
 def beyond_turns(requests: Iterable[Request], turns: Mapping[Hashable, int]) -> list[Request]:
-    """Those that need a buffer more where all of them need one at once. `turns`: how many there are of each kind."""
+    """Those that need a buffer more where all of them need one at once. `turns`: how many there are for each queue."""
     left = dict(turns)
     more = []
     for request in requests:
         if request.alone:
             continue
-        if left.get(request.kind, 0):
-            left[request.kind] -= 1
+        if left.get(request.queue, 0):
+            left[request.queue] -= 1
         else:
             more.append(request)
     return more

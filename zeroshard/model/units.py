@@ -59,9 +59,10 @@ class UnitSpec:
         return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
 
     def weight_request(self, numel: int) -> Request:
-        """Of a full-size buffer to gather into. Units of one kind may be needed together: kinds do not share."""
-        kind = (self.weight_dtype, self.trainable, self.precision)
-        return Request(self.name, kind, numel * self.weight_dtype.itemsize, self.outer or self.stays)
+        """Of a full-size buffer to gather into. What differs in one of these may be needed at the same time, and waits
+        in another queue."""
+        queue = (self.weight_dtype, self.trainable, self.precision)
+        return Request(self.name, queue, numel * self.weight_dtype.itemsize, self.outer or self.stays)
 
     def bucket_request(self, numel: int) -> Request:
         """Of a full-size bucket to accumulate into."""

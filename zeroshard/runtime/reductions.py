@@ -31,10 +31,10 @@ class Reductions:
         plan = PoolPlan.for_gradients(requests.values(), reads_peers=reads_peers)
         self._buckets = Turns(pool, "buckets", plan, requests, self)
         self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `PoolPlan.for_gradients`
-        for kind, buckets in self._buckets.shared.items():
+        for queue, buckets in self._buckets.shared.items():
             if len(buckets) > 1 and not reads_peers:
                 taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
-                self._last_two[kind] = [unit for unit in taking_turns if requests[unit].kind == kind][-2:]
+                self._last_two[queue] = [unit for unit in taking_turns if requests[unit].queue == queue][-2:]
         in_place = not self._borrowing
         num_bytes = max((scratch_bytes(unit, collectives, in_place=in_place) for unit in grads), default=0)
         is_alone = self._borrowing and (num_bytes or not reads_peers)

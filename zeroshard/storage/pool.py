@@ -7,7 +7,7 @@
 | scratch | what is received or cast in a reduction  | one for each reduction under way      |
 
 A *pool buffer* is one storage. It exists from the beginning and costs nothing until it is used (`PoolBuffer.tensor`).
-Its *occupant* is the unit whose values it has; units of one kind take turns (`Turns`), as `pool_plan.py` says. It stays
+Its *occupant* is the unit whose values it has; units of one queue take turns (`Turns`), as `pool_plan.py` says. It stays
 held through forward and backward; `Pool.rest`, at the beginning of a step, gives back what no phase needs until the
 next forward. On a CPU the system clears every page that is given back and comes again, which takes time: so up to
 `KEPT_BYTES` stay there, buckets first: peers map them, which makes them the slowest to get, and in a step reduced
@@ -269,7 +269,7 @@ class Turns:
     others take turns.
 
     Attributes:
-        shared: kind of request -> the buffers that take turns are taken in.
+        shared: queue -> the buffers that its requests take turns in.
     """
 
     def __init__(self, pool: Pool, kind: Kind, plan: PoolPlan, requests: Mapping[Any, Request], user: User) -> None:
@@ -281,8 +281,8 @@ class Turns:
             if request.key in plan.own
         }
         self.shared = {
-            key: [pool.buffer(kind, num_bytes, user) for _ in range(count)]
-            for key, (count, num_bytes) in plan.shared.items()
+            queue: [pool.buffer(kind, num_bytes, user) for _ in range(count)]
+            for queue, (count, num_bytes) in plan.shared.items()
         }
         self._num_assigned: dict[Hashable, int] = {}
 
@@ -300,10 +300,10 @@ class Turns:
         """Always the same: its own, or one that it shares with others. These are assigned in turns, in the order in
         which they are first asked for."""
         if occupant not in self._given:
-            kind = self._requests[occupant].kind
-            turn = self._num_assigned.get(kind, 0)
-            self._num_assigned[kind] = turn + 1
-            self._given[occupant] = self.shared[kind][turn % len(self.shared[kind])]
+            queue = self._requests[occupant].queue
+            turn = self._num_assigned.get(queue, 0)
+            self._num_assigned[queue] = turn + 1
+            self._given[occupant] = self.shared[queue][turn % len(self.shared[queue])]
         return self._given[occupant]
 
     def is_alone(self, occupant: Any) -> bool:
@@ -312,8 +312,8 @@ class Turns:
         return given is None or sum(buffer is given for buffer in self._given.values()) == 1
 
     def free(self, occupant: Any) -> PoolBuffer | None:
-        """One of its kind that nobody occupies, rather one that is held."""
-        free = [buffer for buffer in self.shared[self._requests[occupant].kind] if buffer.occupant is None]
+        """One of its queue that nobody occupies, rather one that is held."""
+        free = [buffer for buffer in self.shared[self._requests[occupant].queue] if buffer.occupant is None]
         return max(free, key=lambda buffer: buffer.is_held, default=None)
 
     def occupied_by(self, occupant: Any) -> PoolBuffer | None:
@@ -321,7 +321,7 @@ class Turns:
         request, given = self._requests.get(occupant), self._given.get(occupant)
         if request is None:
             return None
-        mine = [given] if given is not None else self.shared[request.kind]
+        mine = [given] if given is not None else self.shared[request.queue]
         return next((buffer for buffer in mine if buffer.occupant is occupant), None)
 
     def expect_room(self, occupants: Iterable[Any], why: str, remedy: str) -> None:
@@ -331,5 +331,5 @@ class Turns:
             RuntimeError: the pool's limit does not allow that many.
         """
         without = [self._requests[occupant] for occupant in occupants if occupant not in self._given]
-        more = beyond_turns(without, {kind: len(buffers) for kind, buffers in self.shared.items()})
+        more = beyond_turns(without, {queue: len(buffers) for queue, buffers in self.shared.items()})
         self._pool.expect_room(sum(request.num_bytes for request in more), why, remedy)
