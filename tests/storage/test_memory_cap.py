@@ -58,6 +58,27 @@ def test_no_sync_under_a_cap_is_refused_with_the_number_that_is_enough() -> None
     run_ranks(check, 2)
 
 
+def test_a_model_without_values_yet_is_divided_as_one_with_values() -> None:
+    """`shard` of a model on the meta device, with a limit and units by size, raised KeyError('meta')."""
+
+    def check(rank: int) -> None:
+        limit = needed("zero3") // 2
+        filled = zeroshard.shard(make(Net), "zero3", max_transient_bytes=limit)
+        with torch.device("meta"):
+            model = Net()
+
+        def init(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.ones_(parameter)
+
+        handle = zeroshard.shard(model, "zero3", max_transient_bytes=limit, materialize=init)
+        assert [unit.name for unit in handle.engine.units] == [unit.name for unit in filled.engine.units]
+        loss_of_tokens(model, rank, 0, 0).backward()
+        assert transients(handle.memory(peak=True)) <= limit
+
+    run_ranks(check, 2)
+
+
 def test_units_that_turn_out_to_be_nested_are_refused_under_a_cap_and_else_get_their_places() -> None:
     class Inside(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
 | scratch | what is received or cast in a reduction  | one for each reduction under way      |
 
 A *pool buffer* is one storage. It exists from the beginning and costs nothing until it is used (`PoolBuffer.tensor`).
-Its *occupant* is the unit whose values it has; units of one queue take turns (`Turns`), as `pool_plan.py` says. It stays
+Its *occupant* is the unit whose values it has; units of one queue take turns (`Turns`, `pool_plan.py`). It stays
 held through forward and backward; `Pool.rest`, at the beginning of a step, gives back what no phase needs until the
 next forward. On a CPU the system clears every page that is given back and comes again, which takes time: so up to
 `KEPT_BYTES` stay there, buckets first: peers map them, which makes them the slowest to get, and in a step reduced
