@@ -20,8 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
 from tests.model.test_graphs import data
+from zeroshard.layout import cuts
 from zeroshard.model.absent import is_absent
-from zeroshard.step import pieces
 from zeroshard.testing import run_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder")
@@ -340,7 +340,7 @@ class Fragile(torch.optim.SGD):
 
 
 def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pieces.BATCH_NUMEL, "cpu", 256)
+    monkeypatch.setitem(cuts.BATCH_NUMEL, "cpu", 256)
 
     def check(rank: int) -> None:
         for plan in PLANS:

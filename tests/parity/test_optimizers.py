@@ -152,7 +152,7 @@ def test_unknown_classes_train_as_on_one_process(num_ranks: int, optimizer_class
 
 def test_counts_in_a_group_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """They advanced once per batch of pieces, and on a rank without pieces not at all."""
-    monkeypatch.setattr("zeroshard.step.pieces.BATCH_NUMEL", {"cpu": 256})
+    monkeypatch.setattr("zeroshard.layout.cuts.BATCH_NUMEL", {"cpu": 256})
     monkeypatch.setattr("zeroshard.step.flat_step.BATCH_NUMEL", {"cpu": 256})
 
     def check(rank: int) -> None:

@@ -26,10 +26,9 @@ import zeroshard
 from zeroshard.comm import native_transport
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh
-from zeroshard.layout import pool_plan
+from zeroshard.layout import cuts, pool_plan
 from zeroshard.model.absent import as_tensors
 from zeroshard.planner import plan_memory
-from zeroshard.step import pieces
 from zeroshard.storage import pool
 from zeroshard.testing import run_ranks
 
@@ -180,8 +179,10 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     choose(transport)
     pool_plan.KEPT_BYTES = pool_plan.KEPT_BYTES * width**2 // WIDTH**2
     pool.KEPT_IN_STEP = pool.KEPT_IN_STEP * width**2 // WIDTH**2
-    pieces.cut.__defaults__ = (pieces.PIECE_NUMEL * width**2 // WIDTH**2,)  # Adam makes some temporaries of each
-    pieces.BATCH_NUMEL["cpu"] = pieces.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
+    cuts.cut.__defaults__ = cuts.count.__defaults__ = (
+        cuts.PIECE_NUMEL * width**2 // WIDTH**2,  # Adam makes some temporaries of each
+    )
+    cuts.BATCH_NUMEL["cpu"] = cuts.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
     with torch.device("meta"):
         on_meta = Model(width)
     bound = bounds(on_meta, num_ranks)

@@ -61,7 +61,7 @@ def cut(
 ) -> Iterator[tuple[Hashable, Interval]]:
     """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
 
-    A slot whose key is None is left out. Padding goes with the slot before it.
+    A slot whose key is None is left out. Padding goes with the slot before it. `piece_numel`: a multiple of ALIGNMENT.
     """
     for key, section in _sections(layout, keys):
         start = section.start
