@@ -118,7 +118,8 @@ class TensorFile:
         values = torch.empty(part.numel, dtype=stored.dtype)
         with reading(self.path):
             fill(self._file, bytes_of(values), stored.offset + part.start * stored.dtype.itemsize)
-        expect_booleans(values, f"{self.path}: {name} has")
+        if not are_defined(values):
+            refuse(f"{self.path}: {name} has bytes that are neither true nor false")
         return values
 
 
@@ -176,11 +177,9 @@ def expect_file_name(name: Any, *, reserved: str = "") -> str:
     return str(name)
 
 
-def expect_booleans(values: Tensor, where: str) -> None:
-    """Raises:
-    CheckpointError: bytes, read as torch.bool, that would be undefined."""
-    if values.dtype is torch.bool and bool((values.view(torch.uint8) > 1).any()):
-        refuse(f"{where} bytes that are neither true nor false")
+def are_defined(values: Tensor) -> bool:
+    """Whether what has been read may be used: torch.bool knows two bytes only."""
+    return values.dtype is not torch.bool or not bool((values.view(torch.uint8) > 1).any())
 
 
 def read_whole(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
