@@ -22,7 +22,7 @@ from zeroshard.placement import Plan
 from zeroshard.precision import in_words
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
-from zeroshard.runtime.full_state import IncompatibleKeys, Taking, full_state, give_back, load_full_state
+from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, give_back, load_full_state
 from zeroshard.runtime.hooks import NotCopied
 from zeroshard.runtime.join import join
 from zeroshard.runtime.life import Life
@@ -243,7 +243,7 @@ class Handle(NotTheModel, NotCopied):
             device: of the returned tensors, "cpu" for example; None: the model's. One unit at a time is held in full.
         """
         engine = self._open("full_state_dict")
-        state = full_state(engine, Taking(rank0_only, device), main=main)
+        state = full_state(engine, Destination(rank0_only, device), main=main)
         engine.pool.rest()
         return state
 

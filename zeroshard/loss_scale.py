@@ -21,7 +21,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FP32_MIN = 2.0**-149
@@ -146,6 +146,26 @@ class DynamicScale:
 
 
 LossScalePolicy: TypeAlias = ConstantScale | DynamicScale
+
+
+def as_policy(
+    loss_scale: LossScalePolicy | float | Literal["dynamic"] | None, *, has_fp16: bool
+) -> LossScalePolicy | None:
+    """What a user passes; None for no scaling. `has_fp16`: there are fp16 weights, whose losses are scaled unless the
+    user says otherwise.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if loss_scale is None:
+        return DynamicScale() if has_fp16 else None
+    if loss_scale == "dynamic":
+        return DynamicScale()
+    if isinstance(loss_scale, (int, float)):
+        return None if loss_scale == 1 else ConstantScale(float(loss_scale))
+    if isinstance(loss_scale, (ConstantScale, DynamicScale)):
+        return loss_scale
+    raise ValueError(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
 
 
 class LossScaler:

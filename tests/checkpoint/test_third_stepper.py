@@ -17,13 +17,12 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import Net, make, same_bits
 from zeroshard.checkpoint import Reader
-from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
-from zeroshard.step.kinds import Kind
+from zeroshard.step.assignment import Assignment
+from zeroshard.step.granularity import Granularity
 from zeroshard.step.stepper import (
     FullState,
-    Groups,
     Need,
     SavedState,
     StateChunk,
@@ -42,16 +41,16 @@ class MomentumClass(torch.optim.SGD):
 
 
 class ShardState:
-    def __init__(self, groups: Groups, collectives: Collectives) -> None:
-        self.groups, self._collectives = groups, collectives
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
         self.momentum: dict[Unit, Tensor] = {}
         self.counts: dict[Unit, int] = {}
 
     def _slots(self, unit: Unit) -> Iterator[tuple[Tensor, Slot, Interval]]:
         """Parameter, slot, and what this rank has of it."""
-        for parameter, slot, group in zip(unit.parameters, unit.layout.slots, self.groups[unit], strict=True):
-            if group is not None and (held := slot.world & unit.own_shard()):
-                yield parameter, slot, held
+        for member in self._assignment.members():
+            if member.unit is unit and (held := member.slot.world & unit.own_shard()):
+                yield member.parameter, member.slot, held
 
     def _local(self, unit: Unit, world: Interval) -> Tensor:
         return self.momentum[unit][world.relative_to(unit.own_shard().start).slice]
@@ -69,7 +68,7 @@ class ShardState:
                     yield StateValue(slot.name, "count", self.counts[unit])
 
     def needs(self) -> Iterator[Need]:
-        for unit in self.groups:
+        for unit in self._assignment.groups:
             for parameter, slot, held in self._slots(unit):
                 yield Need(parameter, slot, held.relative_to(slot.world.start))
 
@@ -80,7 +79,7 @@ class ShardState:
         return {"momentum": True}
 
     def load(self, state: SavedState, only: Collection[Tensor] | None = None) -> None:
-        for unit in self.groups:
+        for unit in self._assignment.groups:
             for parameter, slot, held in self._slots(unit):
                 if only is None or parameter in only:
                     items = state.get(parameter) or {"count": 0}
@@ -94,11 +93,11 @@ class ShardState:
         for unit, momentum in self.momentum.items():
             full = torch.zeros(unit.layout.numel)
             full[unit.own_shard().slice] = momentum
-            self._collectives.all_gather(full, unit=unit.name, phase="state").wait()
-            for parameter, slot, group in zip(unit.parameters, unit.layout.slots, self.groups[unit], strict=True):
-                if group is not None and (only is None or parameter in only):
-                    value = full[slot.world.slice].view(slot.shape).clone()
-                    state[parameter] = {"momentum": value, "count": self.counts[unit]}
+            self._assignment.collectives.all_gather(full, unit=unit.name, phase="state").wait()
+            for member in self._assignment.members():
+                if member.unit is unit and (only is None or member.parameter in only):
+                    value = full[member.slot.world.slice].view(member.slot.shape).clone()
+                    state[member.parameter] = {"momentum": value, "count": self.counts[unit]}
         return state
 
     def parameters(self) -> Collection[Tensor]:
@@ -109,19 +108,13 @@ class ShardState:
 
 
 class ShardStep:
-    def __init__(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        options: dict[int, dict[str, Any]],
-        defaults: dict[str, Any],
-        groups: Groups,
-        collectives: Collectives,
-    ) -> None:
-        self.optimizer = optimizer_class([torch.zeros(1)], **defaults)
-        self.groups, self.state = groups, ShardState(groups, collectives)
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.optimizer = assignment.optimizer_class([torch.zeros(1)], **assignment.defaults)
+        self.state = ShardState(assignment)
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        for unit in self.groups:
+        for unit in self.assignment.groups:
             for tensor in unit.grads.views(unit.own_shard()):
                 yield 0, tensor
 
@@ -136,7 +129,7 @@ class ShardStep:
         updated: Callable[[Unit], None],
         arguments: dict[str, Any],
     ) -> None:
-        for unit in self.groups:
+        for unit in self.assignment.groups:
             start(unit)
             own, main = unit.own_shard(), unit.main
             assert main is not None
@@ -181,7 +174,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def third(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STEPPERS, Kind.WHOLE, ShardStep)
+    monkeypatch.setitem(STEPPERS, Granularity.PARAMETER, ShardStep)
 
 
 def test_saved_on_three_ranks_loaded_on_others(tmp_path: Path) -> None:

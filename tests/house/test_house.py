@@ -23,13 +23,11 @@ from tests.house.house import (
 MOST_LINES_OF_CLASS, MOST_ATTRIBUTES = 350, 15
 MOST_LINES_OF_FUNCTION, MOST_ARGUMENTS = 60, 8
 LARGER = {
-    "optimizer.ShardedOptimizer": "a torch optimizer's whole public interface, of which half is docstrings",
     "shard.shard": "the public call: 10 arguments, one for each choice",
     "planner.plan_memory": "the public call: 17 arguments, which become one record each for ranks and optimizer",
     "commands.export": "one argument for each option of the command line",
     "commands.import_": "one argument for each option of the command line",
     "lars.__init__": "the hyper-parameters of LARS",
-    "control.exchange_control": "one row, packed and unpacked in the same place",
 }
 """What is larger all the same, and why."""
 

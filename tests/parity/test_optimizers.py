@@ -30,7 +30,7 @@ from tests.parity.common import ELEMENTWISE, Job, expect_equal_logs
 from zeroshard.optim import Lamb
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
-from zeroshard.step.kinds import Kind, kind_of
+from zeroshard.step.granularity import Granularity, granularity_of
 from zeroshard.testing import run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}
@@ -102,17 +102,17 @@ class Stubborn(torch.optim.Optimizer):
 
 def test_unknown_classes_are_told_apart_by_trial() -> None:
     def check(rank: int) -> None:
-        assert kind_of(Lion, {"lr": 0.1}, None) is Kind.ELEMENTWISE
-        assert kind_of(RowNormed, {}, None) is Kind.WHOLE
-        assert kind_of(RowNormed, {}, True) is Kind.ELEMENTWISE, "a declaration is believed"
+        assert granularity_of(Lion, {"lr": 0.1}, None) is Granularity.ELEMENT
+        assert granularity_of(RowNormed, {}, None) is Granularity.PARAMETER
+        assert granularity_of(RowNormed, {}, True) is Granularity.ELEMENT, "a declaration is believed"
         with pytest.raises(ValueError, match="GloballyNormed cannot be sharded"):
-            kind_of(GloballyNormed, {}, None)
+            granularity_of(GloballyNormed, {}, None)
         with pytest.raises(ValueError, match=r"Stubborn is unknown.*elementwise=True"):
-            kind_of(Stubborn, {"table": 1}, None)
+            granularity_of(Stubborn, {"table": 1}, None)
         with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
-            kind_of(torch.optim.LBFGS, {}, None)
+            granularity_of(torch.optim.LBFGS, {}, None)
         with pytest.raises(ValueError, match="SparseAdam cannot be sharded"):
-            kind_of(torch.optim.SparseAdam, {}, None)
+            granularity_of(torch.optim.SparseAdam, {}, None)
 
     run_ranks(check, 1)
 
@@ -123,9 +123,9 @@ def test_the_trial_agrees_with_what_is_listed() -> None:
     def check(rank: int) -> None:
         for optimizer_class, defaults in ELEMENTWISE.values():
             unknown = type("Unknown", (optimizer_class,), {})
-            assert kind_of(unknown, defaults, None) is Kind.ELEMENTWISE
+            assert granularity_of(unknown, defaults, None) is Granularity.ELEMENT
         for optimizer_class in (torch.optim.Adafactor, torch.optim.Muon, Lamb):
-            assert kind_of(type("Unknown", (optimizer_class,), {}), {"lr": 0.1}, None) is Kind.WHOLE
+            assert granularity_of(type("Unknown", (optimizer_class,), {}), {"lr": 0.1}, None) is Granularity.PARAMETER
 
     run_ranks(check, 1)
 

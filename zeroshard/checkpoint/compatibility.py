@@ -131,16 +131,15 @@ def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: Sha
         name for of_group in mine for name in of_group
     }:
         result.unexpected.append("param groups that are divided in another way")
-    for of_group, of_class in zip(mine, optimizer.classes, strict=True):
+    for of_group, of_class in zip(mine, optimizer.groups.classes.of_groups, strict=True):
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
         result.unexpected.extend(f"state of {other} for {of_class.__name__}" for other in sorted(others))
     for stepper in optimizer.steppers:
-        for unit, group_of in stepper.groups.items():
-            for slot, group in zip(unit.layout.slots, group_of, strict=True):
-                for entry in state.get(slot.name, []) if group is not None else ():
-                    shape = manifest.tensors[entry.tensor].shape
-                    if entry.kind == "optimizer" and not stepper.state.fits(slot, shape):
-                        result.problems.append(f"{entry.key} of {slot.name}: expected the shape {slot.shape}")
+        for slot in (member.slot for member in stepper.assignment.members()):
+            for entry in state.get(slot.name, []):
+                shape = manifest.tensors[entry.tensor].shape
+                if entry.kind == "optimizer" and not stepper.state.fits(slot, shape):
+                    result.problems.append(f"{entry.key} of {slot.name}: expected the shape {slot.shape}")
 
 
 def _holds(stored: torch.dtype, now: torch.dtype, allow_rounding: bool) -> bool:

@@ -141,7 +141,7 @@ def _state_name(kind: str, entry: StateEntry) -> str:
 def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Hyper-parameters of each group (those that are plain values), by the names of the parameters; loss scale."""
     groups = []
-    for group, of_class in zip(optimizer.param_groups, optimizer.classes, strict=True):
+    for group, of_class in zip(optimizer.param_groups, optimizer.groups.classes.of_groups, strict=True):
         options = {}
         for key, value in group.items():
             plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -102,8 +102,9 @@ class StateKinds:
     def __getitem__(self, parameter: Tensor) -> dict[str, bool]:
         group = self._groups[id(parameter)]
         if group not in self._known:
-            optimizer_class, defaults = self._optimizer.classes[group], self._optimizer.class_defaults(group)
-            self._known[group] = is_elementwise_state(optimizer_class, self.options(parameter), defaults)
+            classes = self._optimizer.groups.classes
+            of_group, defaults = classes.of_groups[group], classes.options_of(group)
+            self._known[group] = is_elementwise_state(of_group, self.options(parameter), defaults)
         return self._known[group]
 
 

@@ -124,10 +124,11 @@ class Mesh:
         """Whether ranks can exchange slices by messages of their own (gloo); else the backend's collectives do it."""
         return has_tagged_messages(self.world.group, self.device)
 
-    @property
+    @cached_property  # every step asks
     def one_of_each_shard(self) -> list[int]:
         """Among the rows of all ranks, those of the own shard axis: of several replicas one."""
-        return [self.world.ranks.index(rank) for rank in self.shard.ranks]
+        position = {rank: index for index, rank in enumerate(self.world.ranks)}
+        return [position[rank] for rank in self.shard.ranks]
 
     @classmethod
     def of(cls, mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | None = None) -> Mesh:

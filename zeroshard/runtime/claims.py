@@ -22,6 +22,9 @@ class Owner(Protocol):
     def tensors(self) -> dict[str, list[Tensor]]:
         """What it holds, by kind."""
 
+    def joined(self) -> Any:
+        """As a join sees it (`join.JoinedOptimizer`)."""
+
 
 class Claims:
     """Of the optimizers of one model."""

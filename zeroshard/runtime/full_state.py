@@ -31,38 +31,38 @@ PASS_THE_SAME = (
 )
 
 
-class Taking(NamedTuple):
+class Destination(NamedTuple):
     """Where full values go. `rank0_only`: the other ranks only take part; `device`: None leaves them where they are."""
 
     rank0_only: bool = False
     device: torch.device | str | None = None
 
-    def is_taken_by(self, rank: int) -> bool:
+    def includes(self, rank: int) -> bool:
         return not self.rank0_only or rank == 0
 
     def copy(self, value: Tensor) -> Tensor:
         return value.detach().to(self.device or value.device, copy=True)
 
 
-EVERYWHERE = Taking()
+EVERYWHERE = Destination()
 
 
-def full_state(engine: Engine, taking: Taking, *, main: bool) -> dict[str, Tensor]:
-    """Name -> full value, for those who take it; empty for the others. Collective.
+def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[str, Tensor]:
+    """Name -> full value, on the ranks of the destination; empty on the others. Collective.
 
     Args:
         main: main's values instead of the weights'.
     """
-    is_taken, names = taking.is_taken_by(engine.collectives.mesh.world.rank), engine.plain.state()
+    keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     for unit in engine.units:
         for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit, main=main), strict=True):
-            if is_taken:
-                values[id(parameter)] = taking.copy(value)
+            if keeps:
+                values[id(parameter)] = destination.copy(value)
     engine.gatherer.settle()
-    if not is_taken:
+    if not keeps:
         return {}
-    return {name: values[id(v)] if id(v) in values else taking.copy(v) for name, v in names.items()}
+    return {name: values[id(v)] if id(v) in values else destination.copy(v) for name, v in names.items()}
 
 
 def give_back(engine: Engine) -> None:

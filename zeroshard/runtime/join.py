@@ -27,26 +27,28 @@ from zeroshard.runtime.loss_ledger import Loss, LossAccount
 from zeroshard.storage.weights import Residency
 
 
-class Agreeing(Protocol):
+class Agreement(Protocol):
     used_up: bool
+    losses: LossAccount
 
     def situation(self, orders: Voice) -> dict[str, Any]: ...
 
 
-class Stepping(Protocol):
-    """An optimizer, as a join sees it."""
-
-    @property
-    def agreement(self) -> Agreeing: ...
-    @property
-    def scaling(self) -> LossAccount: ...
+class ParamGroups(Protocol):
     def hyper_parameters(self) -> list[dict[str, Any]]: ...
     def set_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
-    def what_steps(self) -> dict[str, Any]: ...
+
+
+class JoinedOptimizer(Protocol):
+    """See `step/joined.py`."""
+
+    agreement: Agreement
+    groups: ParamGroups
+
+    def step_values(self) -> dict[str, Any]: ...
     def step_as(self, values: Mapping[str, Any]) -> None: ...
     def agree_as(self, norm_type: float) -> None: ...
-    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
-    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
+    def around_steps(self, before: Callable[..., None], after: Callable[..., None]) -> tuple[Any, Any]: ...
 
 
 @contextmanager
@@ -139,7 +141,7 @@ class Part:
         """`weight`: of a follower's losses, where they have none of their own."""
         self._engine, self._orders, self._voice, self._weight = engine, orders, voice, weight
         self._units = {unit.name: unit for unit in engine.units}
-        self._optimizers: list[Stepping] = engine.claims.owners()
+        self._optimizers: list[JoinedOptimizer] = [owner.joined() for owner in engine.claims.owners()]
         self._acts: dict[str, Callable[..., None]] = {
             "gather": self._gather,
             "backward": self._begin_backward,
@@ -152,8 +154,8 @@ class Part:
         for number, optimizer in enumerate(self._optimizers):
             _expect_tellable(optimizer)
             voice.names[id(optimizer.agreement)] = number
-            if optimizer.scaling.default is not None:
-                voice.scalers[id(optimizer.scaling.default)] = number
+            if optimizer.agreement.losses.default is not None:
+                voice.scalers[id(optimizer.agreement.losses.default)] = number
         self._hooks = [hook for number in range(len(self._optimizers)) for hook in self._watch(number)]
         engine.collectives.orders = voice
 
@@ -164,11 +166,11 @@ class Part:
 
     def hyper_parameters(self) -> list[Any]:
         """Of each optimizer."""
-        return [optimizer.hyper_parameters() for optimizer in self._optimizers]
+        return [optimizer.groups.hyper_parameters() for optimizer in self._optimizers]
 
     def set_hyper_parameters(self, groups: Sequence[Any]) -> None:
         for optimizer, of_one in zip(self._optimizers, groups, strict=True):
-            optimizer.set_hyper_parameters(of_one)
+            optimizer.groups.set_hyper_parameters(of_one)
 
     def _watch(self, number: int) -> Sequence[Any]:
         optimizer = self._optimizers[number]
@@ -180,14 +182,14 @@ class Part:
                     "step()"
                 )
             self._voice.expect_no_edits(self._engine.reducer.visible.version)
-            self._voice.give("step", number, optimizer.what_steps(), optimizer.agreement.situation(self._voice))
+            self._voice.give("step", number, optimizer.step_values(), optimizer.agreement.situation(self._voice))
             self._orders.begin_told()
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._orders.end_told()
             self._voice.note_step(self._engine.reducer.visible.version)
 
-        return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        return optimizer.around_steps(before, after)
 
     # Following -------------------------------------------------------------------------------------------------------
 
@@ -230,22 +232,22 @@ class Part:
         self._come_into(situation, self._optimizers[optimizer])
         self._optimizers[optimizer].step_as(values)
 
-    def _come_into(self, situation: dict[str, Any], optimizer: Stepping) -> None:
+    def _come_into(self, situation: dict[str, Any], optimizer: JoinedOptimizer) -> None:
         """What is under way arrives; gradients, scales and weights of losses are as those of a rank that has inputs."""
         for unit in self._engine.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
         self._engine.reducer.keep_only(situation["waiting"])
-        scalers = [self._optimizers[number].scaling.default for number in situation["scalers"]]
+        scalers = [self._optimizers[number].agreement.losses.default for number in situation["scalers"]]
         weight = 0.0 if situation["weighted"] else self._weight
-        optimizer.scaling.use_as([scaler for scaler in scalers if scaler is not None], weight)
+        optimizer.agreement.losses.use_as([scaler for scaler in scalers if scaler is not None], weight)
         optimizer.agreement.used_up = situation["used_up"]
 
 
-def _expect_tellable(optimizer: Stepping) -> None:
+def _expect_tellable(optimizer: JoinedOptimizer) -> None:
     """Raises:
     ValueError: hyper-parameters that no order can tell of."""
-    for group in optimizer.hyper_parameters():
+    for group in optimizer.groups.hyper_parameters():
         for key, value in group.items():
             try:
                 json.dumps(value)

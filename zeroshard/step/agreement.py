@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from zeroshard.comm.orders import Voice
-from zeroshard.comm.settings import Items, Settings, SettingsReport, plain
+from zeroshard.comm.settings import Settings, SettingsReport, plain
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
-from zeroshard.step.control import Control, Status, exchange_control
+from zeroshard.step.assignment import Options
+from zeroshard.step.clipping import Clipping
+from zeroshard.step.control import Contribution, Control, Status, exchange_control
+from zeroshard.step.gradient_norms import norm_terms
+from zeroshard.step.optimizer_state import OptimizerState
+from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.same_gradients import SameGradients
 from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
@@ -27,7 +31,7 @@ class Agreement:
     """Of one optimizer with its counterparts on the other ranks.
 
     Attributes:
-        units: the slots of each unit that are this optimizer's, in the handle's order.
+        follows: this rank has run out of inputs, and does what the others tell it (see `joined.py`).
         half_done: an update has raised: some of main is new, some is not.
         losses: since the last step, as the ledger of the model has them.
         same: where every rank has the gradients in full: samples of them.
@@ -37,53 +41,75 @@ class Agreement:
     def __init__(
         self,
         engine: Engine,
-        units: dict[Unit, set[int]],
+        groups: ParamGroups,
+        state: OptimizerState,
         scaler: LossScaler | None,
         non_finite: NonFinite | None,
         skip_norm_above: float | None,
     ) -> None:
         if non_finite not in ("raise", "skip", "ignore", None):
             raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
-        self.units = units
-        self.half_done = self.used_up = False
-        self._engine, self.losses = engine, engine.ledger.open_account(scaler)
-        self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
-        self._settings_report = SettingsReport()
+        self.follows = self.half_done = self.used_up = False
+        self.losses = engine.ledger.open_account(scaler)
         self.same = SameGradients(engine.collectives) if engine.plan.mean is REPLICATED else None
+        self._engine, self._groups, self._state = engine, groups, state
+        self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
+        self._reported = SettingsReport()
         self._known: tuple[object, Control] | None = None  # and the version of the gradients it is about
 
-    def control(
-        self,
-        parameters: Iterable[nn.Parameter],
-        gradients: Callable[[], Iterator[tuple[int, Tensor]]],
-        num_groups: int,
-        settings: Settings | None,
-        norm_type: float | None = None,
-    ) -> Control:
-        """The control exchange. Once per step and kind of norm (but for gradients in p.grad, which change without our
+    @property
+    def units(self) -> dict[Unit, set[int]]:
+        """The slots of each unit that are this optimizer's, in the handle's order."""
+        return self._state.steppers.units
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, this rank does what the others tell it: it has no settings of its own to compare."""
+        self.follows = True
+        try:
+            yield
+        finally:
+            self.follows = False
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, main becomes new. After an error there nobody knows how much of it is."""
+        self.half_done = True
+        yield
+        self.half_done = False
+
+    def control(self, clipping: Clipping, arguments: Options, norm_type: float | None = None) -> Control:
+        """The control exchange. Once per step and type of norm (but for gradients in p.grad, which change without our
         knowing). Collective.
 
         Args:
-            gradients: the own ones, with their param group.
-            settings: that this rank steps with; None: those that the others tell it.
+            clipping, arguments: what the step is asked to do.
             norm_type: None: as before in this step, or 2.
 
         Raises:
             RuntimeError: on all ranks alike, if one is not ready.
             ValueError: the weights of all losses are 0.
         """
+        return self._control(None if self.follows else self._settings(clipping, arguments), norm_type)
+
+    def _control(self, settings: Settings | None, norm_type: float | None) -> Control:
+        """`settings`: that this rank steps with; None: those that the others tell it."""
         self._engine.check_open("use the optimizer")
         if norm_type is None:
             norm_type = self._known[1].norm_type if self._known else 2.0
         by_hand = self._engine.reducer.notice()
         now = self._engine.reducer.version
         if self._known and self._known[0] == now and self._known[1].norm_type == norm_type and not by_hand:
-            self._settings_report.went_on_with(settings)
+            self._reported.went_on_with(settings)
             return self._known[1]
-        self._settings_report.begin(settings)
+        self._reported.begin(settings)
         try:
             with self._told(norm_type, now):
-                control = self._exchange(parameters, gradients, num_groups, settings, norm_type, by_hand)
+                control = self._exchange(norm_type, by_hand=bool(by_hand))
+                if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
+                    self._engine.reducer.reduce_by_hand(by_hand)
+                    return self._control(settings, norm_type)
+                self._expect_ready(control)
         finally:
             self._engine.reducer.visible.edits.clear()  # they have been compared
         self._known = self._engine.reducer.version, control
@@ -112,50 +138,47 @@ class Agreement:
             "used_up": self.used_up,
         }
 
-    def _exchange(
-        self,
-        parameters: Iterable[nn.Parameter],
-        gradients: Callable[[], Iterator[tuple[int, Tensor]]],
-        num_groups: int,
-        settings: Settings | None,
-        norm_type: float,
-        by_hand: dict[tuple[int, int], Tensor],
-    ) -> Control:
-        status = self._status(parameters, by_hand=bool(by_hand))
+    def _exchange(self, norm_type: float, *, by_hand: bool) -> Control:
+        status, collectives, steppers = self._status(by_hand=by_hand), self._engine.collectives, self._state.steppers
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
         self._engine.gatherer.finish()  # a gather that is late would meet what the step writes
         self._sample_weights()
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
-        control = exchange_control(
-            self._engine.collectives,
+        gradients = list(steppers.own_gradients()) if status is Status.READY else []
+        contribution = Contribution(
             status,
             1.0 if self.losses.weight is None else self.losses.weight,
-            list(gradients()) if status is Status.READY else [],
-            num_groups,
+            norm_terms(gradients, len(self._groups.lists), norm_type, collectives.device),
             norm_type,
             flags + self.losses.overflows(),
-            self._settings_report,
-            self.same,
         )
-        if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
-            self._engine.reducer.reduce_by_hand(by_hand)
-            return self.control(parameters, gradients, num_groups, settings, norm_type)
+        return exchange_control(collectives, contribution, self._reported, self.same)
+
+    def _expect_ready(self, control: Control) -> None:
+        """Raises:
+        RuntimeError, ValueError: as `control`."""
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             ranks = [rank for rank, found in enumerate(control.status) if found is status]
             if ranks:
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
         if control.weight == 0:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
-        return control
 
-    def settings(self) -> Items:
-        """What this part of a step is told, and all ranks must be told alike."""
-        return (
+    def _settings(self, clipping: Clipping, arguments: Options) -> Settings:
+        """What the step at hand depends on beside the gradients, and all ranks must be told alike."""
+        own = (
             ("non_finite", self._non_finite),
             ("skip_norm_above", plain(self._skip_norm_above)),
             ("the losses of this step have weights", self.losses.weight is not None),
             ("the loss scales of this step", tuple(map(repr, self.losses.used))),
+        )
+        given = (("the arguments of step", plain(arguments)),) if arguments else ()
+        return Settings(
+            self._groups.settings(),
+            self._groups.members(),
+            (*own, *clipping.settings(), *given),
+            self._engine.reducer.visible.edited(),
         )
 
     def _sample_weights(self) -> None:
@@ -166,16 +189,25 @@ class Agreement:
             if unit.weights.is_resting_in_full:  # it may still be arriving on a rank that has not called it
                 samples.take(number, unit.name, unit.weights.full)
 
+    def expect_no_gradients(self) -> None:
+        """Raises:
+        ValueError: gradients of this optimizer are waiting for a step."""
+        if self._engine.has_gradients(self.units):
+            raise ValueError(
+                "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
+            )
+
     def forget(self) -> None:
         """The gradients it was made of are gone."""
         self._known = None
 
-    def _status(self, parameters: Iterable[nn.Parameter], *, by_hand: bool) -> Status:
+    def _status(self, *, by_hand: bool) -> Status:
         if self.half_done:
             return Status.HALF_DONE
         updated = {id(p) for unit in self._engine.units if unit.trainable for p in unit.parameters}
+        watched = [*self._groups.parameters(), *self._groups.adoptable()]  # also those that would join if they trained
         with as_tensors():
-            if any(p.grad is not None and id(p) not in updated for p in parameters):
+            if any(p.grad is not None and id(p) not in updated for p in watched):
                 return Status.UNFROZEN
         if any(unit.grads.state is GradState.PARTIAL for unit in self.units):
             return Status.NOT_REDUCED

@@ -1,12 +1,8 @@
 """The one control exchange of a step: every rank learns the same few numbers, and so takes the same decision.
 
-Each rank contributes one row of float64; every rank reads all rows, in rank order:
-
-    | status | weight | digests: collectives, settings, samples, gradients | norm term per group ... | slots ... |
-
-(An all-gather of rows rather than an all-reduce: sums are taken in rank order on every rank, so they are bit-equal
-there and under every plan; maxima and a rank's name come for free.) Norms are those of the own shard under every plan,
-also where gradients are replicated.
+Each rank contributes one row of float64 (`Row`), and reads those of all. (An all-gather of rows rather than an
+all-reduce: sums are taken in rank order on every rank, so they are bit-equal there and under every plan; maxima and a
+rank's name come for free.)
 """
 
 from __future__ import annotations
@@ -15,25 +11,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven
 from zeroshard.comm.samples import first_difference
 from zeroshard.comm.settings import SettingsReport, differ, difference
-from zeroshard.layout.norms import norms_of_rows
+from zeroshard.step.gradient_norms import norms_of_terms
 from zeroshard.step.same_gradients import SameGradients
 
-_HEAD = 6
-"""Numbers before the norm terms."""
 _WORD_BITS = 48
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
 _RECENT = 2000
-"""Collectives of each kind that ranks compare when they have not issued the same."""
+"""Collectives of each name that ranks compare when they have not issued the same."""
 
 
 class Status(IntEnum):
@@ -81,22 +74,69 @@ class Control:
         return float(sum(norm**self.norm_type for norm in self.group_norms) ** (1 / self.norm_type))
 
 
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank says of the step at hand.
+
+    Attributes:
+        weight: of its batches.
+        norm_terms: [param groups] float64, see `gradient_norms.norm_terms`; p is `norm_type`.
+        present: for each slot, whether it got a gradient; and whatever else all ranks are to know if one says so.
+    """
+
+    status: Status
+    weight: float
+    norm_terms: Tensor
+    norm_type: float
+    present: Sequence[bool]
+
+
+Field = TypeVar("Field")
+Numbers = Sequence[float] | Tensor
+"""Of one rank: on the host, or [n] float64 on the device, where they stay: nothing waits for them before they are
+sent."""
+
+
+class Row(NamedTuple, Generic[Field]):
+    """The layout of a row: these fields, one after the other. Written by one rank (`Row[Numbers]`), and read of all
+    (`Row[Tensor]`, each field [ranks, n] on the host)."""
+
+    status: Field
+    weight: Field
+    collectives: Field
+    """Digest of what has been issued since the start."""
+    settings: Field
+    """Digest of what is stepped with."""
+    samples: Field
+    """Digest of what has been gathered since the last step."""
+    gradients: Field
+    """Digest of gradients that every rank has in full; 0 where none has."""
+    norm_terms: Field
+    present: Field
+    """Flags, 48 to a number."""
+
+
+def _pack(row: Row[Numbers], device: torch.device) -> Tensor:
+    """[n] float64 on the device."""
+    on_host = [[0.0] * len(field) if isinstance(field, Tensor) else field for field in row]
+    packed = torch.tensor([number for field in on_host for number in field], dtype=torch.float64, device=device)
+    for field, place in zip(row, _fields(row, packed), strict=True):
+        if isinstance(field, Tensor):
+            place.copy_(field)
+    return packed
+
+
+def _fields(row: Row[Numbers], packed: Tensor) -> Row[Tensor]:
+    """The places of each field of `row` in [..., n]."""
+    return Row(*torch.split(packed, [len(field) for field in row], dim=-1))
+
+
 def exchange_control(
-    collectives: Collectives,
-    status: Status,
-    weight: float,
-    gradients: Sequence[tuple[int, Tensor]],
-    num_groups: int,
-    norm_type: float,
-    present: Sequence[bool],
-    settings: SettingsReport,
-    same: SameGradients | None,
+    collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None
 ) -> Control:
     """Contribute this rank's row and read all of them. Collective.
 
     Args:
-        gradients: (param group, piece of the own shard of the gradient), all groups together.
-        present: for each slot, whether it got a gradient on this rank.
         settings: which this rank steps with.
         same: samples of the gradients, where every rank has them in full.
 
@@ -104,87 +144,77 @@ def exchange_control(
         RuntimeError: ranks step with different settings or gradients (with what differs), have not issued the same
             collectives since the start (with the ranks that differ), or have found other values in what they gathered.
     """
-    terms = _norm_terms(gradients, num_groups, norm_type, collectives.device)
-    numbers = [status, weight, collectives.log.digest, settings.digest]
-    head = torch.tensor(numbers, dtype=torch.float64, device=terms.device)
-    samples = collectives.samples.digest().view(1)
-    of_gradients = same.digest().view(1) if same is not None else torch.zeros_like(samples)
-    words = torch.tensor(_pack(present), dtype=torch.float64, device=terms.device)
+    row: Row[Numbers] = Row(
+        status=[own.status],
+        weight=[own.weight],
+        collectives=[collectives.log.digest],
+        settings=[settings.digest],
+        samples=collectives.samples.digest().view(1),
+        gradients=[0.0] if same is None else same.digest().view(1),
+        norm_terms=own.norm_terms,
+        present=_as_numbers(own.present),
+    )
     try:
-        rows = collectives.exchange(torch.cat([head, samples, of_gradients, terms, words]), CONTROL).cpu()
+        packed = collectives.exchange(_pack(row, collectives.device), CONTROL)
     except Uneven:
         _expect_same_settings(collectives, settings)
         raise
-    if len(set(rows[:, 0].tolist())) == 1 and differ(rows[:, 3].tolist()):  # else the caller raises for the status
-        _expect_same_settings(collectives, settings)
-    settings.end()
-    if len(set(rows[:, 2].tolist())) > 1:
-        raise RuntimeError(_first_difference(collectives))
-    if len(set(rows[:, 4].tolist())) > 1:
-        _expect_same_samples(collectives)
-    collectives.samples.forget()
-    if same is not None:
-        if set(rows[:, 0].tolist()) == {Status.READY} and len(set(rows[:, 5].tolist())) > 1:
-            same.expect_same(CONTROL)
-        same.forget()
-    sums = rows[collectives.mesh.one_of_each_shard, _HEAD : _HEAD + num_groups]
-    if math.isinf(norm_type):
-        norms = sums.amax(0).tolist()
-    else:
-        norms = [sum(column) ** (1 / norm_type) if all(map(math.isfinite, column)) else math.nan
-                 for column in sums.t().tolist()]  # fmt: skip
+    rows = _fields(row, packed.cpu())
+    _expect_agreement(collectives, rows, settings, same)
     return Control(
-        status=tuple(Status(int(value)) for value in rows[:, 0].tolist()),
-        weight=sum(rows[:, 1].tolist()),
-        group_norms=tuple(norms),
-        norm_type=norm_type,
-        finite=bool(torch.isfinite(rows[:, _HEAD : _HEAD + num_groups]).all()),
-        present=_unpack(rows[:, _HEAD + num_groups :].tolist(), len(present)),
+        status=tuple(Status(int(status)) for [status] in rows.status.tolist()),
+        weight=sum(rows.weight[:, 0].tolist()),
+        group_norms=norms_of_terms(rows.norm_terms[collectives.mesh.one_of_each_shard], own.norm_type),
+        norm_type=own.norm_type,
+        finite=bool(torch.isfinite(rows.norm_terms).all()),
+        present=_of_any(rows.present, len(own.present)),
     )
 
 
-def _norm_terms(
-    gradients: Sequence[tuple[int, Tensor]], num_groups: int, norm_type: float, device: torch.device
-) -> Tensor:
-    """[num_groups] float64: per group the sum of |g|^p over the own shard (the maximum where p is inf)."""
-    terms = torch.zeros(num_groups, dtype=torch.float64, device=device)
-    pieces = [(group, piece) for group, piece in gradients if piece.numel()]
-    if not pieces:
-        return terms
-    groups = torch.tensor([group for group, _ in pieces], device=device)
-    norms = _norms([piece for _, piece in pieces], norm_type, torch.float32)
-    if not bool(torch.isfinite(norms).all()):  # an element, or just the fp32 sum of squares
-        norms = _norms([piece for _, piece in pieces], norm_type, torch.float64)
-    if math.isinf(norm_type):
-        return terms.scatter_reduce_(0, groups, norms, "amax")
-    return terms.index_add_(0, groups, norms.pow_(norm_type))
+def _expect_agreement(
+    collectives: Collectives, rows: Row[Tensor], settings: SettingsReport, same: SameGradients | None
+) -> None:
+    """What all ranks must have done alike, they have done alike. Collective where a digest says that they have not: one
+    more exchange finds out what differs.
+
+    Raises:
+        RuntimeError: as above.
+    """
+    if not _differs(rows.status) and differ(rows.settings[:, 0].tolist()):  # else the caller raises for the status
+        _expect_same_settings(collectives, settings)
+    settings.end()
+    if _differs(rows.collectives):
+        raise RuntimeError(_first_difference(collectives))
+    if _differs(rows.samples):
+        _expect_same_samples(collectives)
+    collectives.samples.forget()
+    if same is not None:
+        if bool((rows.status == Status.READY).all()) and _differs(rows.gradients):
+            same.expect_same(CONTROL)
+        same.forget()
 
 
-def _norms(pieces: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """[pieces] float64. On a CPU by rows (see `norms.py`)."""
-    for piece_dtype in {piece.dtype for piece in pieces}:
-        dtype = torch.promote_types(dtype, piece_dtype)
-    if pieces[0].is_cuda:
-        return torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype)).to(torch.float64)
-    by_rows = [norms_of_rows(piece, norm_type, dtype) for piece in pieces]
-    return torch.stack([vector_norm(rows, norm_type, dtype=torch.float64) for rows in by_rows])
+def _differs(field: Tensor) -> bool:
+    """Whether ranks have other numbers, [ranks, 1], than the first one."""
+    return not bool((field == field[0]).all())
 
 
-def _pack(flags: Sequence[bool]) -> list[float]:
+def _as_numbers(flags: Sequence[bool]) -> list[float]:
+    """`_WORD_BITS` flags in each: so many bits a float64 holds."""
     words = [flags[start : start + _WORD_BITS] for start in range(0, len(flags), _WORD_BITS)]
     return [float(sum(1 << bit for bit, flag in enumerate(word) if flag)) for word in words]
 
 
-def _unpack(rows: list[list[float]], count: int) -> tuple[bool, ...]:
-    """The union over rows."""
-    words = [0] * -(-count // _WORD_BITS)
-    for row in rows:
-        words = [word | int(value) for word, value in zip(words, row, strict=True)]
+def _of_any(numbers: Tensor, count: int) -> tuple[bool, ...]:
+    """The flags that any rank has set; `numbers` [ranks, n]: `_as_numbers` of each."""
+    words = [0] * numbers.shape[1]
+    for of_rank in set(map(tuple, numbers.tolist())):  # few differ
+        words = [word | int(number) for word, number in zip(words, of_rank, strict=True)]
     return tuple(bool(words[i // _WORD_BITS] >> (i % _WORD_BITS) & 1) for i in range(count))
 
 
 def _first_difference(collectives: Collectives) -> str:
-    """Where the ranks' logs part: one more exchange, on the way out. Kinds of collectives may overtake one another."""
+    """Where the ranks' logs part: one more exchange, on the way out. Those of one name keep their order."""
     lists: dict[str, list[str]] = {}
     for event in collectives.log.entries:
         lists.setdefault(event.op, []).append(f"unit {event.unit}")

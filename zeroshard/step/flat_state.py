@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.together import tell_together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode, no_tensors
 from zeroshard.layout.cuts import cut
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
-from zeroshard.step.inner import READING, Inner, OptimizerClass, Options
+from zeroshard.step.assignment import Assignment
+from zeroshard.step.inner import Inner, describe_together
 from zeroshard.step.low_bit import dense, quantise
 from zeroshard.step.pieces import Piece, slots_in
 from zeroshard.step.stepper import (
     FullState,
-    Groups,
     Need,
     SavedState,
     SavedTensor,
@@ -48,25 +46,16 @@ class FlatState:
     """The pieces that this rank updates, and their state in the inner optimizer.
 
     Attributes:
-        groups: unit -> the param group of each slot.
         pieces: all of them, in unit order.
         inner: the optimizer whose parameters they are.
         num_cuts: how often pieces have been replaced by others.
     """
 
-    def __init__(
-        self,
-        optimizer_class: OptimizerClass,
-        options: dict[int, Options],
-        defaults: Options,
-        groups: Groups,
-        collectives: Collectives,
-    ) -> None:
-        self.groups = groups
-        self.pieces = [piece for unit, keys in groups.items() for piece in _pieces(unit, keys, keys)]
-        self.inner = Inner(optimizer_class, options, defaults, self.tensors_of)
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment, self._groups = assignment, assignment.groups
+        self.pieces = [piece for unit, keys in self._groups.items() for piece in _pieces(unit, keys, keys)]
+        self.inner = Inner(assignment, self.tensors_of)
         self.num_cuts = 0
-        self._collectives = collectives
 
     # Pieces ------------------------------------------------------------------------------------------------------
 
@@ -82,8 +71,8 @@ class FlatState:
         if not old:
             return
         new: list[Piece] = []
-        keys = [None if group is None else (group, mark) for group, mark in zip(self.groups[unit], marks, strict=True)]
-        fresh = list(_pieces(unit, self.groups[unit], keys))
+        keys = [None if group is None else (group, mark) for group, mark in zip(self._groups[unit], marks, strict=True)]
+        fresh = list(_pieces(unit, self._groups[unit], keys))
         for piece in old:
             new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
         for piece in set(old) - set(new):
@@ -149,11 +138,10 @@ class FlatState:
     # Loading -----------------------------------------------------------------------------------------------------
 
     def needs(self) -> Iterator[Need]:
-        for unit, groups in self.groups.items():
-            for parameter, slot, group in zip(unit.parameters, unit.layout.slots, groups, strict=True):
-                held = slot.world & unit.main.interval
-                if group is not None and held:
-                    yield Need(parameter, slot, held.relative_to(slot.world.start))
+        for member in self._assignment.members():
+            world = member.slot.world
+            if held := world & member.unit.main.interval:
+                yield Need(member.parameter, member.slot, held.relative_to(world.start))
 
     def fits(self, slot: Slot, shape: tuple[int, ...]) -> bool:
         return shape == slot.shape or torch.Size(shape).numel() == slot.world.numel == 1
@@ -164,7 +152,7 @@ class FlatState:
     @torch.no_grad()
     def load(self, state: SavedState, only: Collection[Tensor] | None = None) -> None:
         """Pieces are cut where parameters differ in their numbers, and where the state of one is to stay."""
-        for unit, groups in self.groups.items():
+        for unit, groups in self._groups.items():
             slots = list(zip(unit.parameters, groups, strict=True))
             loaded = [group is not None and (only is None or parameter in only) for parameter, group in slots]
             if not any(loaded):
@@ -184,7 +172,7 @@ class FlatState:
         self.inner.set_state(piece.tensor, {key: self._as_held(piece, key, value) for key, value in values.items()})
 
     def clear(self) -> None:
-        self.inner.optimizer.state.clear()
+        self.inner.clear()
 
     # Gathering ---------------------------------------------------------------------------------------------------
 
@@ -194,8 +182,8 @@ class FlatState:
         for unit, of_slot in self._described(only).items():
             dtypes: dict[str, torch.dtype] = {}
             for described in of_slot.values():
-                for key, (kind, *rest) in described.items():
-                    if kind == ELEMENTWISE:
+                for key, (form, *rest) in described.items():
+                    if form == ELEMENTWISE:
                         dtypes[key] = torch.promote_types(dtypes.get(key, DTYPES[rest[0]]), DTYPES[rest[0]])
             for index, described in of_slot.items():
                 result[unit.parameters[index]] = {key: _value(*item) for key, item in described.items()}
@@ -214,24 +202,22 @@ class FlatState:
 
     def _described(self, only: Collection[Tensor] | None) -> dict[Unit, dict[int, Described]]:
         """Unit -> slot -> its state, as the rank has it that holds the first element. Collective."""
-        units = list(self.groups)
+        units = list(self._groups)
 
-        def describe() -> tuple[None, list[Any]]:
+        def describe() -> list[Any]:
+            pieces = {unit: [p for p in self.of_unit(unit) if self.inner.state_of(p.tensor)] for unit in units}
             mine: list[Any] = []
-            for number, unit in enumerate(units):
-                pieces = [piece for piece in self.of_unit(unit) if self.inner.state_of(piece.tensor)]
-                for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-                    first = Interval(slot.world.start, slot.world.start + 1)
-                    if not slot.world or first not in unit.own_shard() or (only is not None and parameter not in only):
-                        continue
-                    holding = [p for p in pieces if first in p.world and self.groups[unit][index] is not None]
-                    mine += [[number, index, self._describe(piece, slot)] for piece in holding]
-            return None, mine
+            for member in self._assignment.members():
+                unit, slot = member.unit, member.slot
+                first = Interval(slot.world.start, slot.world.start + 1)
+                if slot.world and first in unit.own_shard() and (only is None or member.parameter in only):
+                    holding = [piece for piece in pieces[unit] if first in piece.world]
+                    mine += [[units.index(unit), member.index, self._describe(piece, slot)] for piece in holding]
+            return mine
 
-        _, of_ranks = tell_together(self._collectives, READING, describe)
-        found = {(number, index): described for of_rank in of_ranks for number, index, described in of_rank}
+        found = {(number, index): item for number, index, item in describe_together(self._assignment, describe)}
         result: dict[Unit, dict[int, Described]] = {}
-        for (number, index), described in sorted(found.items()):
+        for (number, index), described in sorted(found.items()):  # replicas say the same
             result.setdefault(units[number], {})[index] = described
         return result
 
@@ -259,7 +245,7 @@ class FlatState:
             value = self.inner.state_of(piece.tensor).get(key)
             if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
                 gathered.full[piece.world.slice] = dense(value)
-        gathered.redistribute(REPLICATED, self._collectives, unit=unit.name, phase="state")
+        gathered.redistribute(REPLICATED, self._assignment.collectives, unit=unit.name, phase="state")
         gathered.arrive()
         return gathered.full
 
@@ -328,11 +314,11 @@ def _same_in_a_piece(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((key, repr(value)) for key, value in numbers.items())) if values else (("", "none"),)
 
 
-def _value(kind: str, *rest: Any) -> Any:
-    if kind == SCALAR:
+def _value(form: str, *rest: Any) -> Any:
+    if form == SCALAR:
         dtype, shape, number = rest
         return torch.tensor(number, dtype=DTYPES[dtype]).view(shape)
-    return decode(rest[0], _nothing) if kind == PLAIN else None
+    return decode(rest[0], _nothing) if form == PLAIN else None
 
 
 def _nothing(name: str) -> Tensor:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.cuts import BATCH_NUMEL, batches
+from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, main_tensor
-from zeroshard.step.inner import Arguments, OptimizerClass, Options, run_step
+from zeroshard.step.inner import Arguments, run_step
 from zeroshard.step.pieces import Piece, Scratch, scratch_bytes, slots_in
-from zeroshard.step.stepper import Groups, Update
+from zeroshard.step.stepper import Update
 from zeroshard.storage.unit import Unit
 
 
@@ -41,29 +41,15 @@ class FlatStep:
         state: the pieces, and what the inner optimizer holds of them.
     """
 
-    def __init__(
-        self,
-        optimizer_class: OptimizerClass,
-        options: dict[int, Options],
-        defaults: Options,
-        groups: Groups,
-        collectives: Collectives,
-    ) -> None:
-        """`options`: the hyper-parameters of each param group that is this stepper's, by its index."""
-        self.state = FlatState(optimizer_class, options, defaults, groups, collectives)
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.state = FlatState(assignment)
+        self.optimizer = self.state.inner.optimizer
         self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
         self._active: dict[Unit, list[bool]] = {}
         self._batches: tuple[Batch, ...] = ()
         self._planned_at = 0  # the number of cuts then
         self._plan_batches()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.state.inner.optimizer
-
-    @property
-    def groups(self) -> Groups:
-        return self.state.groups
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
         """Where one piece holds slots that take part and others it is cut, and its state with it."""
@@ -97,7 +83,7 @@ class FlatStep:
     @torch.no_grad()
     def step(
         self,
-        options: Sequence[dict[str, Any]],
+        options: Sequence[Options],
         update: Update,
         start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
@@ -137,15 +123,14 @@ class FlatStep:
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Another method of the class, on all pieces; what it does to main reaches the weights."""
-        self.state.inner.read_options(options)
-        for piece in self.state.pieces:
-            self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
-        result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
-        for piece in self.state.pieces:
-            piece.unit.main.write(piece.world, piece.tensor)
-            if piece.unit.main.needs_scratch:
-                piece.tensor.data = main_tensor(piece.unit, piece.world)
-        self.state.inner.write_options(options)
+        with self.state.inner.with_options(options):
+            for piece in self.state.pieces:
+                self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
+            result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+            for piece in self.state.pieces:
+                piece.unit.main.write(piece.world, piece.tensor)
+                if piece.unit.main.needs_scratch:
+                    piece.tensor.data = main_tensor(piece.unit, piece.world)
         return result
 
     def _load(self, pieces: Sequence[Piece], update: Update) -> None:
@@ -177,14 +162,8 @@ class FlatStep:
         """State as large as main, the scalars beside it (step counts), and scratch."""
         if self._planned_at != self.state.num_cuts:
             self._plan_batches()
-        kinds: dict[str, list[Tensor]] = {"state": [], "scalars": [], "scratch": []}
-        for tensor, state in self.optimizer.state.items():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    kinds["state" if value.shape == tensor.shape else "scalars"].append(value)
         scratch = (self._gradient_scratch, self._main_scratch, self._held_scratch)
-        kinds["scratch"] = [one.storage for one in scratch]
-        return kinds
+        return self.state.inner.tensors() | {"scratch": [one.storage for one in scratch]}
 
     def _plan_batches(self) -> None:
         """Fill batches in unit order, and hold as much scratch as the largest one needs."""
@@ -192,7 +171,7 @@ class FlatStep:
         limit = BATCH_NUMEL["cuda" if active and active[0].tensor.is_cuda else "cpu"]
         ranges = batches([piece.world.numel for piece in active], limit)
         # Every unit is finished once, in one order, on all ranks: also where this one has no piece of it.
-        units, done = list(self.groups), 0
+        units, done = list(self.assignment.groups), 0
         planned = []
         for of_batch in ranges:
             end = units.index(active[of_batch.stop].unit) if of_batch.stop < len(active) else len(units)

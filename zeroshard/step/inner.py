@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-Options = dict[str, Any]
+from zeroshard.comm.together import tell_together
+from zeroshard.step.assignment import Assignment, OptimizerClass, Options
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-OptimizerClass = type[torch.optim.Optimizer]
 READING = "optimizer.state, optimizer.state_dict(), or what reads them"
 """What ranks exchange then is named so."""
 
@@ -30,19 +33,22 @@ class Inner:
         groups: index of each of the user's param groups that it has -> its own, with the hyper-parameters.
     """
 
-    def __init__(
-        self,
-        optimizer_class: OptimizerClass,
-        options: Mapping[int, Options],
-        defaults: Options,
-        tensors_of: Callable[[int], list[Tensor]],
-    ) -> None:
-        """`options`: the hyper-parameters of each group; `defaults`: what the class is built with."""
+    def __init__(self, assignment: Assignment, tensors_of: Callable[[int], list[Tensor]]) -> None:
+        """`tensors_of`: the tensors that stand for the parameters of a group on this rank."""
+        options = assignment.options
         own_groups = [{**of_group, "params": tensors_of(index)} for index, of_group in options.items()]
-        self.optimizer = optimizer_class(own_groups, **defaults)
+        self.optimizer = assignment.optimizer_class(own_groups, **assignment.defaults)
         self.groups: dict[int, Options] = dict(zip(options, self.optimizer.param_groups, strict=True))
-        self._class, self._defaults = optimizer_class, defaults
+        self._assignment = assignment
         self._elementwise: dict[int, dict[str, bool]] = {}
+
+    @contextmanager
+    def with_options(self, options: Sequence[Options]) -> Iterator[None]:
+        """Around a step, or another method of the class: the hyper-parameters of the user's param groups take effect,
+        and what the class makes of them goes back."""
+        self.read_options(options)
+        yield
+        self.write_options(options)
 
     def read_options(self, options: Sequence[Options], indices: Collection[int] | None = None) -> None:
         """The hyper-parameters of the user's param groups take effect, of these groups (None: of all)."""
@@ -63,7 +69,8 @@ class Inner:
         """See `is_elementwise_state`."""
         if group not in self._elementwise:
             options = {key: value for key, value in self.groups[group].items() if key != "params"}
-            self._elementwise[group] = is_elementwise_state(self._class, options, self._defaults)
+            of_class, defaults = self._assignment.optimizer_class, self._assignment.defaults
+            self._elementwise[group] = is_elementwise_state(of_class, options, defaults)
         return self._elementwise[group]
 
     def state_of(self, tensor: Tensor) -> dict[str, Any]:
@@ -75,6 +82,18 @@ class Inner:
         self.optimizer.state.pop(tensor, None)
         if state:
             self.optimizer.state[tensor] = state
+
+    def clear(self) -> None:
+        """As if no step had been taken."""
+        self.optimizer.state.clear()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Its state, by kind: "state", and "scalars" beside it (step counts)."""
+        kinds: dict[str, list[Tensor]] = {"state": [], "scalars": []}
+        for value in chain.from_iterable(state.values() for state in self.optimizer.state.values()):
+            if isinstance(value, Tensor):
+                kinds["state" if value.dim() else "scalars"].append(value)
+        return kinds
 
 
 # Stepping -------------------------------------------------------------------------------------------------------------
@@ -132,6 +151,17 @@ def expect_arguments(classes: Sequence[OptimizerClass], arguments: Options) -> N
 
 
 # State ----------------------------------------------------------------------------------------------------------------
+
+
+def describe_together(assignment: Assignment, describe: Callable[[], list[Any]]) -> list[Any]:
+    """What all ranks that step together hold of the state: what `describe` lists, JSON-able, one rank after the other.
+    Collective.
+
+    Raises:
+        ValueError: on every rank: state that cannot be described.
+    """
+    _, of_ranks = tell_together(assignment.collectives, READING, lambda: (None, describe()))
+    return list(chain.from_iterable(of_ranks))
 
 
 def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defaults: Options) -> dict[str, bool]:

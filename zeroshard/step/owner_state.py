@@ -11,31 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.together import tell_together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
-from zeroshard.step.inner import READING, Inner, OptimizerClass, Options
-from zeroshard.step.stepper import FullState, Groups, Need, SavedState, SavedTensor, StateEntry, whole_entry
-from zeroshard.storage.unit import Unit
+from zeroshard.step.assignment import Assignment, Member
+from zeroshard.step.inner import Inner, describe_together
+from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry
 
 
 @dataclass(frozen=True, eq=False)
-class WholeParameter:
+class WholeParameter(Member):
     """One parameter that is stepped whole. `owner`: rank on the shard axis."""
 
-    unit: Unit
-    index: int
-    group: int
     owner: int
-
-    @property
-    def slot(self) -> Slot:
-        return self.unit.layout.slots[self.index]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,7 +38,6 @@ class OwnerState:
     """Who owns which parameter; of those that this rank owns the values and, in the inner optimizer, the state.
 
     Attributes:
-        groups: unit -> the param group of each slot.
         wholes: all parameters, on every rank alike.
         values: main of each that this rank owns: the parameters of `inner`.
         inner: the optimizer over them.
@@ -55,27 +45,20 @@ class OwnerState:
         rank: of this one among the owners.
     """
 
-    def __init__(
-        self,
-        optimizer_class: OptimizerClass,
-        options: dict[int, Options],
-        defaults: Options,
-        groups: Groups,
-        collectives: Collectives,
-    ) -> None:
-        self.groups = groups
-        self._collectives, axis = collectives, collectives.mesh.shard
-        self.replicated = next(iter(groups)).plan.main is REPLICATED
-        self.num_owners, self.rank = (1, 0) if self.replicated else (axis.size, axis.rank)
-        self.device = next(iter(groups)).weights.own().device
-        slots = [(unit, i, group) for unit, keys in groups.items() for i, group in enumerate(keys) if group is not None]
-        owners = balance([cost(unit.layout.slots[i].shape) for unit, i, _ in slots], self.num_owners)
-        self.wholes = [WholeParameter(*slot, owner) for slot, owner in zip(slots, owners, strict=True)]
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment, self._axis = assignment, assignment.collectives.mesh.shard
+        first, members = next(iter(assignment.groups)), list(assignment.members())
+        self.device, self.replicated = first.weights.own().device, first.plan.main is REPLICATED
+        self.num_owners, self.rank = (1, 0) if self.replicated else (self._axis.size, self._axis.rank)
+        owners = balance([cost(one.slot.shape) for one in members], self.num_owners)
+        self.wholes = [
+            WholeParameter(one.unit, one.index, one.group, owner) for one, owner in zip(members, owners, strict=True)
+        ]
         # What the class refuses (Muon: all but matrices), it refuses on every rank, not on the owner alone.
         shapes = [torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta") for whole in self.wholes]
-        optimizer_class(shapes, **defaults)
+        assignment.optimizer_class(shapes, **assignment.defaults)
         self.values = self.allocate()
-        self.inner = Inner(optimizer_class, options, defaults, self._tensors_of)
+        self.inner = Inner(assignment, self._tensors_of)
 
     def allocate(self) -> dict[WholeParameter, Tensor]:
         """A tensor for each parameter that this rank owns."""
@@ -95,16 +78,15 @@ class OwnerState:
 
     def entries(self) -> Iterator[StateEntry]:
         """Of what this rank owns; where every rank owns everything, they take turns."""
-        axis = self._collectives.mesh.shard
         for number, whole in enumerate(self.values):
-            if not self.replicated or number % axis.size == axis.rank:
-                kinds = self.elementwise(whole.group)
+            if not self.replicated or number % self._axis.size == self._axis.rank:
+                of_class = self.elementwise(whole.group)
                 for key, value in self._state_of(whole).items():
-                    yield whole_entry(whole.slot.name, key, value, kinds.get(key))
+                    yield whole_entry(whole.slot.name, key, value, of_class.get(key))
 
     def needs(self) -> Iterator[Need]:
         for whole in self.values:
-            yield Need(whole.unit.parameters[whole.index], whole.slot, Interval(0, whole.slot.world.numel))
+            yield Need(whole.parameter, whole.slot, Interval(0, whole.slot.world.numel))
 
     def fits(self, slot: Slot, shape: tuple[int, ...]) -> bool:
         return True  # the class alone knows: Adafactor keeps rows and columns
@@ -115,9 +97,8 @@ class OwnerState:
     @torch.no_grad()
     def load(self, state: SavedState, only: Collection[Tensor] | None = None) -> None:
         for whole, value in self.values.items():
-            parameter = whole.unit.parameters[whole.index]
-            if only is None or parameter in only:
-                items = state.get(parameter) or {}
+            if only is None or whole.parameter in only:
+                items = state.get(whole.parameter) or {}
                 self.inner.set_state(value, {key: self._loaded(item) for key, item in items.items()})
 
     def _loaded(self, item: Any) -> Any:
@@ -126,25 +107,24 @@ class OwnerState:
         return item.clone() if isinstance(item, Tensor) else copy.deepcopy(item)
 
     def clear(self) -> None:
-        self.inner.optimizer.state.clear()
+        self.inner.clear()
 
     # Gathering ---------------------------------------------------------------------------------------------------
 
     def gather(self, only: Collection[Tensor] | None = None) -> FullState:
         """Parameter by parameter, from its owner."""
-        wanted = [one for one in self.wholes if only is None or one.unit.parameters[one.index] in only]
+        wanted = [one for one in self.wholes if only is None or one.parameter in only]
         tensors: dict[WholeParameter, list[Tensor]] = {}
 
-        def describe() -> tuple[None, list[Any]]:
+        def describe() -> list[Any]:
             mine = []
             for number, whole in enumerate(wanted):
                 if whole in self.values and (state := self._state_of(whole)):
                     tensors[whole] = []
                     mine.append([number, *_described(whole, state, tensors[whole])])
-            return None, mine
+            return mine
 
-        _, of_ranks = tell_together(self._collectives, READING, describe)
-        described = {number: of_state for of_rank in of_ranks for number, *of_state in of_rank}
+        described = {number: of_state for number, *of_state in describe_together(self._assignment, describe)}
         result: FullState = {}
         for number, (values, metadata) in sorted(described.items()):
             whole, received = wanted[number], list[Tensor]()
@@ -153,9 +133,9 @@ class OwnerState:
                 if whole in self.values:
                     full.copy_(tensors[whole][position])
                 if not self.replicated:
-                    self._collectives.broadcast([full], self._collectives.mesh.shard, whole.owner)
+                    self._assignment.collectives.broadcast([full], self._axis, whole.owner)
                 received.append(full.cpu() if on_cpu else full)
-            result[whole.unit.parameters[whole.index]] = decode(values, partial(_at, received))
+            result[whole.parameter] = decode(values, partial(_at, received))
         return result
 
     def parameters(self) -> Collection[Tensor]:

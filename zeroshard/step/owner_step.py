@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.interval import Interval
-from zeroshard.step.inner import Arguments, OptimizerClass, Options, run_step
+from zeroshard.step.assignment import Assignment, Options
+from zeroshard.step.inner import Arguments, run_step
 from zeroshard.step.owner_state import OwnerState, WholeParameter
-from zeroshard.step.stepper import Groups, Update
+from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import follow_weights
 from zeroshard.storage.unit import Unit
 
@@ -51,16 +51,10 @@ class OwnerStep:
         state: who owns what, and what the inner optimizer holds of it.
     """
 
-    def __init__(
-        self,
-        optimizer_class: OptimizerClass,
-        options: dict[int, Options],
-        defaults: Options,
-        groups: Groups,
-        collectives: Collectives,
-    ) -> None:
-        self.state = state = OwnerState(optimizer_class, options, defaults, groups, collectives)
-        self._collectives = collectives
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.state = state = OwnerState(assignment)
+        self.optimizer = state.inner.optimizer
         self._active = dict.fromkeys(state.wholes, True)
         self._routes = [route for whole in state.wholes for route in self._routes_of(whole)]
         self._dtypes = sorted({whole.dtype for whole in state.wholes}, key=str)  # one message for each
@@ -73,14 +67,6 @@ class OwnerStep:
         )
         self._sent = torch.empty(most, dtype=torch.uint8, device=state.device)
         self._received = torch.empty(0 if state.replicated else most, dtype=torch.uint8, device=state.device)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.state.inner.optimizer
-
-    @property
-    def groups(self) -> Groups:
-        return self.state.groups
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
@@ -96,51 +82,48 @@ class OwnerStep:
     @torch.no_grad()
     def step(
         self,
-        options: Sequence[dict[str, Any]],
+        options: Sequence[Options],
         update: Update,
         start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
         arguments: Options,
     ) -> None:
         """Fragments to their owners, one step of the whole parameters, fragments back. Collective."""
-        self.state.inner.read_options(options)
-        for unit in self.groups:
-            start(unit)
-
-        def read_gradient(route: Route, out: Tensor) -> None:
-            route.whole.unit.grads.read(route.world, out)
-            update.apply(out)
-
-        active = [route for route in self._routes if self._active[route.whole]]
-        self._to_owners(active, read_gradient, self._gradients)
-        self._fetch_main()
-        try:
-            for whole, value in self.state.values.items():
-                value.grad = self._gradients[whole] if self._active[whole] else None
-            run_step(self.optimizer, arguments)
-        finally:
-            for value in self.state.values.values():
-                value.grad = None
-        self._to_holders([whole for whole, active in self._active.items() if active])
-        self._edits = {unit: unit.edits for unit in self.groups}
-        for unit in self.groups:
-            updated(unit)
-        self.state.inner.write_options(options)
+        with self.state.inner.with_options(options):
+            for unit in self.assignment.groups:
+                start(unit)
+            self._fetch_gradients(update)
+            self._fetch_main()
+            try:
+                for whole, value in self.state.values.items():
+                    value.grad = self._gradients[whole] if self._active[whole] else None
+                run_step(self.optimizer, arguments)
+            finally:
+                for value in self.state.values.values():
+                    value.grad = None
+            self._to_holders([whole for whole, active in self._active.items() if active])
+            for unit in self.assignment.groups:
+                updated(unit)
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Another method of the class, on the whole parameters; what it does to them becomes main. Collective."""
-        self.state.inner.read_options(options)
-        self._fetch_main()
-        result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
-        self._to_holders(self.state.wholes)
-        self._edits = {unit: unit.edits for unit in self.groups}
-        self.state.inner.write_options(options)
+        with self.state.inner.with_options(options):
+            self._fetch_main()
+            result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+            self._to_holders(self.state.wholes)
         return result
+
+    def _fetch_gradients(self, update: Update) -> None:
+        def read(route: Route, out: Tensor) -> None:
+            route.whole.unit.grads.read(route.world, out)
+            update.apply(out)
+
+        self._to_owners([route for route in self._routes if self._active[route.whole]], read, self._gradients)
 
     def _fetch_main(self) -> None:
         """What has been set from outside reaches the owners. Until they give main back, nobody else has theirs."""
-        changed = {unit for unit in self.groups if self._edits.get(unit) != unit.edits}
+        changed = {unit for unit in self.assignment.groups if self._edits.get(unit) != unit.edits}
         self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self.state.values)
         self._edits = {}
         for whole, value in self.state.values.items():
@@ -163,7 +146,7 @@ class OwnerStep:
                 target[route.whole].view(-1)[route.param.slice] = received.advance(route.world.numel)
 
     def _to_holders(self, wholes: Collection[WholeParameter]) -> None:
-        """Main of `wholes` is sent, and set."""
+        """Main of `wholes` is sent, and set: owners and holders have the same again."""
         wanted = set(wholes)
         for dtype in self._dtypes:
             routes = [route for route in self._routes_in(dtype) if route.whole in wanted]
@@ -175,6 +158,7 @@ class OwnerStep:
             received = _Cursor(self._exchange(routes, dtype, forth=False))
             for route in self._outgoing(routes):
                 route.whole.unit.main.set(route.world, received.advance(route.world.numel), spare=True)
+        self._edits = {unit: unit.edits for unit in self.assignment.groups}
 
     def _exchange(self, routes: Sequence[Route], dtype: torch.dtype, *, forth: bool) -> Tensor:
         if self.state.replicated:
@@ -187,7 +171,7 @@ class OwnerStep:
                 owned[route.holder] += route.world.numel
         sent, received = (held, owned) if forth else (owned, held)
         into, data = _as(self._received, dtype), _as(self._sent, dtype)
-        self._collectives.all_to_all(into, data, received, sent, unit="owners", phase="step").wait()
+        self.assignment.collectives.all_to_all(into, data, received, sent, unit="owners", phase="step").wait()
         return into
 
     def _routes_in(self, dtype: torch.dtype) -> list[Route]:
@@ -218,18 +202,11 @@ class OwnerStep:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """State and main of what this rank owns, scalars, and scratch (whole gradients, and the messages)."""
-        kinds: dict[str, list[Tensor]] = {
+        held = {
             "main": [*self.state.values.values()],
-            "state": [],
-            "scalars": [],
-            "scratch": [],
+            "scratch": [*self._gradients.values(), self._sent, self._received],
         }
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    kinds["state" if value.dim() else "scalars"].append(value)
-        kinds["scratch"] = [*self._gradients.values(), self._sent, self._received]
-        return kinds
+        return held | self.state.inner.tensors()
 
 
 def _as(storage: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.settings import Items, Members, plain
+from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
-from zeroshard.step.inner import OptimizerClass, Options
+from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.stepper import FullState
 
 
@@ -77,6 +78,16 @@ class ParamGroups:
             mine = {id(parameter) for parameter in [*groups[0], *new]}
             groups[0] = [parameter for parameter in self._engine.model.parameters() if id(parameter) in mine]
         return groups
+
+    def adopt(self, parameters: Iterable[nn.Parameter], owner: Owner) -> None:
+        """These join the first group, as if they had required grad from the start. `owner`: whose groups these are.
+
+        Raises:
+            ValueError: a parameter that another optimizer has.
+        """
+        groups = self.with_adopted(parameters)
+        self._engine.claims.claim(groups[0], owner)
+        self.lists[0]["params"][:] = groups[0]
 
     def _unclaimed(self) -> Iterator[nn.Parameter]:
         for unit in self._engine.units:

@@ -70,13 +70,13 @@ _NOBODY_AVERAGES = (
 _EDITED = "What is done to p.grad between backward and step must be done on every rank alike"
 
 
-def _difference(mine: Listing, theirs: Listing, rank: int, kind: str) -> str:
+def _difference(mine: Listing, theirs: Listing, rank: int, what: str) -> str:
     of_first, of_other = ({number: (name, words) for number, name, words in one} for one in (mine, theirs))
     for number in sorted(of_first.keys() | of_other.keys()):
         if number not in of_first or number not in of_other:
             having, missing = (0, rank) if number in of_first else (rank, 0)
             name, _ = of_first.get(number) or of_other[number]
-            return f"{kind}{name} has one on rank {having}, and none on rank {missing}"
+            return f"{what}{name} has one on rank {having}, and none on rank {missing}"
         if of_first[number] != of_other[number]:
-            return f"that of {kind}{of_first[number][0]} has other values on rank {rank} than on rank 0"
+            return f"that of {what}{of_first[number][0]} has other values on rank {rank} than on rank 0"
     return ""

@@ -2,48 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.from_rank0 import FromRank0
-from zeroshard.runtime.full_state import EVERYWHERE, PASS_THE_SAME, Taking
+from zeroshard.runtime.full_state import EVERYWHERE, PASS_THE_SAME, Destination
+from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import FullState, stepped
-from zeroshard.storage.unit import Unit
 
 
 class StateDicts:
     """Of one optimizer."""
 
-    def __init__(self, groups: ParamGroups, state: OptimizerState, engine: Engine) -> None:
-        self._groups, self._state, self._engine = groups, state, engine
+    def __init__(self, groups: ParamGroups, state: OptimizerState, losses: LossAccount, engine: Engine) -> None:
+        self._groups, self._state, self._losses, self._engine = groups, state, losses, engine
 
-    def collect(self, taking: Taking, units: Iterable[Unit]) -> dict[str, Any]:
-        """`state` and `param_groups`; unit by unit, where it does not stay here. Collective."""
-        state = self._state.gather() if taking == EVERYWHERE else self._gather(taking, units)
+    def collect(self, destination: Destination) -> dict[str, Any]:
+        """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; empty where it
+        does not go. Unit by unit, where it does not stay here. Collective."""
+        state = self._state.gather() if destination == EVERYWHERE else self._gather(destination)
+        if not destination.includes(self._engine.collectives.mesh.world.rank):
+            return {}
         numbered = {number: state[p] for number, p in enumerate(self._groups.parameters()) if p in state}
-        return {"state": numbered, "param_groups": self._groups.as_saved()}
+        scale = self._losses.state_dict()
+        return {
+            "state": numbered,
+            "param_groups": self._groups.as_saved(),
+            **({"loss_scale": scale} if scale else {}),
+        }
 
-    def _gather(self, taking: Taking, units: Iterable[Unit]) -> FullState:
+    def _gather(self, destination: Destination) -> FullState:
         state: FullState = {}
-        keeps = taking.is_taken_by(self._engine.collectives.mesh.world.rank)
-        gathered = (self._state.gather(dict.fromkeys(unit.parameters)) for unit in units)
+        keeps = destination.includes(self._engine.collectives.mesh.world.rank)
+        gathered = (self._state.gather(dict.fromkeys(unit.parameters)) for unit in self._state.steppers.units)
         for part in chain([self._state.waiting], gathered):
             for parameter, items in part.items() if keeps else ():
                 state[parameter] = {
-                    key: taking.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
+                    key: destination.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
                 }
         return state
 
-    def expect_fitting(self, state_dict: dict[str, Any]) -> None:
+    def load(self, state_dict: dict[str, Any], adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        """Replace the state, the hyper-parameters and the loss scaler's state. Collective.
+
+        Args:
+            state_dict: the same on every rank.
+            adopt: called with parameters that are frozen now, and were not when it was saved.
+
+        Raises:
+            ValueError: on every rank, and nothing has been changed: it does not fit, or differs between ranks.
+        """
+        self._expect_same(state_dict)
+        adopt(self._groups.adopted_with(state_dict))
+        self._state.load(self._groups.state_by_parameter(state_dict))
+        self._load_rest(state_dict)
+
+    def load_from_rank0(
+        self, state_dict: dict[str, Any] | None, adopt: Callable[[Iterable[nn.Parameter]], None]
+    ) -> None:
+        """As `load`, unit by unit, where rank 0 alone has a state_dict: what the others pass is not looked at.
+        Collective; errors as above."""
+        source = FromRank0(self._engine.collectives, state_dict, self._expect_fitting)
+        adopt(self._groups.adopted_with(source.state_dict))
+        state, done = self._groups.state_by_parameter(source.state_dict), stepped(self._state.steppers.all)
+        self._state.waiting.clear()
+        of_units = [unit.parameters for unit in self._state.steppers.units]
+        for params in [*of_units, [p for p in state if p not in done]]:
+            received = {p: source.receive(state[p]) for p in params if p in state}
+            self._state.load(state | received, dict.fromkeys(params))
+        self._load_rest(source.state_dict)
+
+    def _load_rest(self, state_dict: dict[str, Any]) -> None:
+        for group, saved in zip(self._groups.lists, state_dict["param_groups"], strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+        self._losses.load_state_dict(state_dict.get("loss_scale", {}))
+
+    def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
             ValueError: other param groups, or state of another shape.
@@ -55,14 +99,14 @@ class StateDicts:
             )
         self._state.expect_fitting(self._groups.state_by_parameter(state_dict))
 
-    def expect_same(self, state_dict: dict[str, Any]) -> None:
+    def _expect_same(self, state_dict: dict[str, Any]) -> None:
         """It fits, and is the same on every rank. Collective.
 
         Raises:
             ValueError: on every rank.
         """
         collectives, what = self._engine.collectives, "load_state_dict"
-        together(collectives, what, partial(self.expect_fitting, state_dict))
+        together(collectives, what, partial(self._expect_fitting, state_dict))
         values = {
             f"state {key!r} of {self._engine.name_of(p)}": value  # type: ignore[arg-type]
             for p, of_one in self._groups.state_by_parameter(state_dict).items()
@@ -72,23 +116,3 @@ class StateDicts:
             values |= {f"{key!r} of param group {number}": value for key, value in group.items()}
         values["loss_scale"] = state_dict.get("loss_scale", {})
         expect_same(collectives, values, what, PASS_THE_SAME)
-
-    def from_rank0(self, state_dict: dict[str, Any] | None) -> FromRank0:
-        """What rank 0 has, checked. Collective.
-
-        Raises:
-            ValueError: on every rank: it does not fit.
-        """
-        return FromRank0(self._engine.collectives, state_dict, self.expect_fitting)
-
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """Replace the state."""
-        self._state.load(self._groups.state_by_parameter(state_dict))
-
-    def receive(self, source: FromRank0, units: Iterable[Unit]) -> None:
-        """As `load`, unit by unit; then what is frozen. Collective."""
-        state, done = self._groups.state_by_parameter(source.state_dict), stepped(self._state.steppers)
-        self._state.waiting.clear()
-        for params in [*(unit.parameters for unit in units), [p for p in state if p not in done]]:
-            received = {p: source.receive(state[p]) for p in params if p in state}
-            self._state.load(state | received, dict.fromkeys(params))

@@ -2,8 +2,8 @@
 
 A `Stepper` updates parts of main with an inner optimizer. Its `state` gives what this rank holds as *entries*, each an
 interval of one tensor, or a plain value; and takes *saved* entries, of which it reads what this rank needs.
-`optimizer.state`, `state_dict` and checkpoints know no more of it. A new kind of stepper is a class with these two
-protocols and a line in `steppers.py`.
+`optimizer.state`, `state_dict` and checkpoints know no more of it. A new stepper is a class with these two protocols,
+built from an `Assignment`, and a line in `steppers.py`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
-from zeroshard.step.inner import Arguments, Options
+from zeroshard.step.assignment import Assignment, Options
+from zeroshard.step.inner import Arguments
 from zeroshard.storage.unit import Unit
 
 FullState = dict[Tensor, dict[str, Any]]
 """Parameter -> key -> value in full: tensors of many elements in the shape that the class gives them."""
-
-Groups = dict[Unit, list[int | None]]
-"""Unit -> the param group of each slot (None: not this stepper's)."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class Stepper(Protocol):
         """An instance of the user's class."""
 
     @property
-    def groups(self) -> Groups: ...
+    def assignment(self) -> Assignment: ...
 
     @property
     def state(self) -> StepperState: ...
@@ -229,13 +227,7 @@ class Stepper(Protocol):
 
 def stepped(steppers: Collection[Stepper]) -> set[Tensor]:
     """The parameters of these steppers."""
-    return {
-        parameter
-        for stepper in steppers
-        for unit, groups in stepper.groups.items()
-        for parameter, group in zip(unit.parameters, groups, strict=True)
-        if group is not None
-    }
+    return {member.parameter for stepper in steppers for member in stepper.assignment.members()}
 
 
 def as_saved(stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
@@ -247,21 +239,17 @@ def as_saved(stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]]) -> dic
     Raises:
         ValueError: a tensor of another shape.
     """
-    members = [
-        (parameter, slot, group)
-        for unit, groups in stepper.groups.items()
-        for parameter, slot, group in zip(unit.parameters, unit.layout.slots, groups, strict=True)
-        if group is not None and state.get(parameter)
-    ]
+    members = [member for member in stepper.assignment.members() if state.get(member.parameter)]
     seen: dict[str, bool] = {}  # of keys that the class does not tell
-    for parameter, slot, _ in members:
-        for key, value in state[parameter].items():
-            if isinstance(value, Tensor) and slot.world.numel > 1:
+    for member in members:
+        for key, value in state[member.parameter].items():
+            if isinstance(value, Tensor) and member.slot.world.numel > 1:
                 seen.setdefault(key, value.numel() > 1)
     saved: dict[Tensor, dict[str, Any]] = {}
-    for parameter, slot, group in members:
-        of_class, items = stepper.state.elementwise(group), saved.setdefault(parameter, {})
-        for key, value in state[parameter].items():
+    for member in members:
+        of_class, items, slot = stepper.state.elementwise(member.group), dict[str, Any](), member.slot
+        saved[member.parameter] = items
+        for key, value in state[member.parameter].items():
             items[key] = value
             if isinstance(value, Tensor):
                 if value.numel() == 1 and not of_class.get(key, seen.get(key, value.dim() > 0)):

@@ -1,47 +1,141 @@
-"""Which stepper steps which param groups."""
+"""Who steps what: the steppers of one optimizer, which take every step in one order on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from zeroshard.comm.collectives import Collectives
+from torch import Tensor
+
+from zeroshard.comm.profiling import phase
+from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine
+from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
-from zeroshard.step.inner import OptimizerClass, Options
-from zeroshard.step.kinds import Kind, kind_of
+from zeroshard.step.granularity import Granularity, granularity_of
+from zeroshard.step.inner import Arguments, arguments_for
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
-from zeroshard.step.stepper import Groups, Stepper
+from zeroshard.step.stepper import Stepper, Update
+from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
+
+STEPPERS: dict[Granularity, Callable[[Assignment], Stepper]] = {
+    Granularity.PARAMETER: OwnerStep,
+    Granularity.ELEMENT: FlatStep,
+}
 
 
-class StepperClass(Protocol):
-    def __call__(
-        self,
-        optimizer_class: OptimizerClass,
-        options: dict[int, Options],
-        defaults: Options,
-        groups: Groups,
-        collectives: Collectives,
-        /,
-    ) -> Stepper:
-        """
-        Args:
-            options: the hyper-parameters of each param group that is this stepper's, by its index.
-            defaults: what the class is built with.
-        """
+class Steppers:
+    """Of one optimizer. Parameters that begin to train need others, in their place.
 
-
-STEPPERS: dict[Kind, StepperClass] = {Kind.WHOLE: OwnerStep, Kind.ELEMENTWISE: FlatStep}
-
-
-def build_steppers(groups: ParamGroups, engine: Engine) -> list[Stepper]:
-    """One for each optimizer class; those for whole parameters first.
-
-    Raises:
-        ValueError: a class that cannot be sharded, or that refuses its parameters.
+    Attributes:
+        all: one for each optimizer class; those for whole parameters first.
+        units: the slots of each unit that they step, in the engine's order.
     """
+
+    def __init__(self, engine: Engine, groups: ParamGroups | None = None) -> None:
+        """`groups`: None for nothing to step.
+
+        Raises:
+            ValueError: a class that cannot be sharded, or that refuses its parameters.
+        """
+        self._engine = engine
+        self.all = tuple(_build(groups, engine)) if groups is not None else ()
+        slots: dict[Unit, set[int]] = {unit: set() for unit in engine.units}
+        for stepper in self.all:
+            for member in stepper.assignment.members():
+                slots[member.unit].add(member.index)
+        self.units = {unit: of_unit for unit, of_unit in slots.items() if of_unit}
+
+    def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """(param group, tensor) over the own shards; nothing is copied."""
+        for stepper in self.all:
+            yield from stepper.own_gradients()
+
+    # Stepping ----------------------------------------------------------------------------------------------------
+
+    @phase("step: update")
+    def step(
+        self, options: Sequence[Options], active: dict[Unit, list[bool]], update: Update, arguments: Options
+    ) -> None:
+        """Main becomes new, unit by unit, and the weights follow while the next forward starts. Collective.
+
+        Args:
+            options: the user's param groups.
+            active: which slots of each unit take part.
+            arguments: keyword arguments for the `step` of those classes that take them.
+        """
+        engine = self._engine
+        steppers_left = {unit: sum(unit in one.assignment.groups for one in self.all) for unit in self.units}
+
+        def start(unit: Unit) -> None:
+            if unit.weights.state is Residency.GATHERING:
+                unit.weights.arrive(stale=True)
+
+        def updated(unit: Unit) -> None:
+            steppers_left[unit] -= 1
+            slots = {index for index in self.units[unit] if active[unit][index]}
+            if not steppers_left[unit] and unit.plan.main is SHARDED and slots:
+                engine.gatherer.updated(unit, slots)
+                self._consume(unit)  # before the next unit's state is made
+
+        for stepper in self.all:
+            stepper.set_active(active)
+            stepper.step(options, update, start, updated, arguments_for(type(stepper.optimizer), arguments))
+        engine.gatherer.read()
+
+    def discard_gradients(self) -> None:
+        """They have been used, or are not wanted: those of the parameters that these step, and of those that no
+        optimizer has."""
+        for unit in self._engine.units:
+            self._consume(unit)
+        self._engine.reducer.forget_losses()
+        self._engine.pool.rest("buckets", "scratch")  # a backward may still need the weights
+
+    def _consume(self, unit: Unit) -> None:
+        visible = self._engine.reducer.visible
+        if unit.grads.state is not GradState.EMPTY or visible.shows(unit):
+            slots = self.units.get(unit, set()) | self._engine.claims.unclaimed(unit)
+            unit.grads.consume(slots)
+            visible.forget(unit, slots)
+
+    # Other methods of the classes ------------------------------------------------------------------------------------
+
+    def have_method(self, name: str) -> bool:
+        """Whether a class has a method of that name.
+
+        Raises:
+            AttributeError: no class has, but an instance has an attribute.
+        """
+        if any(callable(getattr(type(stepper.optimizer), name, None)) for stepper in self.all):
+            return True
+        if owner := next((type(one.optimizer).__name__ for one in self.all if hasattr(one.optimizer, name)), None):
+            raise AttributeError(
+                f"ShardedOptimizer has no attribute {name!r}. {owner} has, and what it means for a part of the "
+                "parameters is not known here: optimizer.steppers hold this rank's instances, each as .optimizer"
+            )
+        return False
+
+    def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
+        """Call a method of the classes that have it, on all of main; the weights follow. Collective.
+
+        Returns:
+            What the instances do: None where all do, the result of the only one, else a tuple.
+        """
+        having = [stepper for stepper in self.all if hasattr(stepper.optimizer, name)]
+        results = [stepper.call(name, arguments, options) for stepper in having]
+        for unit in self.units:
+            if unit.plan.main is SHARDED and any(unit in stepper.assignment.groups for stepper in having):
+                self._engine.gatherer.updated(unit)
+        self._engine.gatherer.settle()
+        if all(result is None for result in results):
+            return None
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
     steppers: list[Stepper] = []
     classes, options = groups.classes, groups.options()
     for optimizer_class in dict.fromkeys(classes.of_groups):
@@ -50,22 +144,11 @@ def build_steppers(groups: ParamGroups, engine: Engine) -> list[Stepper]:
         if by_unit:
             defaults = classes.options_of(mine[0])
             elementwise = classes.elementwise if optimizer_class is classes.default else None
-            kind = kind_of(optimizer_class, defaults, elementwise)
+            granularity = granularity_of(optimizer_class, defaults, elementwise)
             of_mine = {index: options[index] for index in mine}
-            stepper = STEPPERS[kind](optimizer_class, of_mine, defaults, by_unit, engine.collectives)
-            steppers.insert(len(steppers) if kind is Kind.ELEMENTWISE else 0, stepper)
+            stepper = STEPPERS[granularity](Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives))
+            steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, stepper)
     return steppers
-
-
-def units_of(steppers: Sequence[Stepper], engine: Engine) -> dict[Unit, set[int]]:
-    """Unit -> the slots in it that these step, in the engine's order."""
-    mine: dict[Unit, set[int]] = {}
-    for unit in engine.units:
-        keys = [stepper.groups.get(unit, ()) for stepper in steppers]
-        slots = {i for of_unit in keys for i, group in enumerate(of_unit) if group is not None}
-        if slots:
-            mine[unit] = slots
-    return mine
 
 
 def _by_unit(groups: ParamGroups, indices: Sequence[int], engine: Engine) -> Groups:

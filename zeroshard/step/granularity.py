@@ -1,4 +1,4 @@
-"""Which optimizers may be stepped on flat pieces, and which need whole parameters. Never a guess: listed, or tried.
+"""The granularity of an optimizer class: elements, or whole parameters. Never a guess: listed, or tried.
 
 An elementwise optimizer updates each element from that element's own gradient and state (and scalars): it gives the
 same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo do not.
@@ -8,37 +8,41 @@ from __future__ import annotations
 
 import copy
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.optim import Lamb, Lars
+from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import begin_training, expect_no_closure, run_step
 
 
-class Kind(Enum):
-    ELEMENTWISE = "elementwise"
-    WHOLE = "whole"
+class Granularity(Enum):
+    """The least that an optimizer class can step on its own."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
 
 
 _OPTIM = torch.optim
-_KNOWN: dict[type[torch.optim.Optimizer], Kind] = {
-    _OPTIM.SGD: Kind.ELEMENTWISE,
-    _OPTIM.Adam: Kind.ELEMENTWISE,
-    _OPTIM.AdamW: Kind.ELEMENTWISE,
-    _OPTIM.NAdam: Kind.ELEMENTWISE,
-    _OPTIM.RAdam: Kind.ELEMENTWISE,
-    _OPTIM.Adamax: Kind.ELEMENTWISE,
-    _OPTIM.Adagrad: Kind.ELEMENTWISE,
-    _OPTIM.Adadelta: Kind.ELEMENTWISE,
-    _OPTIM.RMSprop: Kind.ELEMENTWISE,
-    _OPTIM.Rprop: Kind.ELEMENTWISE,
-    _OPTIM.ASGD: Kind.ELEMENTWISE,
-    _OPTIM.Adafactor: Kind.WHOLE,
-    Lamb: Kind.WHOLE,
-    Lars: Kind.WHOLE,
-} | ({_OPTIM.Muon: Kind.WHOLE} if hasattr(_OPTIM, "Muon") else {})
+_ELEMENTWISE = (
+    _OPTIM.SGD,
+    _OPTIM.Adam,
+    _OPTIM.AdamW,
+    _OPTIM.NAdam,
+    _OPTIM.RAdam,
+    _OPTIM.Adamax,
+    _OPTIM.Adagrad,
+    _OPTIM.Adadelta,
+    _OPTIM.RMSprop,
+    _OPTIM.Rprop,
+    _OPTIM.ASGD,
+)
+_WHOLE = (_OPTIM.Adafactor, Lamb, Lars, *((_OPTIM.Muon,) if hasattr(_OPTIM, "Muon") else ()))
+_KNOWN: dict[OptimizerClass, Granularity] = {
+    **dict.fromkeys(_ELEMENTWISE, Granularity.ELEMENT),
+    **dict.fromkeys(_WHOLE, Granularity.PARAMETER),
+}
 
 _REFUSED = {
     _OPTIM.LBFGS: "LBFGS looks at all parameters at once and evaluates the loss many times per step",
@@ -46,7 +50,7 @@ _REFUSED = {
 }
 
 
-def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], elementwise: bool | None) -> Kind:
+def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwise: bool | None) -> Granularity:
     """Listed classes by name, torchao's low-bit ones (elementwise in blocks of 256, which shards never cut), others as
     declared by `elementwise`, or else by trial: two small matrices stepped together, one by one, and cut.
 
@@ -57,11 +61,11 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
         raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
     expect_no_closure(optimizer_class)
     if elementwise is not None:
-        return Kind.ELEMENTWISE if elementwise else Kind.WHOLE
+        return Granularity.ELEMENT if elementwise else Granularity.PARAMETER
     if optimizer_class in _KNOWN:
         return _KNOWN[optimizer_class]
     if optimizer_class.__module__.startswith("torchao."):
-        return Kind.ELEMENTWISE
+        return Granularity.ELEMENT
     try:
         together, one_by_one = (_try_out(optimizer_class, options, apart=apart) for apart in (False, True))
     except Exception as error:
@@ -75,14 +79,13 @@ def kind_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any
             "norm over all of them, perhaps), and no rank has them all"
         )
     try:
-        return Kind.ELEMENTWISE if _close(one_by_one, _try_out(optimizer_class, options, cut=True)) else Kind.WHOLE
+        cuts_alike = _close(one_by_one, _try_out(optimizer_class, options, cut=True))
     except Exception:  # it takes matrices, and no pieces of them
-        return Kind.WHOLE
+        cuts_alike = False
+    return Granularity.ELEMENT if cuts_alike else Granularity.PARAMETER
 
 
-def _try_out(
-    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], *, apart: bool = True, cut: bool = False
-) -> Tensor:
+def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool = True, cut: bool = False) -> Tensor:
     """Two matrices, or pieces of them, after four steps: by one optimizer, or by one each."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]

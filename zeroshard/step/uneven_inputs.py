@@ -12,42 +12,29 @@ of main is thus updated too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.loss_ledger import Loss, LossAccount
+from zeroshard.runtime.loss_ledger import Loss
+from zeroshard.step.joined import JoinedOptimizer
 
 
-class Stepping(Protocol):
-    """An optimizer, as this file sees it."""
-
-    _join_config: _JoinConfig
-
-    @property
-    def scaling(self) -> LossAccount: ...
-    def look_for_newcomers(self) -> None: ...
-    def what_steps(self) -> dict[str, Any]: ...
-    def step_as(self, values: Mapping[str, Any]) -> None: ...
-    def agree_as(self, norm_type: float) -> None: ...
-
-
-class UnevenSteps:
+class UnevenInputs:
     """Of one optimizer over the parameters of a handle.
 
     Attributes:
-        follows: this rank has no inputs left, and does what the others say.
         divides_by_all: DDP divides the sum of gradients by the number of all ranks, not of those that have inputs.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.follows, self.divides_by_all = False, True
+        self.divides_by_all = True
         self._given = False  # whether the followers have the gradients of this step
 
-    def tell(self, optimizer: Stepping, norm_type: float | None, arguments: Mapping[str, Any]) -> None:
+    def announce(self, optimizer: JoinedOptimizer, norm_type: float | None, arguments: Mapping[str, Any]) -> None:
         """By a rank that has inputs, before the ranks agree. Collective.
 
         Args:
@@ -57,19 +44,18 @@ class UnevenSteps:
         Raises:
             RuntimeError: some have run out, and there is something that they cannot do.
         """
-        scaling = optimizer.scaling
-        own = [scaling.default] if scaling.default is not None else []
+        losses = optimizer.losses
         told = {
             "norm_type": norm_type,
-            "step": optimizer.what_steps(),
-            "scaled": bool(scaling.used),
+            "step": optimizer.step_values(),
+            "scaled": bool(losses.used),
             "scale": self._engine.ledger.scale,
-            "weighted": scaling.weight is not None,
+            "weighted": losses.weight is not None,
             "present": [p.grad is not None for unit in self._engine.units for p in unit.parameters],
         }
         rows = self._engine.collectives.exchange_objects(told)
         if None in rows:
-            if any(scaler not in own for scaler in scaling.used):
+            if any(scaler is not losses.default for scaler in losses.used):
                 raise RuntimeError(
                     "Join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: "
                     "scale losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
@@ -80,32 +66,30 @@ class UnevenSteps:
                 raise RuntimeError(
                     f"Join: a rank that has run out of inputs does not know step({', '.join(arguments)}=...)"
                 )
-            self._give(rows)
+            self._give(rows, follows=False)
         self._given = norm_type is not None
 
-    def follow(self, optimizer: Stepping) -> None:
+    def follow(self, optimizer: JoinedOptimizer) -> None:
         """By a rank that has run out: one step of the others. Collective."""
-        self.follows = True
         try:
             while not self._follow_once(optimizer):
                 pass
         finally:
-            self.follows = False
             for unit in self._engine.units:
                 for parameter in unit.parameters:
                     parameter.grad = None
 
-    def _follow_once(self, optimizer: Stepping) -> bool:
+    def _follow_once(self, optimizer: JoinedOptimizer) -> bool:
         """Whether it was the step."""
         optimizer.look_for_newcomers()
         rows = self._engine.collectives.exchange_objects(None)
         told = next(row for row in rows if row is not None)
-        self._give(rows)
+        self._give(rows, follows=True)
         with self._engine.ledger.backward(Loss(told["scale"], told["weighted"])):
             self._engine.reducer.begin_backward()
-        default = optimizer.scaling.default
+        default = optimizer.losses.default
         used = [default] if told["scaled"] and default is not None else []
-        optimizer.scaling.use_as(used, 0.0 if told["weighted"] else 1.0)
+        optimizer.losses.use_as(used, 0.0 if told["weighted"] else 1.0)
         self._given = told["norm_type"] is not None
         if self._given:
             optimizer.agree_as(told["norm_type"])
@@ -114,7 +98,7 @@ class UnevenSteps:
         return not self._given
 
     @torch.no_grad()
-    def _give(self, rows: Sequence[Any]) -> None:
+    def _give(self, rows: Sequence[Any], *, follows: bool) -> None:
         """From the first rank that has inputs to those that have none; once for each step."""
         if self._given:
             return
@@ -127,19 +111,20 @@ class UnevenSteps:
                 value = parameter.grad if collectives.mesh.world.rank == source else torch.empty_like(parameter)
                 assert value is not None
                 collectives.broadcast([value], source=source)
-            if self.follows:
+            if follows:
                 parameter.grad = value
 
 
-class Following(JoinHook):
+class FollowerHook(JoinHook):
     """What torch's `Join` calls on a rank that has run out of inputs, once for each forward of the others."""
 
-    def __init__(self, optimizer: Stepping, steps: UnevenSteps) -> None:
-        self._optimizer, self._steps = optimizer, steps
+    def __init__(self, joinable: Joinable, optimizer: JoinedOptimizer, inputs: UnevenInputs) -> None:
+        """`joinable`: what torch knows the optimizer as."""
+        self._joinable, self._optimizer, self._inputs = joinable, optimizer, inputs
 
     def main_hook(self) -> None:
-        self._steps.follow(self._optimizer)
+        self._inputs.follow(self._optimizer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have come to the end: from now on a step is as always."""
-        self._optimizer._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+        self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]

@@ -1,0 +1,62 @@
+"""What one stepper is built from: param groups of one optimizer class, and where their parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.layout.layout import Slot
+from zeroshard.storage.unit import Unit
+
+Options = dict[str, Any]
+OptimizerClass = type[torch.optim.Optimizer]
+Groups = dict[Unit, list[int | None]]
+"""Unit -> the param group of each slot (None: another stepper's, or nobody's)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter that a stepper steps: slot number `index` of a unit, in param group number `group`."""
+
+    unit: Unit
+    index: int
+    group: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.unit.parameters[self.index]
+
+    @property
+    def slot(self) -> Slot:
+        return self.unit.layout.slots[self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """See the module's note.
+
+    Attributes:
+        optimizer_class: the user's.
+        defaults: what it is built with.
+        options: the hyper-parameters of each of the param groups, by its index among all groups of the optimizer.
+        groups: where the parameters lie. At least one is there.
+        collectives: over the ranks that step together.
+    """
+
+    optimizer_class: OptimizerClass
+    defaults: Options
+    options: dict[int, Options]
+    groups: Groups
+    collectives: Collectives
+
+    def members(self) -> Iterator[Member]:
+        """The parameters, in the order of the buffers."""
+        for unit, groups in self.groups.items():
+            for index, group in enumerate(groups):
+                if group is not None:
+                    yield Member(unit, index, group)

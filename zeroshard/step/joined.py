@@ -1,0 +1,77 @@
+"""An optimizer inside of a join: what ranks that have run out of inputs must hear of a step, and the step as they take
+it. `handle.join()` (`runtime/join.py`) and torch's `Join` (`uneven_inputs.py`) work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from zeroshard.runtime.loss_ledger import LossAccount
+from zeroshard.step.agreement import Agreement
+from zeroshard.step.clipping import Clipping
+from zeroshard.step.control import Control
+from zeroshard.step.param_groups import ParamGroups
+from zeroshard.step_result import StepResult
+
+
+class Optimizer(Protocol):
+    """A `ShardedOptimizer`, as this file sees it."""
+
+    groups: ParamGroups
+    agreement: Agreement
+    clipping: Clipping
+
+    def agree(self, norm_type: float | None = None) -> Control: ...
+    def step(self) -> StepResult: ...
+    def look_for_newcomers(self) -> None: ...
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
+
+
+class JoinedOptimizer:
+    """See the module's note.
+
+    Attributes:
+        groups: the param groups.
+        agreement: with the other ranks.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups, self.agreement = optimizer.groups, optimizer.agreement
+        self._optimizer = optimizer
+
+    @property
+    def losses(self) -> LossAccount:
+        """Since the last step."""
+        return self.agreement.losses
+
+    def around_steps(self, before: Callable[..., None], after: Callable[..., None]) -> tuple[Any, Any]:
+        """Two hooks on `step`, to be removed."""
+        return self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)
+
+    # By a rank that has inputs -----------------------------------------------------------------------------------
+
+    def step_values(self) -> dict[str, Any]:
+        """What a step depends on beside gradients, state and scales of losses, JSON-able."""
+        clipping = self._optimizer.clipping
+        return {"groups": self.groups.hyper_parameters(), "clip": clipping.factor, "clip_value": clipping.value}
+
+    # By a rank that has none -------------------------------------------------------------------------------------
+
+    def look_for_newcomers(self) -> None:
+        """As the others do before each exchange of a step."""
+        self._optimizer.look_for_newcomers()
+
+    def agree_as(self, norm_type: float) -> None:
+        """As the others, before they clip."""
+        with self.agreement.following():
+            self._optimizer.agree(norm_type)
+
+    def step_as(self, values: Mapping[str, Any]) -> None:
+        """Step with what another rank's `step_values` has said."""
+        self.groups.set_hyper_parameters(values["groups"])
+        clipping = self._optimizer.clipping
+        clipping.factor, clipping.value = values["clip"], values["clip_value"]
+        with self.agreement.following():
+            self._optimizer.step()
