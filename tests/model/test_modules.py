@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import (
     PLANS,
     WIDTH,
@@ -366,10 +367,12 @@ def compiled(model: nn.Module, how: str, backend: str) -> Any:
     return result if isinstance(result, nn.Module) else model
 
 
-def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_shard: bool) -> Outcome:
+def train_compiled(
+    rank: int, plan: Any, how: str, backend: str | None, before_shard: bool, net: Callable[[], nn.Module] = Net
+) -> Outcome:
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # as when hooks were compiled, for each class of modules
-    model = make(Net)
+    model = make(net)
     called: Any = compiled(model, how, backend) if backend and before_shard else model
     handle = zeroshard.shard(model, plan, units=Block)
     if backend and not before_shard:
@@ -388,8 +391,7 @@ def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_s
 @pytest.mark.parametrize(
     ("how", "before_shard"),
     [("blocks in place", True), ("model in place", False), ("a function of the model", True)]
-    + [(how, before) for how in COMPILED for before in (True, False)]
-    * bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING")),
+    + [(how, before) for how in COMPILED for before in (True, False)] * EVERYTHING,
 )
 def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: bool) -> None:
     def check(rank: int) -> None:
@@ -530,9 +532,7 @@ def raises(*_: Any) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("how", "before_shard"),
-    [("blocks in place", True)]
-    + [(how, before) for how in COMPILED for before in (True, False)]
-    * bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING")),
+    [("blocks in place", True)] + [(how, before) for how in COMPILED for before in (True, False)] * EVERYTHING,
 )
 def test_generated_kernels_give_the_same_bits_under_every_plan(
     how: str, before_shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -542,9 +542,11 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.compile_fx  # slow: once here, not once in every rank
 
+    net = Net if EVERYTHING else partial(Net, blocks=2)  # each block is compiled by itself
+
     def one_process(ranks: list[int]) -> tuple[Any, State]:
         torch._dynamo.reset()
-        model = make(Net)
+        model = make(net)
         reference = Reference(model, torch.optim.AdamW, num_ranks=2, lr=1e-2, foreach=False)
         called = compiled(model, how, "inductor")
         losses = [
@@ -558,7 +560,7 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
         torch._inductor.config.cpp.vec_isa_ok = True  # half of the time goes into finding out
         losses, weights = one_process([0, 1])
         for plan in PLANS:
-            found = train_compiled(rank, plan, how, "inductor", before_shard)
+            found = train_compiled(rank, plan, how, "inductor", before_shard, net)
             assert found.losses == [of_ranks[rank][0] for of_ranks in losses], plan
             assert same_bits(found.weights, weights), plan
         assert not same_bits(one_process([0, 2])[1], weights)

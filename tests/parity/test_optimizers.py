@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from typing import Any
@@ -237,25 +236,29 @@ def test_schedulers_and_changed_hyper_parameters_take_effect() -> None:
     run_ranks(check, 2)
 
 
+ADDED_TO: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, ADAMW),
+    (Lion, {"lr": 1e-2}),
+    (Lamb, {"lr": 1e-2}),
+    (torch.optim.ASGD, {"lr": 1e-2, "foreach": False}),
+]
+ADDED = grid(ADDED_TO, PLANS, ("fp32", "bf16-remainder"))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
 def test_a_param_group_added_after_the_start(precision: str) -> None:
     """Existing state stays, bit for bit; the new parameters begin with none. As torch, on one process."""
+    cases = at(ADDED, precision)
 
-    def check(rank: int) -> list[Any]:
-        logs = []
+    def first(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(model.head.parameters())}]
 
-        def first(model: nn.Module) -> list[dict[str, Any]]:
-            return [{"params": list(model.head.parameters())}]
+    def second(model: nn.Module) -> dict[str, Any]:
+        return {"params": [*model.blocks.parameters(), *model.norm.parameters()], "lr": 3e-3}
 
-        def second(model: nn.Module) -> dict[str, Any]:
-            return {"params": [*model.blocks.parameters(), *model.norm.parameters()], "lr": 3e-3}
-
-        for optimizer_class, defaults in (
-            (torch.optim.AdamW, ADAMW),
-            (Lion, {"lr": 1e-2}),
-            (Lamb, {"lr": 1e-2}),
-            (torch.optim.ASGD, {"lr": 1e-2, "foreach": False}),
-        ):
+    def references(rank: int) -> list[State]:
+        result = []
+        for optimizer_class, defaults in ADDED_TO:
             model = make(Net)
             reference = Reference(
                 model, optimizer_class, num_ranks=2, precision=precision, params=first(model), **defaults
@@ -267,20 +270,28 @@ def test_a_param_group_added_after_the_start(precision: str) -> None:
                         {**group, "params": [reference.main[p] for p in group["params"]]}
                     )
                 reference.step(lambda model, rank, _, step=step: loss_of_tokens(model, rank, 0, step))
-            for plan in PLANS:
-                model = make(Net)
-                handle = zeroshard.shard(model, plan, units=Block, precision=precision)
-                optimizer = zeroshard.ShardedOptimizer(first(model), optimizer_class, **defaults)
-                for step in range(6):
-                    if step == 3:
-                        optimizer.add_param_group(second(model))
-                    optimizer.zero_grad()
-                    optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                    optimizer.step()
-                    for unit in handle.engine.units:  # what no optimizer uses is discarded, as model.zero_grad() would
-                        unit.grads.consume(set(range(len(unit.parameters))))
-                assert same_bits(handle.full_state_dict(), reference.state_dict()), (plan, optimizer_class)
-                logs.append(handle.comm_log)
+            result.append(reference.state_dict())
+        return result
+
+    expected = run_ranks(references, 1)[0]
+
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for (optimizer_class, defaults), plan in cases:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(first(model), optimizer_class, **defaults)
+            for step in range(6):
+                if step == 3:
+                    optimizer.add_param_group(second(model))
+                optimizer.zero_grad()
+                optimizer.backward(loss_of_tokens(model, rank, 0, step))
+                optimizer.step()
+                for unit in handle.engine.units:  # what no optimizer uses is discarded, as model.zero_grad() would
+                    unit.grads.consume(set(range(len(unit.parameters))))
+            weights = expected[ADDED_TO.index((optimizer_class, defaults))]
+            assert same_bits(handle.full_state_dict(), weights), (plan, optimizer_class)
+            logs.append(handle.comm_log)
         return logs
 
     for logs in zip(*run_ranks(check, 2), strict=True):
@@ -319,47 +330,61 @@ FREEZABLE = {
 }
 
 
+FREEZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {**ADAMW, "weight_decay": 0.5}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+    (Lamb, {"lr": 1e-2}),
+]
+FREEZING = grid(("fp32", "bf16-remainder"), FREEZERS, PLANS, FREEZABLE)
+
+
 @pytest.mark.parametrize("what", FREEZABLE)
 def test_freezing_and_unfreezing_during_training(what: str) -> None:
-    """Frozen parameters stay, with their moments, weight decay or not; afterwards they go on from there. As torch. (The
-    usual run has every pair of two: what is frozen, precision, optimizer.)"""
-    optimizers: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-        (torch.optim.AdamW, {**ADAMW, "weight_decay": 0.5}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
-        (Lamb, {"lr": 1e-2}),
-    ]
-    cases = list(itertools.product(("fp32", "bf16-remainder"), optimizers))
-    if not os.environ.get("ZEROSHARD_TEST_EVERYTHING"):
-        at = list(FREEZABLE).index(what)
-        cases = [case for number, case in enumerate(cases) if (number % 3 + number // 3 + at) % 2 == 0]
+    """Frozen parameters stay, with their moments, weight decay or not; afterwards they go on from there. As torch."""
+    cases = at(FREEZING, what)
+
+    def train_and_freeze(model: nn.Module, one_step: Any) -> None:
+        for step in range(6):
+            for p in FREEZABLE[what](model):
+                p.requires_grad_(step not in (2, 3))
+            one_step(step)
+
+    def references(rank: int) -> list[State]:
+        result = []
+        for precision, (optimizer_class, defaults), _ in cases:
+            model = make(lambda: Net(blocks=2))
+            reference = Reference(model, optimizer_class, num_ranks=2, precision=precision, **defaults)
+
+            def one_step(step: int, reference: Reference = reference) -> None:
+                reference.step(lambda its_model, rank, _: loss_of_tokens(its_model, rank, 0, step))
+
+            train_and_freeze(model, one_step)
+            result.append(reference.state_dict())
+        return result
+
+    expected = run_ranks(references, 1)[0]
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for precision, (optimizer_class, defaults) in cases:
+        for (precision, (optimizer_class, defaults), plan), weights in zip(cases, expected, strict=True):
             model = make(lambda: Net(blocks=2))
-            reference = Reference(model, optimizer_class, num_ranks=2, precision=precision, **defaults)
-            for step in range(6):
-                for p in FREEZABLE[what](model):
-                    p.requires_grad_(step not in (2, 3))
-                reference.step(lambda model, rank, _, step=step: loss_of_tokens(model, rank, 0, step))
-            for plan in PLANS:
-                model = make(lambda: Net(blocks=2))
-                handle = zeroshard.shard(model, plan, units=Block, precision=precision)
-                optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
-                names = {id(p): name for name, p in model.named_parameters()}
-                frozen = [names[id(p)] for p in FREEZABLE[what](model)]
-                for step in range(6):
-                    for p in FREEZABLE[what](model):
-                        p.requires_grad_(step not in (2, 3))
-                    before = handle.full_state_dict(main=True)
-                    optimizer.zero_grad()
-                    optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                    optimizer.step()
-                    after = handle.full_state_dict(main=True)
-                    moved = any(not torch.equal(before[name], after[name]) for name in frozen)
-                    assert moved is (step not in (2, 3))
-                assert same_bits(handle.full_state_dict(), reference.state_dict()), (plan, optimizer_class)
-                logs.append(handle.comm_log)
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
+            names = {id(p): name for name, p in model.named_parameters()}
+            frozen = [names[id(p)] for p in FREEZABLE[what](model)]
+
+            def one_step(step: int, model=model, handle=handle, optimizer=optimizer, frozen=frozen) -> None:
+                before = handle.full_state_dict(main=True)
+                optimizer.zero_grad()
+                optimizer.backward(loss_of_tokens(model, rank, 0, step))
+                optimizer.step()
+                after = handle.full_state_dict(main=True)
+                moved = any(not torch.equal(before[name], after[name]) for name in frozen)
+                assert moved is (step not in (2, 3))
+
+            train_and_freeze(model, one_step)
+            assert same_bits(handle.full_state_dict(), weights), (plan, optimizer_class)
+            logs.append(handle.comm_log)
         return logs
 
     for logs in zip(*run_ranks(check, 2), strict=True):
