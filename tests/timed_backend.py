@@ -48,6 +48,19 @@ class Timed(dist.Work):
         self._work: Any = None
         self._take: Callable[[], list[Tensor]] | None = None
         self.is_written = False
+        self._future: Any = None
+
+    def get_future(self) -> Any:
+        """For torch DDP, which waits for it where no `wait` of ours is called: written as soon as it has arrived."""
+        with ALL.lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                self.late = False
+                if self.is_written:
+                    self._future.set_result(list(self.outputs))
+                elif self not in ALL.waiting:
+                    ALL.waiting.append(self)
+        return self._future
 
     @property
     def is_read(self) -> bool:
@@ -70,6 +83,8 @@ class Timed(dist.Work):
             _bytes(output).copy_(value)
         for tensor in self.spoiled:
             _spoil(tensor)
+        if self._future is not None:
+            self._future.set_result(list(self.outputs))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         ALL.read_everything()
@@ -142,10 +157,13 @@ class TimedGroup(dist.ProcessGroup):
         self.inner, self.timing = inner, timing
         self._rank, self._size = rank, size
         self._random = random.Random(seed + rank)
-        self._name = ""
 
     def getBackendName(self) -> str:
         return NAME
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
 
     def size(self) -> int:
         return self._size

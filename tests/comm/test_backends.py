@@ -199,6 +199,7 @@ def test_ranks_that_use_one_device_or_several_types_are_told() -> None:
     assert backends._shared_or_mixed([good[0], ("cuda", "node1 GPU-b", "no")]) == "rank 1: no"
 
 
+@pytest.mark.by_gloo
 def test_the_ranks_hear_of_it_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collective on a device that two ranks share would not come back."""
     monkeypatch.setattr(backends, "backends_of", lambda group: {"cpu": "gloo", "cuda": "nccl"})

@@ -77,6 +77,7 @@ def reduce_scatter(
     return out
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_reduce_scatter_is_the_sum_in_rank_order_bit_for_bit(num_ranks: int) -> None:
     def check(rank: int) -> CommLog:
@@ -131,6 +132,7 @@ def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(nu
     expect_same_logs(run_ranks(check, num_ranks))
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(num_ranks: int) -> None:
     """In shared memory, by messages and by the backend's own collectives; also where a shard has none of it."""

@@ -105,6 +105,7 @@ def found(events: list[CommEvent], plan: Any) -> Counter[tuple[str, str, str, in
 STEP_CASES = grid(SCHEDULES, PRECISIONS, PLANS, (2, 3, 4))
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_collectives_and_bytes_of_a_step_are_the_formulas(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:

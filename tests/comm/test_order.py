@@ -69,6 +69,7 @@ def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple
     return said, time.monotonic() - start, same
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_another_path_on_one_rank_is_always_caught(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Always (100 of 100): every rank raises, the message names both units, nothing has been updated, nobody waits."""

@@ -122,6 +122,7 @@ def test_what_computes_in_which_dtype() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_bytes_are_what_was_planned(num_ranks: int) -> None:
     def check(rank: int) -> None:

@@ -51,6 +51,7 @@ def data(rank: int, step: int, width: int) -> Tensor:
 OPTIMIZERS = [(torch.optim.AdamW, {"lr": 1e-2, "foreach": False}), (Lamb, {"lr": 1e-2})]
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=["pieces", "whole"])
 def test_a_bf16_main_beside_norms_kept_in_fp32(optimizer_class: Any, options: dict[str, Any]) -> None:
     def check(rank: int) -> Any:

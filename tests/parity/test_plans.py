@@ -154,6 +154,7 @@ def test_one_other_batch_on_one_rank_is_seen() -> None:
             expect_identical(by_plan)
 
 
+@pytest.mark.by_gloo
 def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank's term first: plans agree among themselves, not with the truth."""
 

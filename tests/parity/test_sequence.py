@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -93,6 +94,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     return weights.full, collectives.log
 
 
+@pytest.mark.by_gloo
 def test_sixteen_elements_on_four_ranks() -> None:
     found = run_ranks(one_step, 4)
     for weights, _ in found:
@@ -101,6 +103,7 @@ def test_sixteen_elements_on_four_ranks() -> None:
     expect_same_logs([log for _, log in found])
 
 
+@pytest.mark.by_gloo
 def test_without_the_gather_each_rank_has_updated_four() -> None:
     for rank, (weights, _) in enumerate(run_ranks(one_step, 4, False)):
         changed = weights.ne(START.to(FP16)).nonzero().flatten().tolist()

@@ -300,6 +300,7 @@ def test_extra_communication_and_state(precision: str) -> None:
         assert [of_rank["rest"] for of_rank in ranks] == [of_rank["rest"] for of_rank in elementwise]
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_bytes_of_owners_are_exact_and_planned(num_ranks: int) -> None:
     """Muon for matrices, AdamW for the rest: main and state of what a rank owns, and the scratch of their travels."""

@@ -82,6 +82,7 @@ def expected_bytes(handle: Any, rank: int, a: int, b: int, state_bytes: int) -> 
     return total
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_row_is_exact_and_is_what_was_planned(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
@@ -186,6 +187,7 @@ def test_an_allocation_would_be_seen() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_gloo
 def test_optimizer_only_holds_a_shard_of_main_and_state_beside_full_weights() -> None:
     """fp32 weights 4 + 8 / d, 16-bit weights 2 + 12 / d; gradients are torch DDP's."""
 

@@ -115,6 +115,7 @@ def run_steps(model: nn.Module, optimizer: Any, rank: int, steps: range, micro_b
         optimizer.zero_grad()
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_resting_bytes_are_the_tables_and_no_storage_is_forgotten(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
@@ -244,6 +245,7 @@ def come_and_gone(handle: zeroshard.Handle) -> int:
     return sum(handle.memory(peak=True).values()) - sum(handle.memory().values())
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_steady_step_allocates_nothing(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
@@ -266,6 +268,7 @@ def test_a_steady_step_allocates_nothing(num_ranks: int) -> None:
         expect_same_logs(logs)
 
 
+@pytest.mark.by_gloo
 def test_local_accumulation_allocates_its_buckets_once() -> None:
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -290,6 +293,7 @@ def test_local_accumulation_allocates_its_buckets_once() -> None:
     run_ranks(check, 3)
 
 
+@pytest.mark.by_gloo
 def test_a_parameter_without_gradient_costs_buckets_once() -> None:
     """It used to cost new ones in every step, which peers mapped and never let go: its unit is reduced last, so the
     units after it find no bucket free."""
@@ -334,6 +338,7 @@ def test_an_allocation_by_the_engine_is_seen() -> None:
 # Freeing --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_gloo
 def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
     def check(rank: int) -> None:
         gc.freeze()

@@ -222,6 +222,7 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     ]
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize(
     ("num_ranks", "transport"), [(1, "shared"), (2, "shared"), (3, "shared"), (2, "pairwise"), (2, "native")]
 )
@@ -236,6 +237,7 @@ def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> N
             assert measured == planned
 
 
+@pytest.mark.by_gloo
 def test_the_numbers_of_torchs_test() -> None:
     """3 blocks of 28 MB on 2 ranks: at most 144 MB in forward, 187 in backward and in the step, 160 at rest; the
     second step, too."""
