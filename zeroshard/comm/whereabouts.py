@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -17,7 +17,15 @@ R = TypeVar("R")
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
 _LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
-_CALLED = ("handle.py", "optimizer.py", "shard.py", *(os.path.join("checkpoint", f"{n}.py") for n in ("save", "load")))
+_CALLED = {
+    "handle.py",
+    "optimizer.py",
+    "shard.py",
+    *(
+        os.path.join(*path)
+        for path in (("step", "torch_optimizer.py"), ("checkpoint", "save.py"), ("checkpoint", "load.py"))
+    ),
+}
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _waiting_in_vain: set[CodeType] = set()
 
@@ -39,7 +47,7 @@ def where(thread: int | None) -> str:
         if not _is_library(code.co_filename):
             return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
         if _is_public(code):
-            call = f" (in {code.co_qualname})"
+            call = f" (in {_name(frame)})"
         inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
         frame = frame.f_back
     return OUTSIDE
@@ -49,6 +57,13 @@ def _is_public(code: CodeType) -> bool:
     """A function of this engine that users call."""
     here = code.co_filename.removeprefix(_HERE)
     return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
+
+
+def _name(frame: FrameType) -> str:
+    """As users write it: a method has the name of the object's class, which may have inherited it."""
+    code = frame.f_code
+    owner = frame.f_locals.get("self")
+    return code.co_qualname if owner is None else f"{type(owner).__name__}.{code.co_name}"
 
 
 def _is_library(path: str) -> bool:
