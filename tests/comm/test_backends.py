@@ -6,6 +6,7 @@ went unnoticed."""
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from zeroshard.comm.mesh import Mesh, problem_of
 from zeroshard.testing import expect_same_logs, run_ranks
 
 CUDA = torch.device("cuda", 0)
+JOB = Job(model=partial(Net, blocks=1), units=Block, steps=2)
 
 
 class Group:
@@ -59,25 +61,27 @@ def test_where_a_model_without_a_device_goes(monkeypatch: pytest.MonkeyPatch) ->
     assert backends.device_for(group, None) == torch.device("cuda", 3)
 
 
-def with_backend(rank: int, backend: str | None) -> list[Any]:
-    store = dist.distributed_c10d._get_default_store()
-    world_size = dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(f"again {backend}", store), rank=rank, world_size=world_size
-    )
-    return [train(Job(units=Block), plan, rank) for plan in PLANS]
+BACKENDS = ("gloo", None, "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:fake")
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:fake"])
-def test_groups_without_a_named_backend_train_as_with_gloo(backend: str | None) -> None:
-    expected = run_ranks(with_backend, 2, "gloo")
-    found = run_ranks(with_backend, 2, backend)
-    for rank in range(2):
-        for mine, theirs in zip(found[rank], expected[rank], strict=True):
-            assert same_bits(mine.weights, theirs.weights) and mine.losses == theirs.losses
-            assert mine.log.bytes() == theirs.log.bytes()
+def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
+    """One after the other in the same processes."""
+
+    def run(rank: int) -> list[list[Any]]:
+        store, found = dist.distributed_c10d._get_default_store(), []
+        for backend in BACKENDS:
+            dist.barrier()
+            dist.destroy_process_group()
+            own = dist.PrefixStore(f"again {backend}", store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=2)
+            found.append([train(JOB, plan, rank) for plan in PLANS])
+        return found
+
+    for by_gloo, *others in run_ranks(run, 2):
+        for backend, outcomes in zip(BACKENDS[1:], others, strict=True):
+            for mine, theirs in zip(outcomes, by_gloo, strict=True):
+                assert same_bits(mine.weights, theirs.weights) and mine.losses == theirs.losses, backend
+                assert mine.log.bytes() == theirs.log.bytes(), backend
 
 
 def test_a_fake_group_stands_for_ranks_that_are_all_alike() -> None:
@@ -107,13 +111,13 @@ def test_a_mesh_named_as_pytorch_and_torchtitan_name_it() -> None:
 
     def run(rank: int) -> list[Any]:
         meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=pair) for pair in names]
-        found = [train(Job(units=Block), PLANS[3], rank, mesh) for mesh in meshes]
+        found = [train(JOB, PLANS[3], rank, mesh) for mesh in meshes]
         three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         with pytest.raises(ValueError, match=r'found 3: pass the part of it .* mesh\["dp_replicate", "dp_shard"\]'):
             Mesh.of(three)
         turned = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate")))
         assert turned.shard.ranks == ((0, 2), (1, 3))[rank % 2]
-        return [*found, train(Job(units=Block), PLANS[3], rank, three["dp_replicate", "dp_shard"])]
+        return [*found, train(JOB, PLANS[3], rank, three["dp_replicate", "dp_shard"])]
 
     for outcomes in run_ranks(run, 4):
         assert all(same_bits(outcome.weights, outcomes[0].weights) for outcome in outcomes)
@@ -149,24 +153,25 @@ def test_replicas_that_hold_different_shards_are_refused() -> None:
     run_ranks(run, 4)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-def test_groups_in_any_order_that_fits_train_alike(plan: Any) -> None:
+def test_groups_in_any_order_that_fits_train_alike() -> None:
     """Also checkpoints know whose shard is whose."""
 
-    def run(rank: int) -> list[Any]:
-        job = Job(units=Block)
-        reversed_order = dist.new_group([3, 1, 2, 0], sort_ranks=False)
-        flat = [train(job, plan, rank), train(job, plan, rank, reversed_order)]
-        both = [hsdp(rank, [[0, 1], [2, 3]], [[0, 2], [1, 3]]), hsdp(rank, [[1, 0], [3, 2]], [[2, 0], [3, 1]])]
-        return flat + [train(job, plan, rank, mesh) for mesh in both]
+    def run(rank: int) -> list[list[Any]]:
+        meshes = [
+            None,
+            dist.new_group([3, 1, 2, 0], sort_ranks=False),
+            hsdp(rank, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+            hsdp(rank, [[1, 0], [3, 2]], [[2, 0], [3, 1]]),
+        ]
+        return [[train(JOB, plan, rank, mesh) for mesh in meshes] for plan in PLANS]
 
-    found = run_ranks(run, 4)
-    for rank in range(4):
-        assert same_bits(found[rank][3].weights, found[0][3].weights)
-        for outcome in found[rank]:
-            torch.testing.assert_close(outcome.losses, found[rank][0].losses, rtol=LAST_BITS, atol=0.0)
-    expect_same_logs([outcomes[1].log for outcomes in found])
-    expect_same_logs([outcomes[3].log for outcomes in found])
+    for plan, found in zip(PLANS, zip(*run_ranks(run, 4), strict=True), strict=True):
+        for outcomes in found:  # of a rank
+            assert same_bits(outcomes[3].weights, found[0][3].weights), plan
+            for outcome in outcomes:
+                torch.testing.assert_close(outcome.losses, outcomes[0].losses, rtol=LAST_BITS, atol=0.0)
+        expect_same_logs([outcomes[1].log for outcomes in found])
+        expect_same_logs([outcomes[3].log for outcomes in found])
 
 
 def test_what_is_wrong_with_a_mesh() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard
-from tests.grids import at, grid
+from tests.grids import grid
 from tests.kit import (
     PLANS,
     Block,
@@ -35,7 +35,6 @@ from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.transport import Reduction
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.portions import Portions
-from zeroshard.placement import Plan
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
@@ -237,16 +236,13 @@ SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1), (1, 4), (4, 1)]
 """replicas x shards"""
 
 
-def on_mesh(shape: tuple[int, int], runs: list[tuple[Job, Plan]]) -> Callable[[int], list[Outcome]]:
-    def run(rank: int) -> list[Outcome]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        return [train(job, plan, rank, mesh) for job, plan in runs]
-
-    return run
+def two_axes(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def exact(precision: Any = None, every: bool = False) -> Job:
     return Job(
+        steps=2,
         model=Counting,
         loss_of=loss_of_integers,
         units=torch.nn.Linear,
@@ -260,32 +256,33 @@ JOBS = (exact(), exact("bf16"), exact(MixedPrecision(reduce=BF16)), exact(every=
 MESH_CASES = grid(range(len(JOBS)), PLANS, SHAPES)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_mesh_of_two_axes_is_the_mesh_of_one_where_sums_are_exact(shape: tuple[int, int]) -> None:
-    cases, num_ranks = at(MESH_CASES, shape), shape[0] * shape[1]
+@pytest.mark.parametrize("num_ranks", sorted({math.prod(shape) for shape in SHAPES}))
+def test_a_mesh_of_two_axes_is_the_mesh_of_one_where_sums_are_exact(num_ranks: int) -> None:
+    cases = [case for case in MESH_CASES if math.prod(case[-1]) == num_ranks]
 
-    def flat(rank: int) -> dict[int, Outcome]:
-        return {number: train(JOBS[number], zeroshard.ZERO2, rank) for number in sorted({job for job, _ in cases})}
+    def check(rank: int) -> tuple[list[Outcome], list[Outcome]]:
+        meshes = {shape: two_axes(shape) for *_, shape in cases}
+        flat = [train(job, zeroshard.ZERO2, rank) for job in JOBS]
+        return flat, [train(JOBS[number], plan, rank, meshes[shape]) for number, plan, shape in cases]
 
-    expected = run_ranks(flat, num_ranks)
-    found = run_ranks(on_mesh(shape, [(JOBS[number], plan) for number, plan in cases]), num_ranks)
-    for index, (number, _) in enumerate(cases):
-        by_rank = [found[rank][index] for rank in range(num_ranks)]
-        for rank, outcome in enumerate(by_rank):
-            assert outcome.losses == expected[rank][number].losses
-            assert same_bits(outcome.weights, expected[rank][number].weights)
+    expected, found = zip(*run_ranks(check, num_ranks), strict=True)
+    for index, (number, plan, shape) in enumerate(cases):
+        by_rank = [outcomes[index] for outcomes in found]
+        for outcome, flat in zip(by_rank, expected, strict=True):
+            assert outcome.losses == flat[number].losses, (number, plan, shape)
+            assert same_bits(outcome.weights, flat[number].weights), (number, plan, shape)
         expect_same_logs(logs(by_rank))
 
 
 def test_on_two_axes_all_plans_and_both_replicas_have_the_same_bits() -> None:
     """With ordinary data: sums over the mesh are taken in another order than over four ranks, to rounding the same."""
-    job = Job(model=partial(Net, blocks=2), steps=10, micro_batches=2)
+    job = Job(model=partial(Net, blocks=2), steps=5, micro_batches=2)
 
-    def flat(rank: int) -> Outcome:
-        return train(job, zeroshard.ZERO1, rank)
+    def check(rank: int) -> tuple[Outcome, list[Outcome]]:
+        mesh = two_axes((2, 2))
+        return train(job, zeroshard.ZERO1, rank), [train(job, plan, rank, mesh) for plan in PLANS]
 
-    found = run_ranks(on_mesh((2, 2), [(job, plan) for plan in PLANS]), 4)
-    one_axis = run_ranks(flat, 4)
+    one_axis, found = zip(*run_ranks(check, 4), strict=True)
     for rank in range(4):
         for outcome in found[rank]:
             assert same_bits(outcome.weights, found[0][0].weights)
@@ -311,7 +308,7 @@ def test_forgetting_the_replicas_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Collectives, "reduce_scatter", within_the_node)
     with pytest.raises(RankError, match=r"the ranks have diverged: unit .* has other values on rank 2 than on rank 0"):
-        run_ranks(on_mesh((2, 2), [(exact(), plan) for plan in PLANS]), 4)
+        run_ranks(lambda rank: train(replace(exact(), steps=3), zeroshard.DDP, rank, two_axes((2, 2))), 4)
 
 
 def test_other_meshes_are_refused() -> None:

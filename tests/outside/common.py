@@ -100,15 +100,20 @@ def in_fp64(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """p.grad becomes the mean over ranks, as torch DDP leaves it; None stays where no rank has any."""
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        present = torch.tensor(float(parameter.grad is not None))
-        dist.all_reduce(present, group=group)
-        if present:
-            total = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            dist.all_reduce(total, group=group)
-            parameter.grad = total / dist.get_world_size(group)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    counts = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+    dist.all_reduce(counts, group=group)
+    present = [parameter for parameter, count in zip(trained, counts.tolist(), strict=True) if count]
+    for dtype in dict.fromkeys(parameter.dtype for parameter in present):
+        alike = [parameter for parameter in present if parameter.dtype == dtype]
+        terms = [torch.zeros_like(one) if one.grad is None else one.grad for one in alike]
+        total = torch.cat([term.detach().reshape(-1) for term in terms])  # one exchange, not one for each parameter
+        dist.all_reduce(total, group=group)
+        total /= dist.get_world_size(group)
+        for parameter, mean in zip(alike, total.split([one.numel() for one in alike]), strict=True):
+            parameter.grad = mean.view_as(parameter)
 
 
 def state_of(model: nn.Module) -> State:
