@@ -107,12 +107,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     return
 
 
-@pytest.fixture
-def text_folder(tmp_path: Path) -> Path:
-    """Forty small files of text, no two alike."""
-    folder = tmp_path / "text"
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def shared_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty small files of text, no two alike; for reading alone."""
+    folder = tmp_path_factory.mktemp("text")
     for index in range(40):
         lines = [f"def function_{index}_{line}(x):\n    return x * {index * line + 1}\n" for line in range(30)]
         (folder / f"module_{index:02}.py").write_text("\n".join(lines))
     return folder
+
+
+@pytest.fixture
+def text_folder(shared_text: Path, tmp_path: Path) -> Path:
+    """The same for one test, which may change it."""
+    return shutil.copytree(shared_text, tmp_path / "text")

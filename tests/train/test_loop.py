@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,21 @@ def train_rank(rank: int, config: Config, resume: Path | None = None, stop_at: i
     return train(config, resume=resume, stop_at=stop_at)
 
 
+def train_in_turn(rank: int, runs: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    """Several runs on the same ranks: (config, resume, stop_at) of each."""
+    return [train_rank(rank, *run) for run in runs]
+
+
+@pytest.fixture(scope="module")
+def plain(shared_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of `tiny` that tests compare with, or go on from in a copy: `whole`, and those that stopped after step 2
+    and step 3."""
+    folder = tmp_path_factory.mktemp("plain")
+    stops = {"whole": None, "2": 2, "3": 3}
+    run_ranks(train_in_turn, 2, [(tiny(shared_text, folder / name), None, stop) for name, stop in stops.items()])
+    return folder
+
+
 def rows(out: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
@@ -79,12 +96,15 @@ def scaler_of(out: Path) -> Any:
         return reader.manifest.values["optimizers"][0]["loss_scale"]
 
 
-def test_all_plans_learn_and_agree_bit_for_bit(text_folder: Path, tmp_path: Path) -> None:
-    for plan in ("ddp", "zero1", "zero2", "zero3"):
-        config = tiny(text_folder, tmp_path / plan, parallel__plan=plan, batch__micro_batches=2)
-        outcomes = run_ranks(train_rank, 2, config)
-        assert outcomes[0] == outcomes[1]
-        assert outcomes[0].step == 6
+def test_all_plans_learn_and_agree_bit_for_bit(shared_text: Path, tmp_path: Path) -> None:
+    plans = ("ddp", "zero1", "zero2", "zero3")
+    outcomes = run_ranks(
+        train_in_turn,
+        2,
+        [(tiny(shared_text, tmp_path / plan, parallel__plan=plan, batch__micro_batches=2),) for plan in plans],
+    )
+    assert outcomes[0] == outcomes[1]
+    assert [outcome.step for outcome in outcomes[0]] == [6] * 4
     found = losses(tmp_path / "ddp")
     assert found[0] == pytest.approx(math.log(256), abs=0.05)
     assert found[-1] < found[0] - 0.5
@@ -95,17 +115,17 @@ def test_all_plans_learn_and_agree_bit_for_bit(text_folder: Path, tmp_path: Path
         assert (tmp_path / plan / "sample.txt").read_text() == (tmp_path / "ddp" / "sample.txt").read_text()
 
 
-def test_the_global_batch_does_not_depend_on_ranks_or_micro_batches(text_folder: Path, tmp_path: Path) -> None:
+def test_the_global_batch_does_not_depend_on_ranks_or_micro_batches(shared_text: Path, tmp_path: Path) -> None:
     """Sums are taken in another order, so losses agree to rounding only; with other data they would differ in 1e-2."""
-    run_ranks(train_rank, 1, tiny(text_folder, tmp_path / "one", parallel__nproc=1))
-    run_ranks(train_rank, 3, tiny(text_folder, tmp_path / "three", parallel__nproc=3, batch__micro_batches=2))
+    run_ranks(train_rank, 1, tiny(shared_text, tmp_path / "one", parallel__nproc=1))
+    run_ranks(train_rank, 3, tiny(shared_text, tmp_path / "three", parallel__nproc=3, batch__micro_batches=2))
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
 
 
-def test_reducing_every_micro_batch_is_the_same_up_to_rounding(text_folder: Path, tmp_path: Path) -> None:
-    for every in (False, True):
-        config = tiny(text_folder, tmp_path / str(every), batch__micro_batches=3, batch__reduce_every_micro_batch=every)
-        run_ranks(train_rank, 2, config)
+def test_reducing_every_micro_batch_is_the_same_up_to_rounding(shared_text: Path, tmp_path: Path) -> None:
+    options = [{"batch__micro_batches": 3, "batch__reduce_every_micro_batch": every} for every in (False, True)]
+    runs = [(tiny(shared_text, tmp_path / str(every), **options[every]),) for every in (False, True)]
+    run_ranks(train_in_turn, 2, runs)
     assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), abs=2e-4)
 
 
@@ -113,14 +133,14 @@ def test_reducing_every_micro_batch_is_the_same_up_to_rounding(text_folder: Path
     ("plan", "precision"),
     [("zero3", "fp32"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp16"), ("zero3", "bf16-remainder")],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(text_folder: Path, tmp_path: Path, plan: str, precision: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(shared_text: Path, tmp_path: Path, plan: str, precision: str) -> None:
     def config(out: str) -> Config:
-        return tiny(text_folder, tmp_path / out, parallel__plan=plan, parallel__precision=precision)
+        return tiny(shared_text, tmp_path / out, parallel__plan=plan, parallel__precision=precision)
 
-    run_ranks(train_rank, 2, config("whole"))
-    stopped = run_ranks(train_rank, 2, config("parts"), None, 4)
-    assert (stopped[0].step, stopped[0].validation_loss) == (4, None)
-    run_ranks(train_rank, 2, config("parts"), tmp_path / "parts")
+    _, stopped, _ = run_ranks(
+        train_in_turn, 2, [(config("whole"),), (config("parts"), None, 4), (config("parts"), tmp_path / "parts")]
+    )[0]
+    assert (stopped.step, stopped.validation_loss) == (4, None)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert rows(tmp_path / "parts", "validation") == rows(tmp_path / "whole", "validation")
     assert equal_states(tmp_path / "parts", tmp_path / "whole")
@@ -137,44 +157,50 @@ def skipping(text: Path, out: Path, **overrides: object) -> Config:
     return tiny(text, out, parallel__precision="fp16", **{**many, **overrides})
 
 
-def test_a_skipped_step_moves_neither_weights_nor_schedule(text_folder: Path, tmp_path: Path) -> None:
-    config = skipping(text_folder, tmp_path / "run")
-    run_ranks(train_rank, 2, config)
-    steps = rows(tmp_path / "run", "step")
+@pytest.fixture(scope="module")
+def skipped(shared_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of `skipping`: `zero3` and `ddp`, whole, and those that stopped after step 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("skipped")
+    whole = [(skipping(shared_text, folder / plan, parallel__plan=plan),) for plan in ("zero3", "ddp")]
+    stopped = [(skipping(shared_text, folder / str(stop)), None, stop) for stop in (1, 2, 3)]
+    run_ranks(train_in_turn, 2, [*whole, *stopped])
+    return folder
+
+
+def test_a_skipped_step_moves_neither_weights_nor_schedule(skipped: Path, shared_text: Path) -> None:
+    config = skipping(shared_text, skipped / "zero3")
+    steps = rows(skipped / "zero3", "step")
     applied = [row["applied"] for row in steps]
     assert not all(applied[applied.index(True) :])  # one after growth, too
     updates = list(itertools.accumulate(applied, initial=0))
     lrs = [row["lr"] for row in steps]
     assert lrs == [1e-2 * learning_rate_factor(done, config.schedule) for done in updates[:-1]]
     assert lrs != [1e-2 * learning_rate_factor(step, config.schedule) for step in range(14)]
-    assert updates_of(tmp_path / "run") == updates[-1]
+    assert updates_of(skipped / "zero3") == updates[-1]
     for row, following in itertools.pairwise(steps):
         assert row["applied"] or following["loss_scale"] == row["loss_scale"] / 2
         assert row["applied"] == (row["grad_norm"] is not None)
     assert applied[:3] == [False, False, True]
-    for stop_at in (1, 2, 3):
-        run_ranks(train_rank, 2, skipping(text_folder, tmp_path / str(stop_at)), None, stop_at)
-    assert equal_states(tmp_path / "1", tmp_path / "2")
-    assert not equal_states(tmp_path / "2", tmp_path / "3")
+    assert equal_states(skipped / "1", skipped / "2")
+    assert not equal_states(skipped / "2", skipped / "3")
 
 
-def test_the_loss_scale_is_that_of_fp16_or_the_one_asked_for(text_folder: Path, tmp_path: Path) -> None:
+def test_the_loss_scale_is_that_of_fp16_or_the_one_asked_for(shared_text: Path, tmp_path: Path) -> None:
     """A power of two changes no bit of bf16 training; resuming in fp16 what had no loss scale begins at the first."""
-    for name, options in {"bf16": {}, "scaled": {"optimizer__loss_scale": 1024.0}}.items():
-        run_ranks(train_rank, 2, tiny(text_folder, tmp_path / name, parallel__precision="bf16", **options), None, 4)
+    options: dict[str, dict[str, Any]] = {"bf16": {}, "scaled": {"optimizer__loss_scale": 1024.0}}
+    bf16 = {name: tiny(shared_text, tmp_path / name, parallel__precision="bf16", **options[name]) for name in options}
+    fp16 = tiny(shared_text, tmp_path / "fp16", parallel__precision="fp16")
+    runs = [*((config, None, 4) for config in bf16.values()), (fp16, tmp_path / "bf16")]
+    run_ranks(train_in_turn, 2, runs)
     assert [row["loss_scale"] for row in rows(tmp_path / "bf16", "step")] == [1.0] * 4
     assert [row["loss_scale"] for row in rows(tmp_path / "scaled", "step")] == [1024.0] * 4
     assert losses(tmp_path / "scaled") == losses(tmp_path / "bf16")
     assert equal_states(tmp_path / "scaled", tmp_path / "bf16")
-    fp16 = tiny(text_folder, tmp_path / "fp16", parallel__precision="fp16")
-    run_ranks(train_rank, 2, fp16, tmp_path / "bf16")
     assert [row["loss_scale"] for row in rows(tmp_path / "fp16", "step")] == [65536.0] * 2
 
 
-def test_plans_skip_the_same_steps(text_folder: Path, tmp_path: Path) -> None:
-    for plan in ("ddp", "zero3"):
-        run_ranks(train_rank, 2, skipping(text_folder, tmp_path / plan, parallel__plan=plan))
-    assert equal_runs(tmp_path / "ddp", tmp_path / "zero3")
+def test_plans_skip_the_same_steps(skipped: Path) -> None:
+    assert equal_runs(skipped / "ddp", skipped / "zero3")
 
 
 def equal_runs(a: Path, b: Path) -> bool:
@@ -186,8 +212,8 @@ def equal_runs(a: Path, b: Path) -> bool:
     return first == second and validations and scalers and equal_states(a, b)
 
 
-def resumed_with(rank: int, config: Config, resume: Path, lost: str | None) -> Outcome:
-    """Resume, as it would be if the checkpoint did not hold `lost`."""
+def resumed_with(rank: int, config: Config, lost: str | None) -> Outcome:
+    """Go on in the run's folder, as it would be if the checkpoint did not hold `lost`."""
     inside = loop.start_run.__globals__
     load_run = inside["load_run"]
 
@@ -206,15 +232,24 @@ def resumed_with(rank: int, config: Config, resume: Path, lost: str | None) -> O
         return updates
 
     inside["load_run"] = partly  # this process is a fork: nobody else sees it
-    return train(config, resume=resume)
+    try:
+        return train(config, resume=Path(config.run.out))
+    finally:
+        inside["load_run"] = load_run
 
 
-def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(text_folder: Path, tmp_path: Path) -> None:
+def resumed_in_turn(rank: int, runs: Sequence[tuple[Config, str | None]]) -> None:
+    for config, lost in runs:
+        resumed_with(rank, config, lost)
+
+
+def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(
+    skipped: Path, shared_text: Path, tmp_path: Path
+) -> None:
     """Stopped right after the first skipped step, and after some that were applied, in the middle of a growth interval;
     going on under the same plan, and under another. The last three runs show that each part of what is saved is needed.
     """
-    whole = tmp_path / "whole"
-    run_ranks(train_rank, 2, skipping(text_folder, whole))
+    whole = skipped / "zero3"
     applied = [row["applied"] for row in rows(whole, "step")]
     middle = next(done for done in range(3, 12) if applied[done - 3 : done] == [False, True, True])
     cases: list[tuple[int, str, str | None]] = [
@@ -226,36 +261,38 @@ def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(text_folder:
         (middle, "zero3", "its growth tracker"),
         (middle, "zero3", "the number of updates"),
     ]
+    stopped = {1: skipped / "1", middle: tmp_path / "middle"}
+    run_ranks(train_rank, 2, skipping(shared_text, stopped[middle]), None, middle)
+    runs = []
     for number, (stop_at, plan, lost) in enumerate(cases):
-        out = tmp_path / str(number)
-        run_ranks(train_rank, 2, skipping(text_folder, out), None, stop_at)
-        run_ranks(resumed_with, 2, skipping(text_folder, out, parallel__plan=plan), out, lost)
-        assert equal_runs(out, whole) == (lost is None), f"{stop_at}, {plan}, without {lost}"
+        out = shutil.copytree(stopped[stop_at], tmp_path / str(number))
+        runs.append((skipping(shared_text, out, parallel__plan=plan), lost))
+    run_ranks(resumed_in_turn, 2, runs)
+    for number, (stop_at, plan, lost) in enumerate(cases):
+        assert equal_runs(tmp_path / str(number), whole) == (lost is None), f"{stop_at}, {plan}, without {lost}"
 
 
-def test_resume_into_another_folder_plan_and_world_size(text_folder: Path, tmp_path: Path) -> None:
-    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "a"), None, 3)
-    config = tiny(text_folder, tmp_path / "b", parallel__plan="zero1", parallel__nproc=3)
-    run_ranks(train_rank, 3, config, tmp_path / "a")
+def test_resume_into_another_folder_plan_and_world_size(plain: Path, shared_text: Path, tmp_path: Path) -> None:
+    config = tiny(shared_text, tmp_path / "b", parallel__plan="zero1", parallel__nproc=3)
+    run_ranks(train_rank, 3, config, plain / "3")
     assert [row["step"] for row in rows(tmp_path / "b", "step")] == [4, 5, 6]
-    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "whole"))
-    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "whole")[3:], abs=2e-4)
+    assert losses(tmp_path / "b") == pytest.approx(losses(plain / "whole")[3:], abs=2e-4)
 
 
-def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(text_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run_ranks(train_rank, 2, tiny(text_folder, out), None, 3)
+def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(
+    plain: Path, shared_text: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(plain / "3", tmp_path / "run")
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"kind": "step", "step": 4, "loss": 99.0}\n{"kind": "st')
-    run_ranks(train_rank, 2, tiny(text_folder, out), out)
+    run_ranks(train_rank, 2, tiny(shared_text, out), out)
     assert [row["step"] for row in rows(out, "step")] == list(range(1, 7))
     assert 99.0 not in losses(out)
 
 
-def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    config = tiny(text_folder, out)
-    run_ranks(train_rank, 2, config)
+def test_what_a_run_leaves(plain: Path, shared_text: Path) -> None:
+    out = plain / "whole"
+    config = tiny(shared_text, out)
     assert {path.name for path in out.iterdir()} >= {"config.toml", "metrics.jsonl", "step-6", "latest", "sample.txt"}
     assert not [path for path in out.iterdir() if "tmp" in path.name]
     assert resolve([out / "config.toml"], {}) == config
@@ -270,9 +307,9 @@ def test_what_a_run_leaves(text_folder: Path, tmp_path: Path) -> None:
         }
 
 
-def test_which_steps_stay(text_folder: Path, tmp_path: Path) -> None:
+def test_which_steps_stay(shared_text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_ranks(train_rank, 2, tiny(text_folder, out, run__save_every=1, run__keep_last=2, run__keep_every=3))
+    run_ranks(train_rank, 2, tiny(shared_text, out, run__save_every=1, run__keep_last=2, run__keep_every=3))
     assert list(steps(out)) == [3, 5, 6]
 
 
@@ -291,14 +328,13 @@ def crashing_rank(rank: int, config: Config) -> int:
     return newest(Path(config.run.out)).manifest.step
 
 
-def test_a_crashed_run_goes_on_from_its_last_regular_save(text_folder: Path, tmp_path: Path) -> None:
-    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "whole"))
-    crashed = tiny(text_folder, tmp_path / "crashed", run__save_every=2)
+def test_a_crashed_run_goes_on_from_its_last_regular_save(plain: Path, shared_text: Path, tmp_path: Path) -> None:
+    crashed = tiny(shared_text, tmp_path / "crashed", run__save_every=2)
     assert run_ranks(crashing_rank, 2, crashed) == [4, 4]
     assert len(losses(tmp_path / "crashed")) == 5
     run_ranks(train_rank, 2, crashed, tmp_path / "crashed")
-    assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
-    assert equal_states(tmp_path / "crashed", tmp_path / "whole")
+    assert losses(tmp_path / "crashed") == losses(plain / "whole")
+    assert equal_states(tmp_path / "crashed", plain / "whole")
 
 
 def interrupted_rank(rank: int, config: Config) -> Outcome:
@@ -320,11 +356,11 @@ def interrupted_rank(rank: int, config: Config) -> Outcome:
     return train(config)
 
 
-def test_signals_to_one_rank_save_and_stop_all_after_the_step(text_folder: Path, tmp_path: Path) -> None:
-    outcomes = run_ranks(interrupted_rank, 2, tiny(text_folder, tmp_path / "run"))
+def test_signals_to_one_rank_save_and_stop_all_after_the_step(shared_text: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(interrupted_rank, 2, tiny(shared_text, tmp_path / "run"))
     assert [outcome.step for outcome in outcomes] == [3, 3]
     assert len(rows(tmp_path / "run", "step")) == 3
-    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "run"), tmp_path / "run")
+    run_ranks(train_rank, 2, tiny(shared_text, tmp_path / "run"), tmp_path / "run")
     assert len(rows(tmp_path / "run", "step")) == 6
 
 
@@ -336,23 +372,23 @@ def refused(rank: int, config: Config, resume: Path | None = None) -> str:
     return "not refused"
 
 
-def test_refusals_are_the_same_on_every_rank(text_folder: Path, tmp_path: Path) -> None:
-    run_ranks(train_rank, 2, tiny(text_folder, tmp_path / "run"), None, 2)
+def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain / "2", tmp_path / "run")
     (tmp_path / "other.txt").write_text("other text " * 5000)
     cases: list[tuple[Config, Path | None, str]] = [
         (tiny(tmp_path / "absent", tmp_path / "x"), None, "no text at"),
-        (tiny(text_folder, tmp_path / "run"), None, "already holds a run: continue it with --resume"),
-        (tiny(text_folder, tmp_path / "x"), tmp_path / "absent", "nothing to resume in"),
+        (tiny(shared_text, tmp_path / "run"), None, "already holds a run: continue it with --resume"),
+        (tiny(shared_text, tmp_path / "x"), tmp_path / "absent", "nothing to resume in"),
         (tiny(tmp_path / "other.txt", tmp_path / "x"), tmp_path / "run", "the text is not the one"),
         (
-            tiny(text_folder, tmp_path / "x", model__layers=3),
+            tiny(shared_text, tmp_path / "x", model__layers=3),
             tmp_path / "run",
             "does not fit: missing: blocks.2.",
         ),
-        (tiny(text_folder, tmp_path / "x", schedule__steps=2), tmp_path / "run", "has done 2 steps: expected --steps"),
-        (tiny(text_folder, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
-        (tiny(text_folder, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
-        (tiny(text_folder, tmp_path / "run" / "config.toml"), None, "cannot write into"),
+        (tiny(shared_text, tmp_path / "x", schedule__steps=2), tmp_path / "run", "has done 2 steps: expected --steps"),
+        (tiny(shared_text, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
+        (tiny(shared_text, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
+        (tiny(shared_text, tmp_path / "run" / "config.toml"), None, "cannot write into"),
     ]
     for config, resume, message in cases:
         found = run_ranks(refused, 2, config, resume)
@@ -369,10 +405,10 @@ def damage(step: Path) -> None:
 
 
 def test_a_damaged_step_is_passed_over_aloud(
-    text_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    config = tiny(text_folder, out, run__save_every=2)
+    config = tiny(shared_text, out, run__save_every=2)
     run_ranks(train_rank, 2, config, None, 4)
     whole = losses(out)
     damage(out / "step-4")
@@ -398,8 +434,8 @@ def meets_a_full_disk(rank: int, config: Config) -> str:
     return "no error"
 
 
-def test_a_save_that_fails_on_one_rank_is_known_to_all(text_folder: Path, tmp_path: Path) -> None:
-    found = run_ranks(meets_a_full_disk, 2, tiny(text_folder, tmp_path / "run"))
+def test_a_save_that_fails_on_one_rank_is_known_to_all(shared_text: Path, tmp_path: Path) -> None:
+    found = run_ranks(meets_a_full_disk, 2, tiny(shared_text, tmp_path / "run"))
     assert found[0] == found[1]
     assert "No space left on device" in found[0]
     assert not steps(tmp_path / "run")
