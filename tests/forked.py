@@ -5,8 +5,8 @@
 is `subprocess.Popen`, but for the program: a fork of this process, which has imported everything, runs the module or
 script in place of a new interpreter. It has standard streams, an environment and a process id of its own, and dies of
 signals; what it starts by `Popen` is forked from it in the same way: a launcher's ranks are its children. What is about
-an interpreter's start or end is tested with real ones (`test_core_imports_without_the_extras`,
-`test_refusal_of_the_ranks_is_reported_once`, `test_ordinary_scripts_under_torchrun`,
+an interpreter's start or end is tested with real ones (`test_core_works_without_the_extras`,
+`test_a_rank_that_dies_ends_the_run`, `test_ordinary_scripts_under_torchrun`,
 `test_it_is_finished_before_the_process_ends`).
 """
 

@@ -15,7 +15,7 @@ import random
 import tarfile
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,14 +213,20 @@ def unpack(name: str, directory: Path) -> tuple[Manifest, dict[str, Any]]:
         return reader.manifest, json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def load_and_save(kind: Kind, ranks: int, source: Path, target: Path) -> list[tuple[dict[str, str], Any]]:
-    """Of each rank, the state that was loaded, and its counter."""
+def load_and_save(
+    names: Iterable[str], ranks: int, source: Path, target: Path
+) -> list[dict[str, tuple[dict[str, str], Any]]]:
+    """From `source/name` to `target/name`, one after the other; of each rank, by name, the state that was loaded, and
+    its counter."""
 
-    def of_rank(rank: int) -> tuple[dict[str, str], Any]:
-        run = Run(kind, rank, seed=7)
-        run.load(source)
-        run.save(target)
-        return run.digests(), run.counter.state_dict()
+    def of_rank(rank: int) -> dict[str, tuple[dict[str, str], Any]]:
+        found = {}
+        for name in names:
+            run = Run(KINDS[name], rank, seed=7)
+            run.load(source / name)
+            run.save(target / name)
+            found[name] = run.digests(), run.counter.state_dict()
+        return found
 
     return run_ranks(of_rank, ranks)
 
@@ -241,9 +247,9 @@ def write(name: str) -> None:
         return run.digests()
 
     with tempfile.TemporaryDirectory() as folder:
-        first, again = Path(folder) / "first", Path(folder) / "again"
+        first, again = Path(folder) / "first" / name, Path(folder) / "again" / name
         state = run_ranks(of_rank, kind.ranks, first)[0]
-        load_and_save(kind, kind.ranks, first, again)
+        load_and_save([name], kind.ranks, first.parent, again.parent)
         with tarfile.open(FOLDER / f"{name}.tar.gz", "w:gz") as archive:
             archive.add(first / f"step-{STEP}", f"step-{STEP}")
         expected = {"state": state, "files": file_digests(again)}

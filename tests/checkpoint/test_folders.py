@@ -276,21 +276,6 @@ def test_state_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
-def test_importing_needs_neither_numpy_nor_safetensors(tmp_path: Path) -> None:
-    """Checkpoints are written and read with torch alone."""
-    import subprocess
-    import sys
-
-    script = (
-        "import sys; sys.modules['numpy'] = None; sys.modules['safetensors'] = None\n"
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import torch, zeroshard; zeroshard.init('gloo')\n"
-        "model = torch.nn.Linear(3, 3); handle = zeroshard.shard(model, 'zero3')\n"
-        f"zeroshard.save({str(tmp_path)!r}, handle, step=1); zeroshard.load({str(tmp_path)!r}, handle)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def test_a_step_may_be_given_by_its_own_folder(tmp_path: Path) -> None:
     """`load("runs/a/step-1")` said that it holds no checkpoint, though it is one; and so did a folder whose manifest
     alone was gone."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,23 +13,47 @@ from tests.checkpoint.stored_runs import KINDS, SAVE_ID, STEP, file_digests, loa
 from zeroshard.checkpoint import Reader, folders
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own
+OF_TORCHAO = "zero3-adamw8bit"
+
+
+def ranks_of(name: str) -> set[int]:
+    return {1, 2, KINDS[name].ranks}
+
+
+@pytest.fixture(scope="module")
+def saved_again(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
+    """All of them under `stored/name`, and by `ranks/name` as so many ranks have saved them again; and by that number
+    what each of the ranks has loaded. All that one number of ranks does is done by the same processes."""
+    folder = tmp_path_factory.mktemp("stored")
+    names = [name for name in KINDS if name != OF_TORCHAO or find_spec("torchao")]
+    for name in names:
+        unpack(name, folder / "stored" / name)
+    loaded = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        patch.setattr(folders, "new_id", lambda: SAVE_ID)
+        for ranks in sorted(set().union(*map(ranks_of, names))):
+            chosen = [name for name in names if ranks in ranks_of(name)]
+            loaded[ranks] = load_and_save(chosen, ranks, folder / "stored", folder / f"{ranks}")
+    return folder, loaded
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_was_stored_loads_and_is_stored_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = KINDS[name]
-    if name.endswith("8bit"):
+def test_what_was_stored_loads_and_is_stored_again(
+    name: str, saved_again: tuple[Path, dict[int, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    if name == OF_TORCHAO:
         pytest.importorskip("torchao.optim")
-        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(folders, "new_id", lambda: SAVE_ID)
-    stored, expected = unpack(name, tmp_path / "stored")
+    folder, loaded = saved_again
+    kind = KINDS[name]
+    stored, expected = unpack(name, tmp_path)
     assert len(stored.files) == kind.ranks
-    for ranks in sorted({1, 2, kind.ranks}):
-        for rank, (state, counter) in enumerate(load_and_save(kind, ranks, tmp_path / "stored", tmp_path / f"{ranks}")):
+    for ranks in sorted(ranks_of(name)):
+        for rank, (state, counter) in enumerate(of_rank[name] for of_rank in loaded[ranks]):
             assert state == expected["state"], (ranks, rank)
             assert counter["rank"] == (rank if ranks == kind.ranks else 0)
-        with Reader(tmp_path / f"{ranks}" / f"step-{STEP}") as reader:
+        with Reader(folder / f"{ranks}" / name / f"step-{STEP}") as reader:
             assert {n: (e.shape, e.dtype) for n, e in reader.manifest.tensors.items() if n[:5] != "rank/"} == {
                 n: (e.shape, e.dtype) for n, e in stored.tensors.items() if n[:5] != "rank/"
             }
-    assert file_digests(tmp_path / f"{kind.ranks}") == expected["files"]
+    assert file_digests(folder / f"{kind.ranks}" / name) == expected["files"]
