@@ -196,17 +196,20 @@ def test_other_shapes_are_refused_also_when_not_strict(tmp_path: Path) -> None:
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     """Four ranks together read hardly more than one alone: blocks at the cuts are read by two."""
 
-    def check(rank: int, plan: str, save: bool = False) -> int:
-        model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(4)])
-        handle = zeroshard.shard(model, plan)
-        if save:
-            zeroshard.save(tmp_path, handle, step=0)
-        return int(zeroshard.load(tmp_path, handle).bytes_read)
+    def sharded(plan: str) -> zeroshard.Handle:
+        return zeroshard.shard(nn.Sequential(*[nn.Linear(600, 600) for _ in range(4)]), plan)
 
-    run_ranks(check, 2, "zero3", True)
-    alone = run_ranks(check, 1, "zero3")[0]
-    for plan, most in (("zero3", 2.0), ("zero1", 2.0), ("ddp", 4.1)):
-        shares = run_ranks(check, 4, plan)
+    def save(rank: int) -> None:
+        zeroshard.save(tmp_path, sharded("zero3"), step=0)
+
+    def bytes_read(rank: int, plans: list[str]) -> list[int]:
+        return [int(zeroshard.load(tmp_path, sharded(plan)).bytes_read) for plan in plans]
+
+    run_ranks(save, 2)
+    alone = run_ranks(bytes_read, 1, ["zero3"])[0][0]
+    limits = {"zero3": 2.0, "zero1": 2.0, "ddp": 4.1}
+    of_ranks = run_ranks(bytes_read, 4, list(limits))
+    for (plan, most), shares in zip(limits.items(), zip(*of_ranks, strict=True), strict=True):
         print(plan, alone, shares)
         assert sum(shares) <= most * alone
         assert max(shares) <= (alone + 100 if plan == "ddp" else alone / 4 + 2 * (1 << 20) + 25_000)
