@@ -65,7 +65,7 @@ test-everything: $(STAMP)
 		tests/parity/test_whole.py tests/parity/test_keep.py tests/storage/test_bytes.py \
 		tests/parity/test_optimizers.py tests/parity/test_remainder_runs.py tests/storage/test_remainder.py \
 		tests/step/test_scaling.py tests/real_models/test_transformers.py tests/parity/test_random.py \
-		tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py
+		tests/model/test_graphs.py tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

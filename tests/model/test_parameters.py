@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits
-from tests.model.test_graphs import expect_reference
+from tests.together import Together
 from zeroshard.testing import run_ranks
 
 
@@ -119,10 +118,15 @@ JOBS: dict[str, Job] = {
 }
 
 
+UNUSUAL = Together(
+    {name: replace(job, micro_batches=2) for name, job in JOBS.items()},
+    on_three=["tied across units", "tied across units, units by size", "unused on all ranks", "units of one parameter"],
+)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_unusual_parameters_train_as_in_one_process(name: str) -> None:
-    ranks = (2, 3) if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else (3,)
-    expect_reference(replace(JOBS[name], micro_batches=2), ranks=ranks)
+    UNUSUAL.expect_reference(name)
 
 
 def test_what_nothing_uses_and_what_is_frozen_stays_as_it_was() -> None:

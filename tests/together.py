@@ -1,0 +1,79 @@
+"""Jobs that share their ranks: to come and to go takes a rank as long as a small job.
+
+    JOBS = {"shared": Job(model=Shared), ...}
+    AWKWARD = Together(JOBS)
+
+    @pytest.mark.parametrize("name", JOBS)
+    def test_it_trains_as_in_one_process(name):
+        AWKWARD.expect_reference(name)
+
+A job that fails is the failure of its own test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.grids import EVERYTHING
+from tests.kit import PLANS, Job, Outcome, logs, same_bits, train, train_reference
+from zeroshard.placement import Plan
+from zeroshard.testing import expect_same_logs, run_ranks
+
+AT_ONCE = 8
+"""As few as a test that runs alone can wait for."""
+
+
+class Together:
+    """Jobs by name, trained `AT_ONCE` to a run of ranks when one of these is asked for first.
+
+    `on_three`: those that run on three ranks, as sizes, or who leaves out what, make a difference; the others run on
+    two. `plans`: of all; without, a job has ZERO1 and ZERO2, which differ in where gradients rest, by turns. With `make
+    test-everything` all run on both numbers of ranks under every plan."""
+
+    def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
+        assert set(on_three) <= jobs.keys(), on_three
+        self.jobs = dict(jobs)
+        self.ranks = {name: (2, 3) if EVERYTHING else (3,) if name in on_three else (2,) for name in jobs}
+        self.plans = {name: plans or _by_turns(turn) for turn, name in enumerate(jobs)}
+        self._errors: dict[tuple[str, int], AssertionError | None] = {}
+
+    def expect_reference(self, name: str) -> None:
+        """Losses and weights of its plans are those of one process, bit for bit, and ranks have the same logs."""
+        for num_ranks in self.ranks[name]:
+            if (name, num_ranks) not in self._errors:
+                names = [other for other, ranks in self.ranks.items() if num_ranks in ranks]
+                start = names.index(name) // AT_ONCE * AT_ONCE
+                self._train(names[start : start + AT_ONCE], num_ranks)
+            error = self._errors[name, num_ranks]
+            if error is not None:
+                raise error
+
+    def _train(self, names: Sequence[str], num_ranks: int) -> None:
+        expected = run_ranks(lambda rank: [train_reference(self.jobs[name], num_ranks) for name in names], 1)[0]
+        by_rank = run_ranks(lambda rank: [self._under_its_plans(name, rank) for name in names], num_ranks)
+        for name, truth, *found in zip(names, expected, *by_rank, strict=True):
+            try:
+                _compare(self.plans[name], found, truth)
+                self._errors[name, num_ranks] = None
+            except AssertionError as error:
+                self._errors[name, num_ranks] = error
+
+    def _under_its_plans(self, name: str, rank: int) -> list[Outcome]:
+        try:
+            return [train(self.jobs[name], plan, rank) for plan in self.plans[name]]
+        except BaseException as error:
+            error.add_note(f"in the job {name!r}, which runs with others")
+            raise
+
+
+def _by_turns(turn: int) -> Sequence[Plan]:
+    return PLANS if EVERYTHING else (PLANS[0], PLANS[1 + turn % 2], PLANS[3])
+
+
+def _compare(plans: Sequence[Plan], found: Sequence[Sequence[Outcome]], truth: Sequence[Outcome]) -> None:
+    """`found` by rank and plan, `truth` by rank."""
+    for plan, *of_plan in zip(plans, *found, strict=True):
+        for outcome, expected in zip(of_plan, truth, strict=True):
+            assert outcome.losses == expected.losses, (plan, len(truth))
+            assert same_bits(outcome.weights, expected.weights), (plan, len(truth))
+        expect_same_logs(logs(of_plan))
