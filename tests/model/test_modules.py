@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,12 @@ from tests.kit import (
     loss_of_tokens,
     make,
     same_bits,
-    train,
     train_reference,
 )
-from tests.model.test_graphs import cross_entropy, data, expect_reference
+from tests.model.test_graphs import cross_entropy, data
+from tests.together import Together
 from zeroshard.model.trees import map_tensors, tensors_in
+from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 from zeroshard.runtime.hooks import OutsideGraphs, Schedule
 from zeroshard.testing import RankError, run_ranks
@@ -97,6 +99,15 @@ class Wrapping(Net):
         container = wrap(self.embed(tokens))
         for block in self.blocks:
             container = block(container)
+        return self.head(self.norm(unwrap(container)))
+
+
+class WrappingCheckpointed(Wrapping):
+    def forward(self, tokens: Tensor) -> Tensor:
+        wrap, unwrap = WRAP[self.kind]
+        container = wrap(self.embed(tokens))
+        for block in self.blocks:
+            container = checkpoint(block, container, use_reentrant=False)
         return self.head(self.norm(unwrap(container)))
 
 
@@ -171,12 +182,17 @@ JOBS: dict[str, Job] = {
     "containers, bf16": Job(model=partial(Wrapping, "nested dataclass"), precision="bf16"),
     "hooks of the user": Job(model=Hooked),
     "functools.partial": Job(model=Partial),
+    "containers, checkpointed": Job(model=partial(WrappingCheckpointed, "dataclass")),
 }
+UNUSUAL = Together(
+    {name: replace(job, micro_batches=2) for name, job in JOBS.items()},
+    on_three=["containers, bf16", "hooks of the user"],
+)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_unusual_modules_train_as_in_one_process(name: str) -> None:
-    expect_reference(replace(JOBS[name], micro_batches=2), ranks=(2, 3))
+    UNUSUAL.expect_reference(name)
 
 
 def test_methods_in_place_of_forward() -> None:
@@ -200,6 +216,10 @@ def test_methods_in_place_of_forward() -> None:
             results.append(Outcome(losses, handle.full_state_dict(), handle.comm_log))
             handle.close()
             assert "forward_features" not in vars(model)  # the class's own again
+        unregistered = make(Featured)  # the negative control
+        zeroshard.shard(unregistered, "zero3", units=Block)
+        with pytest.raises(RuntimeError, match=r"register the method .* with handle.register_forward_method"):
+            by_method(unregistered, rank, 0, 0, 1)
         return results
 
     job = Job(model=Featured, loss_of=by_method)
@@ -209,21 +229,12 @@ def test_methods_in_place_of_forward() -> None:
             assert outcome.losses == expected[rank].losses
             assert same_bits(outcome.weights, expected[rank].weights)
 
-    def unregistered(rank: int) -> None:  # the negative control
-        model = make(Featured)
-        zeroshard.shard(model, "zero3", units=Block)
-        with pytest.raises(RuntimeError, match=r"register the method .* with handle.register_forward_method"):
-            by_method(model, rank, 0, 0, 1)
-
-    run_ranks(unregistered, 2)
-
 
 def test_backward_of_something_that_is_no_scalar() -> None:
-    job = Job(loss_of=vector_loss)
+    expected = run_ranks(lambda rank: train_reference(Job(loss_of=vector_loss), 2)[0].weights, 1)[0]
 
     def check(rank: int) -> None:
-        expected = [train(job, plan, rank) for plan in PLANS]
-        for plan, truth in zip(PLANS, expected, strict=True):
+        for plan in PLANS:
             for through in ("optimizer", "tensor"):
                 model = make(Net)
                 handle = zeroshard.shard(model, plan, units=Block)
@@ -236,7 +247,7 @@ def test_backward_of_something_that_is_no_scalar() -> None:
                     else:
                         out.backward(grad)
                     optimizer.step()
-                assert same_bits(handle.full_state_dict(), truth.weights), (plan, through)
+                assert same_bits(handle.full_state_dict(), expected), (plan, through)
 
     run_ranks(check, 2)
 
@@ -354,6 +365,17 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
 # Compilation ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def _compiler() -> None:
+    """What torch imports and prepares at a first compilation, a second of time: once here, not in every rank."""
+    for backend in ("eager", "aot_eager"):
+        model = torch.compile(make(partial(Net, blocks=1)), backend=backend)
+        loss_of_tokens(model, 0, 0, 0).backward()
+    torch._dynamo.reset()
+
+
+SMALL = Net if EVERYTHING else partial(Net, blocks=2)
+"""Each block is compiled by itself."""
 COMPILED: dict[str, Any] = {
     "blocks in place": lambda model, backend: [block.compile(backend=backend) for block in model.blocks],
     "model in place": lambda model, backend: model.compile(backend=backend),
@@ -367,12 +389,10 @@ def compiled(model: nn.Module, how: str, backend: str) -> Any:
     return result if isinstance(result, nn.Module) else model
 
 
-def train_compiled(
-    rank: int, plan: Any, how: str, backend: str | None, before_shard: bool, net: Callable[[], nn.Module] = Net
-) -> Outcome:
+def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_shard: bool) -> Outcome:
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # as when hooks were compiled, for each class of modules
-    model = make(net)
+    model = make(SMALL)
     called: Any = compiled(model, how, backend) if backend and before_shard else model
     handle = zeroshard.shard(model, plan, units=Block)
     if backend and not before_shard:
@@ -387,6 +407,7 @@ def train_compiled(
     return Outcome(losses, handle.full_state_dict(), handle.comm_log)
 
 
+@pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
 @pytest.mark.parametrize(
     ("how", "before_shard"),
@@ -424,7 +445,7 @@ def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
         graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
         return graph.forward
 
-    model = make(Net)
+    model = make(SMALL)
     if before_shard:
         ONE_GRAPH[how](model, backend=backend)
     handle = zeroshard.shard(model, plan, units=Block)
@@ -441,22 +462,29 @@ def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
     return graphs
 
 
+@functools.cache
+def all_graphs() -> list[dict[tuple[Plan, str, bool], list[int]]]:
+    """Of each rank: `graphs_of`, by what it is given."""
+    cases = list(itertools.product((zeroshard.ZERO1, zeroshard.ZERO3), ONE_GRAPH, (True, False)))
+    return run_ranks(lambda rank: {case: graphs_of(rank, *case) for case in cases}, 2)
+
+
+@pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ONE_GRAPH)
 @pytest.mark.parametrize("before_shard", [True, False])
 def test_a_unit_is_one_graph(how: str, before_shard: bool) -> None:
     """No hook of ours ends the graph inside of a unit: blocks may be compiled with `fullgraph=True`."""
-
-    def check(rank: int) -> None:
+    blocks = len(SMALL().blocks)
+    for of_rank in all_graphs():
         for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
-            found = graphs_of(rank, plan, how, before_shard)
+            found = of_rank[plan, how, before_shard]
             of_blocks = [count for count in found if count == OPERATIONS_OF_A_BLOCK]
-            assert len(of_blocks) == 2 * 3  # three blocks, with gradients and without
+            assert len(of_blocks) == 2 * blocks  # with gradients and without
             assert sum(found) - sum(of_blocks) == (2 * 3 if how == "model in place" else 0)  # embedding, norm, head
 
-    run_ranks(check, 2)
 
-
+@pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_that_end_graphs_are_seen() -> None:
     """A control: if the hooks of inner modules are not traced, `fullgraph=True` raises."""
@@ -528,6 +556,7 @@ def raises(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.usefixtures("_compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -538,15 +567,18 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     how: str, before_shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those of one process that is compiled in the same way. Not those of the model as it is: kernels that do
-    several things at once round differently."""
+    several things at once round differently. (Usually under two plans: what is compiled sees weights that stay, or
+    weights that come and go.)"""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.compile_fx  # slow: once here, not once in every rank
 
-    net = Net if EVERYTHING else partial(Net, blocks=2)  # each block is compiled by itself
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # half of the time goes into finding out
+    plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
 
     def one_process(ranks: list[int]) -> tuple[Any, State]:
         torch._dynamo.reset()
-        model = make(net)
+        model = make(SMALL)
         reference = Reference(model, torch.optim.AdamW, num_ranks=2, lr=1e-2, foreach=False)
         called = compiled(model, how, "inductor")
         losses = [
@@ -555,18 +587,17 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
         ]
         return losses, reference.state_dict()
 
+    (losses, weights), (_, others) = run_ranks(lambda rank: [one_process([0, 1]), one_process([0, 2])], 1)[0]
+    assert any(tmp_path.rglob("*.so"))
+    assert not same_bits(others, weights)
+
     def check(rank: int) -> None:
-        torch._inductor.config.compile_threads = 1
-        torch._inductor.config.cpp.vec_isa_ok = True  # half of the time goes into finding out
-        losses, weights = one_process([0, 1])
-        for plan in PLANS:
-            found = train_compiled(rank, plan, how, "inductor", before_shard, net)
+        for plan in plans:
+            found = train_compiled(rank, plan, how, "inductor", before_shard)
             assert found.losses == [of_ranks[rank][0] for of_ranks in losses], plan
             assert same_bits(found.weights, weights), plan
-        assert not same_bits(one_process([0, 2])[1], weights)
 
     run_ranks(check, 2)
-    assert any(tmp_path.rglob("*.so"))
 
 
 # The trees by themselves ----------------------------------------------------------------------------------------------
@@ -582,14 +613,3 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert mapped.inner.hidden == 1 and mapped.inner.extra["y"][0] == 2 and mapped.note == "text"
     same = Named(x, {})
     assert map_tensors(lambda tensor: tensor, [same])[0] is same and same.hidden is x
-
-
-def test_checkpointed_blocks_with_containers() -> None:
-    class Both(Wrapping):
-        def forward(self, tokens: Tensor) -> Tensor:
-            container = Named(self.embed(tokens), {})
-            for block in self.blocks:
-                container = checkpoint(block, container, use_reentrant=False)
-            return self.head(self.norm(container.hidden))
-
-    expect_reference(Job(model=partial(Both, "dataclass")), ranks=(2,))
