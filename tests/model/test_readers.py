@@ -7,6 +7,7 @@ in evaluation there was no error at all. A unit boundary fell inside of what one
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, Job, same_bits, train, train_reference
+from tests.kit import PLANS, Job, Outcome, same_bits, train, train_reference
 from zeroshard.model.readers import is_whole, readers
 from zeroshard.model.units import choose_units
+from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
 WIDTH, HEADS, CLASSES = 12, 2, 21
@@ -146,9 +148,22 @@ class Result:
     log: Any
 
 
-def run(rank: int, model: Callable[[], nn.Module], units: Any, plan: Any) -> Result:
-    trained = train(Job(model=model, units=units, loss_of=loss_of, micro_batches=2), plan, rank)
-    plain = model()
+def job(name: str, units: Any = None) -> Job:
+    return Job(model=CASES[name][0], units=units, loss_of=loss_of, steps=2, micro_batches=2)
+
+
+def settings(name: str) -> list[tuple[Any, Plan]]:
+    """All plans under a model's first policy, one that keeps weights and one that does not under the others."""
+    first, *others = CASES[name][1]
+    plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
+    return [(first, plan) for plan in plans] + [
+        (u, plan) for u in others for plan in (zeroshard.ZERO1, zeroshard.ZERO3)
+    ]
+
+
+def run(rank: int, name: str, units: Any, plan: Plan) -> Result:
+    trained = train(job(name, units), plan, rank)
+    plain = CASES[name][0]()
     plain.load_state_dict(trained.weights)
     handle = zeroshard.shard(plain.eval(), plan, units=units)
     with torch.no_grad():
@@ -156,29 +171,33 @@ def run(rank: int, model: Callable[[], nn.Module], units: Any, plan: Any) -> Res
     return Result(trained.losses, trained.weights, evaluated, handle.comm_log)
 
 
+def run_plain(name: str) -> list[tuple[Outcome, Tensor]]:
+    """Of each rank."""
+    outcomes = train_reference(job(name), 2)
+    plain = CASES[name][0]()
+    plain.load_state_dict(outcomes[0].weights)
+    plain.eval()
+    with torch.no_grad():
+        return [(outcome, plain(data(of_rank, 7))) for of_rank, outcome in enumerate(outcomes)]
+
+
+@functools.cache
+def run_all() -> tuple[dict[str, list[tuple[Outcome, Tensor]]], list[dict[str, list[Result]]]]:
+    """One process, and each rank, by name."""
+    truth = run_ranks(lambda rank: {name: run_plain(name) for name in CASES}, 1)[0]
+    return truth, run_ranks(lambda rank: {name: [run(rank, name, *how) for how in settings(name)] for name in CASES}, 2)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_forward_reads_is_there(name: str) -> None:
     """Training against one process, and an evaluation of its result against the plain model, bit for bit."""
-    model, policies = CASES[name]
-
-    def expected(rank: int) -> list[Any]:
-        outcomes = train_reference(Job(model=model, loss_of=loss_of, micro_batches=2), 2)
-        plain = model()
-        plain.load_state_dict(outcomes[0].weights)
-        plain.eval()
-        with torch.no_grad():
-            return [(outcome, plain(data(of_rank, 7))) for of_rank, outcome in enumerate(outcomes)]
-
-    truth = run_ranks(expected, 1)[0]
-    plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
-    cases = [(units, plan) for units in policies for plan in plans]
-    found = run_ranks(lambda rank: [run(rank, model, units, plan) for units, plan in cases], 2)
-    for results in zip(*found, strict=True):
+    truth, found = run_all()
+    for how, *results in zip(settings(name), *(of_rank[name] for of_rank in found), strict=True):
         expect_same_logs([result.log for result in results])
-        for result, (outcome, evaluated) in zip(results, truth, strict=True):
-            assert result.losses == outcome.losses
-            assert same_bits(result.weights, outcome.weights)
-            assert torch.equal(result.evaluated, evaluated)
+        for result, (outcome, evaluated) in zip(results, truth[name], strict=True):
+            assert result.losses == outcome.losses, how
+            assert same_bits(result.weights, outcome.weights), how
+            assert torch.equal(result.evaluated, evaluated), how
 
 
 def test_default_units_at_a_size_where_a_module_is_divided() -> None:

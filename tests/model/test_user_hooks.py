@@ -6,6 +6,7 @@ under ZERO3 with the layer as unit: their hook ran before the one that gathers. 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import zeroshard
-from tests.kit import PLANS, Job, make, same_bits, train, train_reference
+from tests.kit import PLANS, Job, Outcome, make, same_bits, train, train_reference
 from zeroshard.testing import run_ranks
 
 WIDTH = 12
@@ -51,20 +52,34 @@ def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batc
     return out.square().mean() / micro_batches
 
 
+def same_data(model: nn.Module, rank: int, *args: int) -> Tensor:
+    """Buffers (the vector of the power iteration) are each rank's own, so the ranks have the same data here."""
+    return loss_of(model, 0, *args)
+
+
+@functools.cache
+def train_wrapped() -> tuple[dict[str, Outcome], list[dict[str, list[Outcome]]]]:
+    """One process, and each rank, by name."""
+    jobs = {
+        name: [Job(model=build, loss_of=same_data, units=units) for units in (nn.Linear, 1, 1 << 20)]
+        for name, build in WRAPS.items()
+    }
+    plans = (zeroshard.ZERO1, zeroshard.ZERO3)
+
+    def run(rank: int) -> dict[str, list[Outcome]]:
+        return {name: [train(job, plan, rank) for job in of_name for plan in plans] for name, of_name in jobs.items()}
+
+    truth = run_ranks(lambda rank: {name: train_reference(of_name[0], 1)[0] for name, of_name in jobs.items()}, 1)[0]
+    return truth, run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("name", WRAPS)
 def test_weights_computed_before_forward(name: str) -> None:
-    """Buffers (the vector of the power iteration) are each rank's own, so the ranks have the same data here."""
-
-    def same_data(model: nn.Module, rank: int, *args: int) -> Tensor:
-        return loss_of(model, 0, *args)
-
-    jobs = [Job(model=WRAPS[name], loss_of=same_data, units=units) for units in (nn.Linear, 1, 1 << 20)]
-    expected = run_ranks(lambda rank: train_reference(jobs[0], 1), 1)[0][0]
-    plans = (zeroshard.ZERO1, zeroshard.ZERO3)
-    for found in run_ranks(lambda rank: [train(job, plan, rank) for job in jobs for plan in plans], 2):
-        for outcome in found:
-            assert outcome.losses == expected.losses
-            assert same_bits(outcome.weights, expected.weights)
+    expected, by_rank = train_wrapped()
+    for found in by_rank:
+        for outcome in found[name]:
+            assert outcome.losses == expected[name].losses
+            assert same_bits(outcome.weights, expected[name].weights)
 
 
 class Reader(nn.Module):
@@ -117,20 +132,20 @@ def test_hooks_that_read_weights(after_shard: bool) -> None:
 
     def run(rank: int) -> list[Any]:
         results = []
-        for plan in PLANS:
-            for units in (nn.Linear, 1):
-                hooked: list[nn.Module] = []
+        for turn, plan in enumerate(PLANS):
+            units = 1 if (turn + after_shard) % 2 else nn.Linear
+            hooked: list[nn.Module] = []
 
-                def late(model: nn.Module, *args: int, hooked: list[nn.Module] = hooked) -> Tensor:
-                    if not hooked:
-                        add_hooks(model)
-                        hooked.append(model)
-                    return loss_of(model, *args)
+            def late(model: nn.Module, *args: int, hooked: list[nn.Module] = hooked) -> Tensor:
+                if not hooked:
+                    add_hooks(model)
+                    hooked.append(model)
+                return loss_of(model, *args)
 
-                job = Job(model=build, loss_of=loss_of, units=units, micro_batches=2)
-                if after_shard:
-                    job = Job(model=Reader, loss_of=late, units=units, micro_batches=2)
-                results.append(train(job, plan, rank))
+            job = Job(model=build, loss_of=loss_of, units=units, micro_batches=2)
+            if after_shard:
+                job = Job(model=Reader, loss_of=late, units=units, micro_batches=2)
+            results.append(train(job, plan, rank))
         return results
 
     for found, truth in zip(run_ranks(run, 2), expected, strict=True):
