@@ -7,8 +7,10 @@ around again, changed or not.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from tests.grids import at, grid
 from tests.kit import PLANS, State, same_bits
 from zeroshard.comm import pairwise_transport
 from zeroshard.comm.collectives import Collectives
@@ -121,13 +124,28 @@ def expect_alike(rank: int, run: Callable[[int, Any], dict[str, Tensor]]) -> Non
     assert all(same_bits(state, found[0]) for state in found)
 
 
+@contextmanager
+def travelling(way: str) -> Iterator[None]:
+    """Inside of it ranks exchange in shared memory, by messages, or ("native") by the backend's own collectives, as on
+    NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "shared":
+            patch.setattr(Collectives, "_try_to_share", lambda self: None)
+        if way == "native":
+            patch.setattr(Mesh, "is_pairwise", property(lambda self: False))
+        yield
+
+
+PRECISIONS = (None, "bf16", MixedPrecision(reduce=torch.bfloat16))
+TRAVEL_CASES = grid(range(len(PRECISIONS)), ("shared", "messages"), (2, 3))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("way", ["shared", "messages"])
-def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
+def test_what_trains_travels_and_nothing_else(num_ranks: int) -> None:
     """Bytes, counted from the parameters; and what is handed to the backend is what the log says."""
     sent = 0
 
-    def train(rank: int, plan: Plan, precision: Any) -> tuple[State, CommLog]:
+    def train(rank: int, plan: Plan, precision: Any, way: str) -> tuple[State, CommLog]:
         nonlocal sent
         model = build()
         handle = zeroshard.shard(model, plan, units=Part, precision=precision)
@@ -143,24 +161,22 @@ def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
             assert optimizer.step().applied
             if way == "messages":
                 assert sent == handle.comm_log.bytes()
-            assert found_events(handle) == expected_events(handle, rank), (plan, step)
+            assert found_events(handle) == expected_events(handle, rank), (plan, precision, way, step)
         return handle.full_state_dict(main=True), handle.comm_log
 
     def check(rank: int) -> list[CommLog]:
-        logs = []
-        if way == "messages":
-            Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
-            send = pairwise_transport.send
+        logs, send = [], pairwise_transport.send
 
-            def counted(axis: Any, tensor: Tensor, to: int, kind: str) -> Any:
-                nonlocal sent
-                sent += tensor.nbytes
-                return send(axis, tensor, to, kind)
+        def counted(axis: Any, tensor: Tensor, to: int, kind: str) -> Any:
+            nonlocal sent
+            sent += tensor.nbytes
+            return send(axis, tensor, to, kind)
 
-            pairwise_transport.send = counted
-        for precision in (None, "bf16", MixedPrecision(reduce=torch.bfloat16)):
-            runs = [train(rank, plan, precision) for plan in PLANS]
-            assert all(same_bits(state, runs[0][0]) for state, _ in runs)
+        pairwise_transport.send = counted
+        for number, way in at(TRAVEL_CASES, num_ranks):
+            with travelling(way):
+                runs = [train(rank, plan, PRECISIONS[number], way) for plan in PLANS]
+            assert all(same_bits(state, runs[0][0]) for state, _ in runs), (PRECISIONS[number], way)
             logs += [log for _, log in runs]
         return logs
 
@@ -168,51 +184,68 @@ def test_what_trains_travels_and_nothing_else(num_ranks: int, way: str) -> None:
         expect_same_logs(logs)
 
 
-def as_in_plain_torch(rank: int, num_ranks: int, plan: Plan, mesh: Any = None) -> State:
-    """Freeze, train, let go, train: weights, state and norms are those of one process with plain torch; what is frozen
-    has its very bits."""
-    model, expected = build(), build()
-    handle = zeroshard.shard(model, plan, units=Part, mesh=mesh)
-    options = {"lr": 0.05, "weight_decay": 0.3, "foreach": False}
-    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **options)
-    plain = torch.optim.AdamW(expected.parameters(), **options)
-    for step, phase in enumerate([*PHASES, LAST]):
-        let_train(phase, model, expected)
-        before = handle.full_state_dict()
-        loss_of(model, rank, step).backward()
+STEPS = [*PHASES, LAST]
+ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.3, "foreach": False}
+Plain = tuple[list[tuple[Tensor, State]], Any]
+
+
+def in_plain_torch(num_ranks: int) -> Plain:
+    """Freeze, train, let go, train, in one process: norm and weights of each step, and the optimizer's state."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    steps = []
+    for step, phase in enumerate(STEPS):
+        let_train(phase, model)
         for of_rank in range(num_ranks):
-            (loss_of(expected, of_rank, step) / num_ranks).backward()
-        norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+            (loss_of(model, of_rank, step) / num_ranks).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step(), optimizer.zero_grad()
+        steps.append((norm, {name: value.clone() for name, value in model.state_dict().items()}))
+    return steps, optimizer.state_dict()["state"]
+
+
+def as_in_plain_torch(rank: int, expected: Plain, plan: Plan, mesh: Any = None) -> State:
+    """Weights, state and norms are those of one process with plain torch; what is frozen has its very bits."""
+    model, (steps, state) = build(), expected
+    handle = zeroshard.shard(model, plan, units=Part, mesh=mesh)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW)
+    after = handle.full_state_dict()
+    for step, (phase, (norm, weights)) in enumerate(zip(STEPS, steps, strict=True)):
+        let_train(phase, model)
+        before = after
+        loss_of(model, rank, step).backward()
         torch.testing.assert_close(optimizer.clip_grad_norm_(0.5).double(), norm)
         assert optimizer.count_zero_gradients() == 0
-        plain.step(), plain.zero_grad(), optimizer.step(), optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         after = handle.full_state_dict()
-        for name, value in expected.state_dict().items():
+        for name, value in weights.items():
             torch.testing.assert_close(after[name], value)
             assert torch.equal(before[name], after[name]) != phase(name)
-    state, expected_state = optimizer.state_dict(), plain.state_dict()
-    torch.testing.assert_close(state["state"], expected_state["state"])
-    return handle.full_state_dict()
+    torch.testing.assert_close(optimizer.state_dict()["state"], state)
+    return after
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-@pytest.mark.parametrize("way", ["shared", "messages", "native"])
-def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...], way: str) -> None:
-    """On a mesh of two axes shards are summed over their replicas as well. "native": by the backend's own collectives,
-    as on NCCL."""
+MESHES = [(2,), (3,), (2, 2)]
+FROZEN_CASES = grid(("shared", "messages", "native"), PLANS, MESHES)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...]) -> None:
+    """On a mesh of two axes shards are summed over their replicas as well. In shared memory and by messages bits are
+    the same; the backend's own collectives sum more than two terms in an order of their own."""
+    num_ranks = torch.Size(shape).numel()
 
     def check(rank: int) -> None:
         torch.set_default_dtype(torch.float64)
-        if way != "shared":
-            Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
-        if way == "native":
-            Mesh.is_pairwise = property(lambda self: False)  # type: ignore[method-assign,assignment]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if len(shape) > 1 else None
-        num_ranks = torch.Size(shape).numel()
-        found = [as_in_plain_torch(rank, num_ranks, plan, mesh) for plan in PLANS]
-        assert all(same_bits(state, found[0]) for state in found)
+        expected = in_plain_torch(num_ranks)
+        found: dict[bool, State] = {}
+        for way, plan in at(FROZEN_CASES, shape):
+            with travelling(way):
+                state = as_in_plain_torch(rank, expected, plan, mesh)
+            assert same_bits(state, found.setdefault(num_ranks > 2 and way == "native", state)), (way, plan)
 
-    run_ranks(check, torch.Size(shape).numel())
+    run_ranks(check, num_ranks)
 
 
 def test_accumulated_before_something_is_frozen_or_let_go() -> None:
@@ -220,25 +253,29 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
     plain torch, and from the next step on it is left out."""
 
     def run(rank: int, plan: Plan, every: bool, phases: list[Any]) -> State:
-        model, expected = build(), build()
+        model, plain = build(), [build()] * (plan is PLANS[0])  # the others have the same bits
         handle = zeroshard.shard(model, plan, units=Part)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        plain_optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in plain]
         for step in range(2):
             for number, phase in enumerate(phases if not step else phases[-1:]):
-                let_train(phase, model, expected)
+                let_train(phase, model, *plain)
                 last = number == len(phases) - 1 or step == 1
                 handle.set_requires_gradient_sync(every or last)
                 handle.comm_log.clear()
                 loss_of(model, rank, number + 10 * step).backward()
-                for of_rank in range(RANKS):
+                for expected, of_rank in itertools.product(plain, range(RANKS)):
                     (loss_of(expected, of_rank, number + 10 * step) / RANKS).backward()
-            optimizer.step(), plain.step(), plain.zero_grad()
+            optimizer.step()
+            for one in plain_optimizers:
+                one.step(), one.zero_grad()
         reductions = {key: count for key, count in found_events(handle).items() if key[0] == "reduce_scatter"}
         assert reductions == {k: c for k, c in expected_events(handle, rank).items() if k[0] == "reduce_scatter"}
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(handle.full_state_dict()[name], value)
-        return handle.full_state_dict()
+        state = handle.full_state_dict()
+        for expected in plain:
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(state[name], value)
+        return state
 
     def check(rank: int) -> None:
         torch.set_default_dtype(torch.float64)
@@ -335,9 +372,10 @@ def test_two_optimizers_over_one_unit() -> None:
                 gathered = [event.bytes for event in handle.comm_log.entries if event.op == "all_gather"]
                 most = sum(key[-1] for key in expected_events(handle, rank) if key[0] == "all_gather")
                 assert sum(gathered) <= most
+        state = handle.full_state_dict()
         for name, value in expected.state_dict().items():
-            torch.testing.assert_close(handle.full_state_dict()[name], value)
-        return handle.full_state_dict()
+            torch.testing.assert_close(state[name], value)
+        return state
 
     run_ranks(expect_alike, RANKS, run)
 
@@ -410,9 +448,10 @@ def test_ranks_that_have_run_out_of_inputs_follow() -> None:
             for of_rank in range(step, RANKS):
                 (loss_of(expected, of_rank, step) / RANKS).backward()
             plain.step(), plain.zero_grad()
+        state = handle.full_state_dict()
         for name, value in expected.state_dict().items():
-            torch.testing.assert_close(handle.full_state_dict()[name], value)
-        return handle.full_state_dict()
+            torch.testing.assert_close(state[name], value)
+        return state
 
     run_ranks(expect_alike, RANKS, run)
 
@@ -428,37 +467,43 @@ def at_random(rank: int, plan: Plan, seed: int) -> State:
     """Parameters are frozen and let go before any micro-batch, reduced or not; gradients are discarded, edited, and set
     by hand, also those of what is frozen. The weights are those of plain torch."""
     random = Random(seed)
-    model, expected = build(), build()
+    model, plain = build(), [build()] * (plan is PLANS[0])  # the others have the same bits
     units = random.choice([Part, nn.Linear, 10**9])
     handle = zeroshard.shard(model, plan, units=units, keep_gathered=random.choice([(), True]))
     optimizer_class, options = random.choice(OPTIMIZERS)
     optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, foreach=False, **options)
-    plain = optimizer_class(expected.parameters(), foreach=False, **options)
+    plain_optimizers = [optimizer_class(one.parameters(), foreach=False, **options) for one in plain]
     names = [name for name, _ in model.named_parameters()]
     for step in range(6):
         num_batches, every = random.choice([1, 1, 2, 3]), random.random() < 0.5
         for number in range(num_batches):
             if random.random() < 0.6:
                 chosen = {name for name in names if random.random() < random.choice([0.1, 0.5, 0.9])} | {"2.bias"}
-                let_train(chosen.__contains__, model, expected)
+                let_train(chosen.__contains__, model, *plain)
             handle.set_requires_gradient_sync(every or number == num_batches - 1)
             loss_of(model, rank, 10 * step + number).backward()
-            for of_rank in range(RANKS):
+            for expected, of_rank in itertools.product(plain, range(RANKS)):
                 (loss_of(expected, of_rank, 10 * step + number) / RANKS).backward()
         what, name = random.choice(["", "", "discard", "by hand", "scale"]), random.choice(names)
-        one, twin = model.get_parameter(name), expected.get_parameter(name)
-        if what == "discard":
-            one.grad = twin.grad = None
-        elif what == "by hand":
-            one.grad, twin.grad = torch.full_like(twin, 0.1 * rank), torch.full_like(twin, 0.1 * (RANKS - 1) / 2)
-        elif what == "scale" and one.grad is not None and one.requires_grad:
-            one.grad.mul_(0.5), twin.grad.mul_(0.5)  # type: ignore[union-attr]
-        optimizer.step(), plain.step(), plain.zero_grad()
+        one = model.get_parameter(name)
+        scaled = what == "scale" and one.grad is not None and one.requires_grad
+        for target in (one, *(expected.get_parameter(name) for expected in plain)):
+            if what == "discard":
+                target.grad = None
+            elif what == "by hand":
+                value = rank if target is one else (RANKS - 1) / 2
+                target.grad = torch.full(target.shape, 0.1 * value)
+            elif scaled:
+                target.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step()
+        for each in plain_optimizers:
+            each.step(), each.zero_grad()
     state = handle.full_state_dict()
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(
-            state[name], value, msg=lambda text, name=name: f"seed {seed}, {plan}: {name} {text}"
-        )
+    for expected in plain:
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(
+                state[name], value, msg=lambda text, name=name: f"seed {seed}, {plan}: {name} {text}"
+            )
     return state
 
 
@@ -488,7 +533,7 @@ def test_faults_would_be_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     def check(rank: int) -> None:
         torch.set_default_dtype(torch.float64)
-        as_in_plain_torch(rank, 2, zeroshard.ZERO2)
+        as_in_plain_torch(rank, in_plain_torch(2), zeroshard.ZERO2)
 
     with pytest.raises(RankError):
         run_ranks(check, 2)
