@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import grid
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
@@ -89,15 +91,14 @@ def sharded_gan(rank: int, plan: Any, loss_scale: Any = None) -> tuple[dict[str,
     return weights, [handle.comm_log for handle in handles]
 
 
-@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
-def test_a_gan_is_two_plain_optimizers_bit_for_bit(loss_scale: Any) -> None:
+def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
     """A power of two times a gradient, divided by it again, is the same number in fp32."""
 
     def check(rank: int) -> list[Any]:
         expected, logs = plain_gan(), []
-        for plan in PLANS:
+        for plan, loss_scale in itertools.product(PLANS, (None, "dynamic")):
             weights, found = sharded_gan(rank, plan, loss_scale)
-            assert same_bits(weights, expected), plan
+            assert same_bits(weights, expected), (plan, loss_scale)
             logs += found
         return logs
 
@@ -151,19 +152,26 @@ def scaled(
     return handle.full_state_dict(main=True), history, optimizer.scaling.state_dict()
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_rank_without_inputs_scales_as_the_others(micro_batches: int) -> None:
-    def check(rank: int) -> Any:
-        for plan in PLANS:
-            unscaled, _, _ = scaled(rank, plan, micro_batches=micro_batches)
-            policy = DynamicScale(init=2.0**8, growth_interval=2)
-            weights, history, at_the_end = scaled(rank, plan, scale=policy, micro_batches=micro_batches)
-            assert same_bits(weights, unscaled)
-            assert [one[1] for one in history] == [2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**10][: STEPS[rank]]
-            # an overflow on the only rank that goes on: all skip, all halve the scale
-            _, history, at_the_end = scaled(rank, plan, scale=policy, bad_step=3, micro_batches=micro_batches)
-            assert [one[0] for one in history] == [step != 3 for step in range(STEPS[rank])]
-        return at_the_end
+SCALED_CASES = grid(PLANS, (1, 2), (-1, 3))
+"""Plan, micro-batches, and the step that overflows on the only rank that goes on."""
+
+
+def test_a_rank_without_inputs_scales_as_the_others() -> None:
+    """An overflow on one rank: all skip, all halve the scale."""
+    policy = DynamicScale(init=2.0**8, growth_interval=2)
+
+    def check(rank: int) -> list[Any]:
+        unscaled = {num: scaled(rank, zeroshard.DDP, micro_batches=num)[0] for num in (1, 2)}
+        ends = []
+        for plan, num, bad_step in SCALED_CASES:
+            weights, history, end = scaled(rank, plan, scale=policy, bad_step=bad_step, micro_batches=num)
+            assert [one[0] for one in history] == [step != bad_step for step in range(STEPS[rank])], (plan, num)
+            if bad_step < 0:
+                assert same_bits(weights, unscaled[num]), (plan, num)
+                scales = [2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**10]
+                assert [one[1] for one in history] == scales[: STEPS[rank]], (plan, num)
+            ends.append(end)
+        return ends
 
     found = run_ranks(check, 3)
     assert found[0] == found[1] == found[2]

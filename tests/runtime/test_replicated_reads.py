@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import zeroshard
+from tests.grids import at, grid
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.comm.shared_memory import Probe
 from zeroshard.model.absent import is_absent
@@ -47,10 +47,23 @@ def foreach(model: nn.Module) -> None:
         torch._foreach_mul_(list(model.parameters()), 0.5)
 
 
-EDITS: dict[str, Callable[[Any], None]] = {"clamp": clamp, "data": clamp_data, "init": init_again, "foreach": foreach}
+def leave(model: nn.Module) -> None:
+    pass
 
 
-def trained(rank: int, plan: str, edit: Callable[[Any], None], precision: str | None, average: bool = False) -> Any:
+RUNS: dict[str, dict[str, Any]] = {
+    "clamp": {"edit": clamp},
+    "data": {"edit": clamp_data},
+    "init": {"edit": init_again},
+    "foreach": {"edit": foreach},
+    "clamp in bf16": {"edit": clamp, "precision": "bf16"},
+    "average": {"edit": leave, "average": True},
+}
+
+
+def trained(
+    rank: int, plan: str, edit: Callable[[Any], None], precision: str | None = None, average: bool = False
+) -> Any:
     model = make(Net)
     averaged = AveragedModel(model) if average else None
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
@@ -65,21 +78,22 @@ def trained(rank: int, plan: str, edit: Callable[[Any], None], precision: str | 
     return dict(averaged.state_dict()) if averaged is not None else handle.full_state_dict(main=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("way", ["shared", "messages"])
-def test_edits_after_a_step_are_those_of_ddp(ranks: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(rank: int) -> None:
-        for edit, precision in [*((edit, None) for edit in EDITS.values()), (clamp, "bf16")]:
-            ddp, *others = (trained(rank, plan, edit, precision) for plan in PLANS)
-            assert all(same_bits(other, ddp) for other in others)
-        nothing, clamped = (trained(rank, "zero1", edit, None) for edit in (lambda model: None, clamp))
-        assert not same_bits(nothing, clamped)  # the control
-        ddp, *others = (trained(rank, plan, lambda model: None, None, average=True) for plan in PLANS)
-        assert all(same_bits(other, ddp) for other in others)
-        assert all(value.isfinite().all() for value in ddp.values())
+CASES = grid(RUNS, ("shared", "messages"), (2, 3))
 
-    if way == "messages":
-        monkeypatch.setattr(Probe, "answer", lambda self, cards: False)
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_edits_after_a_step_are_those_of_ddp(ranks: int) -> None:
+    def check(rank: int) -> None:
+        for name, way in at(CASES, ranks):
+            with pytest.MonkeyPatch.context() as patch:
+                if way == "messages":
+                    patch.setattr(Probe, "answer", lambda self, cards: False)
+                ddp, *others = (trained(rank, plan, **RUNS[name]) for plan in PLANS)
+            assert all(same_bits(other, ddp) for other in others), (name, way)
+            assert name != "average" or all(value.isfinite().all() for value in ddp.values())
+        nothing, clamped = (trained(rank, "zero1", edit) for edit in (leave, clamp))
+        assert not same_bits(nothing, clamped)  # the control
+
     run_ranks(check, ranks)
 
 
@@ -115,5 +129,4 @@ def test_one_rank_alone_may_read_but_not_a_thread_or_a_worker() -> None:
                 assert is_absent(other)
             assert torch.equal(handle.full_state_dict()["blocks.1.up.weight"], weight)
 
-    for plan in PLANS[1:]:
-        run_ranks(partial(check, plan=plan), 2)
+    run_ranks(lambda rank: [check(rank, plan) for plan in PLANS[1:]], 2)
