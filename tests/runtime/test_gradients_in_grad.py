@@ -10,7 +10,7 @@ plan with the losses of each rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +32,22 @@ def build() -> nn.Module:
 def batch(rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+
+def under(plans: Sequence[str], check: Callable[[int, str], Any]) -> Callable[[int], list[Any]]:
+    """For `run_ranks`: `check(rank, plan)` under one plan after the other, by the same ranks."""
+
+    def run(rank: int) -> list[Any]:
+        results = []
+        for plan in plans:
+            try:
+                results.append(check(rank, plan))
+            except Exception as error:
+                error.add_note(f"under {plan}")
+                raise
+        return results
+
+    return run
 
 
 class Run:
@@ -240,7 +256,7 @@ def sharded(rank: int, plan: str) -> tuple[list[dict[str, Tensor]], list[Any]]:
         try:
             loop(run)
         except Exception as error:
-            error.add_note(f"in {loop.__name__} under {plan}")
+            error.add_note(f"in {loop.__name__}")
             raise
         results.append(run.weights())
         assert run.handle is not None
@@ -253,15 +269,15 @@ def expected() -> list[dict[str, Tensor]]:
     return run_ranks(plain, 1)[0]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_loops_of_plain_torch_do_the_same(plan: str, expected: list[dict[str, Tensor]]) -> None:
-    results = run_ranks(sharded, NUM_RANKS, plan)
-    for number, loop in enumerate(LOOPS):
-        expect_same_logs([logs[number] for _, logs in results])
-        for weights, _ in results:
-            for name, value in expected[number].items():
-                difference = (weights[number][name] - value).abs().max().item()
-                assert difference < 1e-10, f"{loop.__name__}: {name} differs by {difference}"
+def test_loops_of_plain_torch_do_the_same(expected: list[dict[str, Tensor]]) -> None:
+    found = run_ranks(under(PLANS, sharded), NUM_RANKS)
+    for plan, results in zip(PLANS, zip(*found, strict=True), strict=True):
+        for number, loop in enumerate(LOOPS):
+            expect_same_logs([logs[number] for _, logs in results])
+            for weights, _ in results:
+                for name, value in expected[number].items():
+                    difference = (weights[number][name] - value).abs().max().item()
+                    assert difference < 1e-10, f"{loop.__name__} under {plan}: {name} differs by {difference}"
 
 
 def test_the_loops_are_sensitive(expected: list[dict[str, Tensor]]) -> None:
@@ -308,9 +324,8 @@ def local_terms(rank: int, plan: str) -> None:
     assert not run.handle.engine.has_gradients()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_under_no_sync_it_is_this_ranks_own(plan: str) -> None:
-    run_ranks(local_terms, 2, plan)
+def test_under_no_sync_it_is_this_ranks_own() -> None:
+    run_ranks(under(PLANS, local_terms), 2)
 
 
 def speaks_up(rank: int, plan: str) -> None:
@@ -335,9 +350,8 @@ def speaks_up(rank: int, plan: str) -> None:
     run.optimizer.step()
 
 
-@pytest.mark.parametrize("plan", PLANS[1:])
-def test_elsewhere_reading_it_says_what_to_write(plan: str) -> None:
-    run_ranks(speaks_up, 2, plan)
+def test_elsewhere_reading_it_says_what_to_write() -> None:
+    run_ranks(under(PLANS[1:], speaks_up), 2)
 
 
 def scaled(rank: int, plan: str) -> None:
@@ -360,9 +374,8 @@ def scaled(rank: int, plan: str) -> None:
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_scaled_gradient_is_not_clipped_at_the_wrong_size(plan: str) -> None:
-    run_ranks(scaled, 2, plan)
+def test_a_scaled_gradient_is_not_clipped_at_the_wrong_size() -> None:
+    run_ranks(under(PLANS, scaled), 2)
 
 
 def written_through_the_handle(rank: int, plan: str) -> dict[str, Tensor]:
@@ -392,8 +405,8 @@ def written_in_plain_torch(rank: int) -> dict[str, Tensor]:
 
 def test_a_reduced_gradient_is_written_through_the_handle() -> None:
     wanted = run_ranks(written_in_plain_torch, 1)[0]
-    for plan in PLANS:
-        for weights in run_ranks(written_through_the_handle, NUM_RANKS, plan):
+    for of_rank in run_ranks(under(PLANS, written_through_the_handle), NUM_RANKS):
+        for weights in of_rank:
             torch.testing.assert_close(weights, wanted, rtol=1e-9, atol=1e-11)
 
 
@@ -426,9 +439,8 @@ def asked_for(rank: int, plan: str) -> None:
     assert run.optimizer.step().applied
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_gradients_that_were_asked_for_are_this_ranks_own(plan: str) -> None:
-    run_ranks(asked_for, 2, plan)
+def test_gradients_that_were_asked_for_are_this_ranks_own() -> None:
+    run_ranks(under(PLANS, asked_for), 2)
 
 
 def without_an_optimizer(rank: int, plan: str) -> None:
@@ -448,9 +460,8 @@ def without_an_optimizer(rank: int, plan: str) -> None:
     run.model.zero_grad()
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero2"])
-def test_gradients_without_an_optimizer(plan: str) -> None:
-    run_ranks(without_an_optimizer, 2, plan)
+def test_gradients_without_an_optimizer() -> None:
+    run_ranks(under(["ddp", "zero2"], without_an_optimizer), 2)
 
 
 def pipeline(rank: int, plan: str) -> Any:
@@ -468,8 +479,7 @@ def pipeline(rank: int, plan: str) -> Any:
     return run.weights()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_pipeline_scales_gradients_by_its_micro_batches(plan: str) -> None:
+def test_a_pipeline_scales_gradients_by_its_micro_batches() -> None:
     """They were 4 times too large, in silence: torch divides `p.grad`, which was None."""
 
     def wanted(rank: int) -> Any:
@@ -479,5 +489,6 @@ def test_a_pipeline_scales_gradients_by_its_micro_batches(plan: str) -> None:
         return run.weights()
 
     expected = run_ranks(wanted, 1)[0]
-    for weights in run_ranks(pipeline, NUM_RANKS, plan):
-        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-11)
+    for of_rank in run_ranks(under(PLANS, pipeline), NUM_RANKS):
+        for weights in of_rank:
+            torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-11)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
+from tests.grids import grid
 from tests.kit import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.comm.collectives import Collectives
 from zeroshard.precision import MixedPrecision
@@ -52,17 +52,16 @@ def plain(build: Any = Buffered) -> nn.Module:
     return model.apply(init)
 
 
-@pytest.mark.parametrize("seeds", ["the same", "one for each rank"])
-def test_values_come_as_from_apply_module_by_module(seeds: str) -> None:
+def test_values_come_as_from_apply_module_by_module() -> None:
     """Also where ranks draw other numbers: rank 0's win. Parameters stay the objects they are."""
 
     def check(rank: int) -> None:
         expected = dict(plain().state_dict())
-        for plan, precision in itertools.product(PLANS, PRECISIONS):
+        for plan, precision, same_seeds in grid(PLANS, PRECISIONS, (True, False)):
             model = on_meta()
             model.embed.weight.mark = "kept"
             before = list(model.parameters())
-            torch.manual_seed(0 if seeds == "the same" else rank)
+            torch.manual_seed(0 if same_seeds else rank)
             handle = zeroshard.shard(model, plan, units=Block, precision=precision, materialize=init)
             assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
             assert model.embed.weight.mark == "kept" and model.head.weight is model.embed.weight
@@ -138,23 +137,26 @@ def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path, monkeyp
             assert most < held + 3 * layer < 24 * layer
 
 
-@pytest.mark.parametrize("num_files", [1, 3])
-def test_values_come_from_safetensors_files(num_files: int, tmp_path: Path) -> None:
+def test_values_come_from_safetensors_files(tmp_path: Path) -> None:
     state = {name: torch.randn_like(v) if v.is_floating_point() else v + 5 for name, v in plain().state_dict().items()}
     tied = {name: value for name, value in state.items() if name != "head.weight"}  # as such files are written
     state["head.weight"] = state["embed.weight"]
-    parts = [dict(list(tied.items())[index::num_files]) for index in range(num_files)]
-    names = [f"model-{index}.safetensors" if num_files > 1 else "model.safetensors" for index in range(num_files)]
-    for name, part in zip(names, parts, strict=True):
-        save_file(part, tmp_path / name)
-    if num_files > 1:
-        index = {"weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for num_files in (1, 3):
+        folder = tmp_path / str(num_files)
+        folder.mkdir()
+        parts = [dict(list(tied.items())[index::num_files]) for index in range(num_files)]
+        names = [f"model-{index}.safetensors" if num_files > 1 else "model.safetensors" for index in range(num_files)]
+        for name, part in zip(names, parts, strict=True):
+            save_file(part, folder / name)
+        if num_files > 1:
+            index = {"weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def check(rank: int) -> None:
-        for plan, precision in itertools.product(PLANS, PRECISIONS):
-            handle = zeroshard.shard(on_meta(), plan, units=Block, precision=precision, materialize=str(tmp_path))
-            assert same_bits(handle.full_state_dict(main=True), state), (plan, precision)
+        for plan, precision, num_files in grid(PLANS, PRECISIONS, (1, 3)):
+            folder = str(tmp_path / str(num_files))
+            handle = zeroshard.shard(on_meta(), plan, units=Block, precision=precision, materialize=folder)
+            assert same_bits(handle.full_state_dict(main=True), state), (plan, precision, num_files)
 
     run_ranks(check, 3)
 
