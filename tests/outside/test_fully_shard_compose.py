@@ -6,6 +6,7 @@ test_fully_shard_shared_params.py: recomputation, tied weights, parts of a model
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.outside.common import (
     MLP,
     VOCAB,
     Block,
+    State,
     Transformer,
     Twins,
     average_gradients,
@@ -69,15 +71,11 @@ def test_groups_of_modules_as_units_with_recomputation() -> None:
     under_all_plans(train)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tied"),
-    [("composable", False), ("composable", True), ("wrapper", False), ("utils", True), ("reentrant", False)],
-)
-def test_activation_checkpointing(kind: str, tied: bool) -> None:
+def test_activation_checkpointing() -> None:
     """test_train_parity_with_activation_checkpointing, blocks as units; TestFullyShardSharedParams.
     test_train_parity_with_shared_params."""
 
-    def train(rank: int, plan: Plan) -> Any:
+    def of_kind(rank: int, plan: Plan, kind: str, tied: bool) -> State:
         plain = Transformer(layers=2, tied=tied)
         model = recomputed(copy.deepcopy(plain), kind)
         handle = zeroshard.shard(model, plan, units=Block)
@@ -96,6 +94,14 @@ def test_activation_checkpointing(kind: str, tied: bool) -> None:
         weights = handle.full_state_dict()
         expect_close(weights, state_of(plain))
         return weights
+
+    def train(rank: int, plan: Plan) -> State:
+        kinds = [("composable", False), ("composable", True), ("wrapper", False), ("utils", True), ("reentrant", False)]
+        result = {}
+        for kind, tied in kinds:
+            weights = of_kind(rank, plan, kind, tied)
+            result.update({f"{kind} {tied} {name}": value for name, value in weights.items()})
+        return result
 
     under_all_plans(train)
 
@@ -195,15 +201,11 @@ def chunked_backward(model: nn.Module, ids: Tensor, chunks: int = 4) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(
-    "units", [None, (nn.Embedding, nn.Linear, nn.RMSNorm), [("embed",), ("body",), ("norm", "head")]]
-)
-@pytest.mark.parametrize("tie", [False, True])
-def test_a_head_that_runs_alone_chunk_by_chunk(tie: bool, units: Any) -> None:
+def test_a_head_that_runs_alone_chunk_by_chunk() -> None:
     """test_partial_group_forward_then_standalone, ..._grad_accum_chunked, test_partial_group_reshard_toggle: every
     chunk counts, with and without reduction in between, whatever is a unit of its own."""
 
-    def train(rank: int, plan: Plan) -> Any:
+    def of_units(rank: int, plan: Plan, tie: bool, units: Any) -> State:
         twins = Twins(ChunkedHead(tie), plan, shard={"units": units})
         for step in range(2):
             for micro_batch in range(2):
@@ -218,6 +220,14 @@ def test_a_head_that_runs_alone_chunk_by_chunk(tie: bool, units: Any) -> None:
             twins.expect_equal_gradients()
             twins.step()
         return twins.expect_equal()
+
+    def train(rank: int, plan: Plan) -> State:
+        every = (None, (nn.Embedding, nn.Linear, nn.RMSNorm), [("embed",), ("body",), ("norm", "head")])
+        result = {}
+        for tie, units in itertools.product((False, True), every):
+            weights = of_units(rank, plan, tie, units)
+            result.update({f"{tie} {units} {name}": value for name, value in weights.items()})
+        return result
 
     under_all_plans(train)
 
