@@ -141,7 +141,7 @@ def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -
                 total = sum(e.bytes for e in events if e.op != "exchange")
                 assert total == volume * psi * 2 // 3, plan
         for num_blocks in (1, 2, 3, 5):
-            for k in (1, 2, 3):
+            for k in (1, 2):  # three: by the schedules of `test_collectives_and_bytes_of_a_step_are_the_formulas`
                 job = Job(model=partial(Net, blocks=num_blocks), micro_batches=k, reduce_every_micro_batch=True)
                 handle, events, _ = sent_in_one_step(zeroshard.ZERO3, job, rank)
                 block, root = (4 * unit.layout.numel for unit in (handle.engine.units[1], handle.engine.units[0]))

@@ -17,7 +17,7 @@ from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE
 from zeroshard.testing import run_ranks
 
-TRIALS = 100 if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 20
+TRIALS, CONTROLS = (100, 20) if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else (20, 8)
 
 
 class Paths(Net):
@@ -96,7 +96,7 @@ def test_one_path_on_all_ranks_is_fine() -> None:
     """The negative control: the same changes of path, made by all."""
 
     def check(rank: int) -> None:
-        for trial in range(8):
+        for trial in range(CONTROLS):
             path = paths(trial, 3, skips=True)[0]
             said, _, same = one_trial(rank, path, None, steps=trial % 3)
             assert said == "" and not same
