@@ -24,6 +24,7 @@ from zeroshard.placement import ZERO1 as ZERO1
 from zeroshard.placement import ZERO2 as ZERO2
 from zeroshard.placement import ZERO3 as ZERO3
 from zeroshard.placement import Plan as Plan
+from zeroshard.planning import plan as plan
 from zeroshard.precision import MixedPrecision as MixedPrecision
 from zeroshard.shard import shard as shard
 

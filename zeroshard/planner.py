@@ -19,7 +19,7 @@ from zeroshard.comm.transport import Transport, TransportName
 from zeroshard.comm.transports import transport_named
 from zeroshard.layout.cuts import BATCH_NUMEL, Pattern, count, most_in_a_batch
 from zeroshard.layout.interval import Interval
-from zeroshard.layout.layout import BufferLayout
+from zeroshard.layout.layout import BufferLayout, Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
 from zeroshard.model.casting import Precisions
@@ -93,6 +93,11 @@ class Bytes:
         return cls(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
 
     @property
+    def sum(self) -> int:
+        """Of all kinds."""
+        return sum(vars(self).values())
+
+    @property
     def transient(self) -> int:
         """What `max_transient_bytes` limits."""
         return self.ring + self.buckets + self.scratch
@@ -125,6 +130,15 @@ class OptimizerNeeds:
     def key_of(self, name: str) -> Hashable | None:
         """What `cuts.cut` goes by. None: the parameter is stepped whole."""
         return self.group_of(name) if self.whole_state_bytes(name) is None else None
+
+    def piece_state(self, numel: int, num_pieces: int, main: torch.dtype) -> Bytes:
+        """Of as many pieces, of that many elements together."""
+        return Bytes(state=numel * self.state_bytes_per_element, scalars=num_pieces * self.state_scalars * 4)
+
+    def whole_state(self, slot: Slot, main: torch.dtype) -> Bytes | None:
+        """Of a parameter that is stepped whole; None: it is not."""
+        itemsize = self.whole_state_bytes(slot.name)
+        return None if itemsize is None else Bytes(state=slot.world.numel * itemsize)
 
 
 ADAM = OptimizerNeeds()
@@ -167,6 +181,16 @@ class PlannedUnit:
         return topology.transport.reduce_scratch_bytes(
             self.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
         )
+
+
+@dataclass(frozen=True)
+class PlannedWhole:
+    """A parameter that is stepped whole. `state`: of the optimizer, at its `owner`, a rank on the shard axis."""
+
+    unit: PlannedUnit
+    slot: Slot
+    state: Bytes
+    owner: int
 
 
 @dataclass(frozen=True)
@@ -249,7 +273,7 @@ class Training:
         for buffer in buffers if peak else resting(buffers, self.topology.device_type):
             pooled[buffer.kind] += buffer.num_bytes
         of_units = (unit.held(peak=peak) for unit in self.units)
-        return Bytes.total([*of_units, self._stepped_in_pieces(), self._stepped_whole(), Bytes(**pooled)])
+        return Bytes.total([*of_units, self.stepped(), Bytes(**pooled)])
 
     # Pool ----------------------------------------------------------------------------------------------------------
 
@@ -281,41 +305,53 @@ class Training:
 
     # Step ----------------------------------------------------------------------------------------------------------
 
+    def stepped(self) -> Bytes:
+        """What the optimizer holds: state, scratch, and main of whole parameters."""
+        return Bytes.total([self._stepped_in_pieces(), self._stepped_whole()])
+
     def _stepped_in_pieces(self) -> Bytes:
         """State and scratch of an elementwise optimizer: the gradient in main's dtype, main where it is joined, and one
         piece of the weights."""
-        pieces = [Pieces.of(unit, self.rank, self.optimizer.key_of) for unit in self.units if unit.spec.trainable]
+        trainable = [unit for unit in self.units if unit.spec.trainable]
+        pieces = [Pieces.of(unit, self.rank, self.optimizer.key_of) for unit in trainable]
         limit = BATCH_NUMEL[self.topology.device_type]
         cast = most_in_a_batch(((pattern, of.cast) for of in pieces for pattern in of.patterns), limit)
         joined = most_in_a_batch(((pattern, of.joined) for of in pieces for pattern in of.patterns), limit)
-        patterns = [pattern for of in pieces for pattern in of.patterns]
-        return Bytes(
-            state=sum(pattern.numel for pattern in patterns) * self.optimizer.state_bytes_per_element,
-            scalars=sum(pattern.num_pieces for pattern in patterns) * self.optimizer.state_scalars * 4,
-            scratch=cast + joined + max((of.largest * of.compared for of in pieces), default=0),
-        )
+        states = [
+            self.optimizer.piece_state(pattern.numel, pattern.num_pieces, unit.spec.precision.main_dtype)
+            for unit, of in zip(trainable, pieces, strict=True)
+            for pattern in of.patterns
+        ]
+        compared = max((of.largest * of.compared for of in pieces), default=0)
+        return Bytes.total([*states, Bytes(scratch=cast + joined + compared)])
 
     def _stepped_whole(self) -> Bytes:
         """Main, state and scratch of the parameters that this rank owns, where an optimizer needs whole ones."""
-        state_bytes, replicated = self.optimizer.whole_state_bytes, self.plan.main is REPLICATED
-        slots = [
-            (unit, slot, itemsize)
-            for unit in self.units
-            for slot in unit.layout.slots
-            if unit.spec.trainable and (itemsize := state_bytes(slot.name)) is not None
-        ]
-        owners = balance([cost(slot.shape) for _, slot, _ in slots], 1 if replicated else self.topology.num_shards)
-        state = 0
+        replicated = self.plan.main is REPLICATED
+        states: list[Bytes] = []
         owned: Counter[torch.dtype] = Counter()
         held: Counter[torch.dtype] = Counter()
-        for (unit, slot, itemsize), owner in zip(slots, owners, strict=True):
-            dtype = unit.spec.precision.main_dtype
-            held[dtype] += (slot.world & unit.main_part(self.rank)).numel * dtype.itemsize
-            if replicated or owner == self.rank:
+        for whole in self.wholes():
+            dtype, slot = whole.unit.spec.precision.main_dtype, whole.slot
+            held[dtype] += (slot.world & whole.unit.main_part(self.rank)).numel * dtype.itemsize
+            if replicated or whole.owner == self.rank:
                 owned[dtype] += slot.world.numel * dtype.itemsize
-                state += slot.world.numel * itemsize
+                states.append(whole.state)
         message = max([*owned.values(), *held.values()], default=0)  # one dtype after the other
-        return Bytes(main=owned.total(), state=state, scratch=owned.total() + message * (1 if replicated else 2))
+        scratch = owned.total() + message * (1 if replicated else 2)
+        return Bytes.total([*states, Bytes(main=owned.total(), scratch=scratch)])
+
+    def wholes(self) -> list[PlannedWhole]:
+        """The parameters that are stepped whole, of all ranks, in the order of the buffers."""
+        found = [
+            (unit, slot, state)
+            for unit in self.units
+            for slot in unit.layout.slots
+            if unit.spec.trainable and (state := self.optimizer.whole_state(slot, unit.spec.precision.main_dtype))
+        ]
+        num_owners = 1 if self.plan.main is REPLICATED else self.topology.num_shards
+        owners = balance([cost(slot.shape) for _, slot, _ in found], num_owners)
+        return [PlannedWhole(*of_slot, owner) for of_slot, owner in zip(found, owners, strict=True)]
 
 
 def resting(buffers: Iterable[PlannedBuffer], device_type: str) -> list[PlannedBuffer]:

@@ -29,6 +29,7 @@ ROOMS = [
     FACE,
     "checkpoint",
     "exchange",
+    "planning",
     "train",
     "cli",
 ]

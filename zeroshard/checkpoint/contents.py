@@ -113,15 +113,16 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
     """
     mesh = optimizer.engine.collectives.mesh
     for stepper in optimizer.steppers if mesh.replicate.rank == 0 else ():
-        yield from map(_state_item, stepper.state.entries())
+        yield from map(state_item, stepper.state.entries())
     names, kinds = names_of(optimizer.engine), StateKinds(optimizer)
     for index, parameter in enumerate(optimizer.waiting):
         if index % mesh.world.size == mesh.world.rank:
             for key, value in optimizer.waiting[parameter].items():
-                yield _state_item(whole_entry(names[id(parameter)], key, value, kinds[parameter].get(key)))
+                yield state_item(whole_entry(names[id(parameter)], key, value, kinds[parameter].get(key)))
 
 
-def _state_item(entry: StateEntry) -> Item:
+def state_item(entry: StateEntry) -> Item:
+    """An entry of the state under the name that it has in a file."""
     if isinstance(entry, StateChunk):
         name = _state_name("scalar" if entry.is_scalar else "optimizer", entry)
         return Item(name, entry.shape, entry.dtype, entry.interval, entry.read)

@@ -24,7 +24,7 @@ class Damaged(click.ClickException):
     """A checkpoint, or what was to become one, is not what it should be."""
 
 
-class _Command(click.Command):
+class Command(click.Command):
     """Reports in one line what is damaged, and what was asked for that cannot be."""
 
     def invoke(self, context: click.Context) -> Any:
@@ -36,7 +36,7 @@ class _Command(click.Command):
             raise click.ClickException(str(error)) from error
 
 
-class _Size(click.ParamType[int]):
+class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
@@ -87,7 +87,7 @@ def find(path: Path, step: int | None) -> Path:
 # inspect --------------------------------------------------------------------------------------------------------------
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @click.argument("path", type=PATH)
 @_step
 @click.option("--tensors", is_flag=True, help="list every tensor")
@@ -149,9 +149,9 @@ def _print(found: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     click.echo(printable(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks"))
     click.echo(printable(f"written by {versions}; manifest {found['digest']}"))
-    _table(("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
+    table(("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
     rows = [(row["kind"], row["dtype"], row["tensors"], row["bytes"]) for row in found["kinds"]]
-    _table(("kind", "dtype", "tensors", "bytes"), rows)
+    table(("kind", "dtype", "tensors", "bytes"), rows)
     groups = [
         (
             number,
@@ -164,17 +164,17 @@ def _print(found: dict[str, Any]) -> None:
         for group in of_one
     ]
     if groups:
-        _table(("optimizer", "class", "parameters", "lr", "weight decay"), groups)
+        table(("optimizer", "class", "parameters", "lr", "weight decay"), groups)
     for alias, name in found["tied"].items():
         click.echo(printable(f"tied: {alias} is {name}"))
     if found["extra"]:
         click.echo(printable(f"extra: {', '.join(found['extra'])}"))
     if "tensors" in found:
         rows = [(n, e["dtype"], str(tuple(e["shape"])), e["chunks"]) for n, e in found["tensors"].items()]
-        _table(("tensor", "dtype", "shape", "chunks"), rows)
+        table(("tensor", "dtype", "shape", "chunks"), rows)
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     """An empty line, the columns' names and the rows; numbers to the right."""
     cells = [columns, *(tuple(f"{v:,}" if isinstance(v, int) else printable(v) for v in row) for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
@@ -188,7 +188,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
 # verify, prune --------------------------------------------------------------------------------------------------------
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @click.argument("path", type=PATH)
 @_step
 @click.option("--all", "every", is_flag=True, help="every step in the directory PATH")
@@ -214,7 +214,7 @@ def verify(path: Path, step: int | None, every: bool) -> None:
         raise Damaged(f"{path}: {len(damaged)} damaged: {', '.join(damaged)}")
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @click.argument("directory", type=PATH)
 @click.option("--keep-last", type=click.IntRange(1), required=True, help="how many of the newest steps are kept")
 @click.option("--keep-every", type=click.IntRange(1), help="steps that are multiples of it are kept, too")
@@ -234,14 +234,14 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
 # Exchange -------------------------------------------------------------------------------------------------------------
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
 @_step
 @click.option("--format", "kind", type=click.Choice(["safetensors", "dcp"]), default="safetensors", show_default=True)
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="stored", show_default=True, help="of the weights")
 @click.option(
-    "--max-file-size", type=_Size(), help="safetensors: split into files of that size (5GB, say), and an index"
+    "--max-file-size", type=Size(), help="safetensors: split into files of that size (5GB, say), and an index"
 )
 @click.option("--copies", is_flag=True, help="safetensors: write tied weights under each of their names")
 @click.option("--no-optimizer", is_flag=True, help="dcp: the model alone")
@@ -269,7 +269,7 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
         click.echo(f"{file}: {file.stat().st_size:,} bytes")
 
 
-@click.command("import", cls=_Command)
+@click.command("import", cls=Command)
 @click.argument("source", type=PATH)
 @click.argument("directory", type=PATH)
 @click.option("--step", type=click.IntRange(0), required=True, help="the number of the new step")

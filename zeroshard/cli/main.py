@@ -1,6 +1,7 @@
 """The command line: arguments only. `train` has one option per configuration field, generated from `train.config`.
 
-The trainer is imported for `train` alone; the commands for checkpoints are in `commands.py`.
+The trainer is imported for `train` alone (and for a plan of its model); the commands for checkpoints are in
+`commands.py`, that for plans in `plan.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import click
 import zeroshard
 from zeroshard.checkpoint import steps
 from zeroshard.cli.commands import COMMANDS, Damaged, printable
+from zeroshard.cli.plan import plan
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -70,7 +72,7 @@ def main() -> None:
     """Sharded data-parallel training for PyTorch."""
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, plan):
     main.add_command(_command)
 
 

@@ -41,6 +41,11 @@ def pack(what: str, row: Tensor) -> Tensor:
     return packet
 
 
+def packet_sizes(num_bytes: int) -> list[int]:
+    """Bytes of each packet of one rank in an exchange of rows of so many."""
+    return [HEAD_BYTES + ROOM_BYTES, *([num_bytes - ROOM_BYTES] if num_bytes > ROOM_BYTES else [])]
+
+
 def expect_same(packets: Tensor, ranks: tuple[int, ...]) -> None:
     """Args:
         packets: [ranks, ...], of these global ranks.

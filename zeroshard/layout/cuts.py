@@ -57,13 +57,22 @@ class Pattern:
 
 
 def cut(
-    layout: BufferLayout, keys: Sequence[Hashable | None], piece_numel: int = PIECE_NUMEL
+    layout: BufferLayout,
+    keys: Sequence[Hashable | None],
+    piece_numel: int = PIECE_NUMEL,
+    within: Interval | None = None,
 ) -> Iterator[tuple[Hashable, Interval]]:
     """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
 
-    A slot whose key is None is left out. Padding goes with the slot before it. `piece_numel`: a multiple of ALIGNMENT.
+    A slot whose key is None is left out. Padding goes with the slot before it.
+
+    Args:
+        piece_numel: a multiple of ALIGNMENT.
+        within: one shard, for its pieces alone; None: all of them.
     """
     for key, section in _sections(layout, keys):
+        if within is not None:
+            section &= within
         start = section.start
         while start < section.stop:
             for run in _runs(_in_one_shard(section, start, layout), piece_numel):

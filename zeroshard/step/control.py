@@ -116,6 +116,14 @@ class Row(NamedTuple, Generic[Field]):
     """Flags, 48 to a number."""
 
 
+def row_bytes(num_groups: int, num_flags: int) -> int:
+    """Of one rank. Planned, before there is any."""
+    row: Row[Sequence[float]] = Row(
+        *[[0.0]] * 6, norm_terms=[0.0] * num_groups, present=_as_numbers([False] * num_flags)
+    )
+    return 8 * sum(map(len, row))
+
+
 def _pack(row: Row[Numbers], device: torch.device) -> Tensor:
     """[n] float64 on the device."""
     on_host = [[0.0] * len(field) if isinstance(field, Tensor) else field for field in row]

@@ -1,0 +1,90 @@
+"""`zeroshard plan`, as it is typed: its tables, its JSON, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zeroshard
+from tests.cli.test_commands import said
+from tests.kit import Block, Net
+from zeroshard.planning import Configuration
+
+NET = "tests.kit:Net"
+
+
+def test_a_table_of_all_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", NET, "--units", "Block", "--ranks", "2,64", "--optimizer", "SGD:momentum=0.9")
+    rows = [line.split() for line in text.splitlines() if line.startswith(("ddp", "zero"))]
+    assert [(row[0], row[2]) for row in rows] == [
+        (p, r) for r in ("2", "64") for p in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    assert "between steps" in said(capsys, "plan", NET, "--plan", "zero3", "--phases")
+
+
+def test_for_programs_it_says_what_python_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = json.loads(said(capsys, "plan", NET, "--plan", "zero3", "--units", "Block", "--json"))
+    with torch.device("meta"):
+        planned = zeroshard.plan(Net(), Configuration(ranks=8, precision="bf16", units=Block))
+    assert (found["sent"], found["checkpoint_bytes"] // 100) == (planned.sent, planned.checkpoint_bytes // 100)
+    assert found["phases"]["backward"]["together"] == planned.peak and found["state"] == planned.state
+
+
+def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", NET, "--fit", "60kB", "--ranks", "8", "--device", "cpu")
+    assert "why it does not fit" in text and " fit into 60.0 kB on each rank" in text and "too much in backward" in text
+    rows = json.loads(said(capsys, "plan", NET, "--fit", "1GB", "--json"))
+    assert all(row["fits"] for row in rows)
+
+
+def test_the_trainers_model_and_one_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pydantic")
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nlayers = 2\nwidth = 64\n[batch]\nmicro_batches = 2\n")
+    (found,) = json.loads(said(capsys, "plan", path, "--plan", "zero3", "--json"))
+    assert (found["units"], found["micro_batches"]) == (3, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": 101}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (found,) = json.loads(said(capsys, "plan", tmp_path, "--plan", "zero3", "--json"))
+    assert found["units"] == 3
+
+
+def test_one_line_for_each_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
+    (tmp_path / "bad.json").write_text("{}")
+    for arguments, message in (
+        (["nothing"], "expected the configuration of a run"),
+        (["no.such:module"], "cannot be imported"),
+        (["tests.kit:VOCAB"], "expected a function that builds the model, found a int"),
+        (["tests.kit:logs"], "cannot be built on the meta device"),
+        (["builtins:dict"], "expected a torch.nn.Module, found a dict"),
+        ([tmp_path / "none.json"], "there is no file"),
+        ([tmp_path / "bad.toml"], "unknown configuration key 'model.layer'"),
+        ([NET, "--ranks", "0"], "ranks must be a whole number"),
+        ([NET, "--ranks", "8,x"], "'x' is not a valid integer"),
+        ([NET, "--plan", "zero9"], "unknown plan 'zero9'"),
+        ([NET, "--units", "Nothing"], "expected a size, or a class of modules: Block"),
+        ([NET, "--fit", "much"], "is not a size"),
+        ([NET, "--optimizer", "Adamm"], "unknown optimizer 'Adamm'"),
+        ([NET, "--rank", "8"], "unknown option --rank; did you mean --ranks?"),
+    ):
+        assert message in said(capsys, "plan", *arguments, code=2), arguments
+
+
+def test_it_starts_neither_trainer_nor_process_group() -> None:
+    program = (
+        "import sys; from zeroshard.cli.main import run; import torch.distributed as dist;"
+        f"assert run(['plan', '{NET}', '--json', '--plan', 'zero3']) == 0;"
+        "assert not dist.is_initialized() and not {'pydantic', 'rich', 'tomli_w', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -1,0 +1,292 @@
+"""What is planned is what is measured, to the byte: memory by phase, the log of a step, the files of a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.grids import at, grid
+from tests.kit import PLANS, SCHEDULES, Block, Net, loss_of_tokens, make
+from zeroshard.planner import plan_memory
+from zeroshard.planning import Configuration, Forecast, Phase, disk, fit
+from zeroshard.precision import MixedPrecision
+from zeroshard.testing import run_ranks
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "SGD:momentum=0.9": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD": (torch.optim.SGD, {}),
+    "Muon+AdamW": (torch.optim.Muon, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Lamb": (zeroshard.optim.Lamb, {}),
+}
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "remainder": MixedPrecision(grad=torch.bfloat16, main="remainder"),
+}
+CASES = grid(OPTIMIZERS, PRECISIONS, SCHEDULES, PLANS, (1, 2, 3))
+
+
+class Model(Net):
+    """Tied, with buffers; `frozen`: a block in the middle trains nothing but its norm, the first one nothing."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__(tied=True, blocks=4)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("hidden", torch.zeros(7), persistent=False)
+        if frozen:
+            self.embed.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+            self.blocks[2].up.requires_grad_(False)
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 2
+
+
+def shard(
+    model: nn.Module, configuration: Configuration, mesh: Any = None
+) -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
+    """As it is planned."""
+    chosen: dict[str, Any] = {"units": configuration.units, "precision": configuration.precision, "mesh": mesh}
+    handle = zeroshard.shard(model, configuration.plan, **chosen)
+    kind, options = OPTIMIZERS[str(configuration.optimizer)]
+    trainable = handle.trainable_parameters()
+    groups = [{"params": [p for p in trainable if p.dim() == 2]}, {"params": [p for p in trainable if p.dim() != 2]}]
+    if kind is torch.optim.Muon:
+        groups[1] |= {"optimizer_class": torch.optim.AdamW}  # type: ignore[dict-item]
+    scale = zeroshard.DynamicScale(init=2.0**8) if configuration.precision == "fp16" else None
+    return handle, zeroshard.ShardedOptimizer(groups, kind, lr=1e-3, loss_scale=scale, **options)
+
+
+def accumulate(
+    model: nn.Module, handle: Any, optimizer: Any, configuration: Configuration, step: int
+) -> dict[str, int]:
+    """The passes of a step; returns what is held behind the first forward."""
+    behind_forward = {}
+    for number in range(configuration.micro_batches):
+        loss = loss_of_tokens(model, configuration.rank, number, step)
+        behind_forward = behind_forward or handle.memory()
+        if configuration.accumulates_locally and number < configuration.micro_batches - 1:
+            with handle.no_sync():
+                optimizer.backward(loss)
+        else:
+            optimizer.backward(loss)
+    return behind_forward
+
+
+def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any = None) -> tuple[Forecast, int]:
+    """Two steps under the engine. Returns what was planned, and the bytes of this rank's file."""
+    with torch.device("meta"):
+        planned = zeroshard.plan(Model(frozen), configuration)
+    model = make(partial(Model, frozen))
+    handle, optimizer = shard(model, configuration, mesh)
+    phases: dict[str, Phase] = dict(planned.phases)
+    assert handle.memory() == vars(phases["init"].held)
+    accumulate(model, handle, optimizer, configuration, 0)
+    optimizer.step()
+    handle.engine.gatherer.settle()
+    assert handle.memory() == vars(phases["between steps"].held)
+    handle.comm_log.clear()
+    assert accumulate(model, handle, optimizer, configuration, 1) == vars(phases["forward"].held)
+    assert all(handle.memory()[kind] <= most for kind, most in vars(phases["backward"].held).items())
+    optimizer.step()
+    handle.engine.gatherer.settle()
+    assert Counter(without_phase(handle.comm_log.entries)) == without_phase(planned.events)
+    assert handle.memory(peak=True) == vars(phases["backward"].held)
+    found = handle.memory()
+    assert sum(planned.state.values()) == found["state"] + found["scalars"]
+    full = handle.full_state_dict()
+    assert sum({value.data_ptr(): value.nbytes for value in full.values()}.values()) == phases["full_state_dict"].copies
+    return planned, saved_bytes(handle, optimizer, planned)
+
+
+def without_phase(events: Any) -> Counter[Any]:
+    """A gather for backward may have begun in forward."""
+    counted = Counter[Any]()
+    for event, times in events.items() if isinstance(events, (dict, Counter)) else ((event, 1) for event in events):
+        counted[event.op, event.unit, event.bytes] += times
+    return counted
+
+
+def saved_bytes(handle: Any, optimizer: Any, planned: Forecast) -> int:
+    """The rank's file is what was planned, up to the texts of random numbers."""
+    (folder,) = handle.engine.collectives.exchange_objects(tempfile.mkdtemp())[:1]
+    zeroshard.save(folder, handle, optimizer, step=1)
+    step = Path(folder) / "step-1"
+    rank = planned.configuration.rank
+    on_disk = (step / f"rank-{rank:05}.safetensors").stat().st_size
+    assert abs(on_disk - planned.file_bytes) <= 2000, (on_disk, planned.file_bytes)
+    files = sum(path.stat().st_size for path in step.glob("*.safetensors"))
+    assert abs(files - planned.checkpoint_bytes) <= (step / "manifest.json").stat().st_size
+    return on_disk
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_planned_is_measured(num_ranks: int) -> None:
+    def check(rank: int) -> None:
+        for optimizer, precision, schedule, plan in at(CASES, num_ranks):
+            micro_batches, every = SCHEDULES[schedule]
+            configuration = Configuration(
+                plan=plan,
+                ranks=num_ranks,
+                precision=PRECISIONS[precision],
+                optimizer=optimizer,
+                group_of=is_matrix,
+                units=Block,
+                micro_batches=micro_batches,
+                reduce_every_micro_batch=every,
+                device="cpu",
+                rank=rank,
+            )
+            try:
+                expect_planned(configuration)
+            except Exception as error:
+                error.add_note(f"{plan} {precision} {optimizer} {schedule}")
+                raise
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.by_gloo
+def test_what_is_frozen_is_planned() -> None:
+    """A first unit that backward does not reach, and one of which a part trains."""
+
+    def check(rank: int) -> None:
+        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+            configuration = Configuration(
+                plan=plan, ranks=2, group_of=is_matrix, units=Block, micro_batches=2, device="cpu", rank=rank
+            )
+            expect_planned(configuration, frozen=True)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.by_gloo
+def test_replicas_are_planned() -> None:
+    def check(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for plan, optimizer in ((zeroshard.ZERO3, "AdamW"), (zeroshard.ZERO1, "Muon+AdamW")):
+            configuration = Configuration(
+                plan=plan,
+                ranks=4,
+                replicas=2,
+                precision="bf16",
+                optimizer=optimizer,
+                group_of=is_matrix,
+                units=Block,
+                device="cpu",
+                rank=rank,
+            )
+            expect_planned(configuration, mesh=mesh)
+
+    run_ranks(check, 4)
+
+
+# Without ranks --------------------------------------------------------------------------------------------------------
+
+
+def on_meta(width: int = 64, blocks: int = 4) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(blocks)))
+
+
+def test_it_says_at_rest_and_at_most_what_plan_memory_says() -> None:
+    for plan in PLANS:
+        planned = zeroshard.plan(on_meta(), Configuration(plan=plan, ranks=8, precision="bf16", device="cpu"))
+        arguments = {"precision": "bf16"}
+        assert vars(planned.at_rest) == plan_memory(on_meta(), plan, 8, **arguments)
+        assert vars(planned.phases["backward"].held) == plan_memory(on_meta(), plan, 8, **arguments, peak=True)
+
+
+def test_many_ranks_and_large_models_take_no_time() -> None:
+    """Forty billion parameters, half of them at their owners; the time does not grow with the ranks."""
+    model, start = on_meta(width=20_000, blocks=100), time.process_time()
+    for ranks in (64, 16_384):
+        options = Configuration(ranks=ranks, precision="bf16", optimizer="Muon+AdamW", units=nn.Linear)
+        planned = zeroshard.plan(model, options)
+        assert planned.num_parameters == 100 * 20_000 * 20_001 and planned.sent > 0
+        assert planned.checkpoint_bytes > planned.num_parameters * 8
+    assert time.process_time() - start < 10
+
+
+def test_headers_of_many_ranks_are_taken_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = Model()
+    options = Configuration(plan="zero1", ranks=6, replicas=2, optimizer="Muon+AdamW", units=Block, device="cpu")
+    exact = zeroshard.plan(model, options).checkpoint_bytes
+    monkeypatch.setattr(disk, "FILES_PLANNED", 0)
+    assert zeroshard.plan(model, options).checkpoint_bytes == pytest.approx(exact, rel=0.1)
+
+
+def test_what_fits_comes_first_and_the_rest_says_why() -> None:
+    model = on_meta(width=1000, blocks=20)  # 80 MB in fp32
+    found = fit(model, 150_000_000, Configuration(ranks=8), precisions=["fp32", "bf16"])
+    fitting = [one for one in found if one.fits]
+    assert found[: len(fitting)] == fitting and len(found) == 2 * (1 + 1 + 4 + 4)
+    assert [one.forecast.sent for one in fitting] == sorted(one.forecast.sent for one in fitting)
+    assert all(one.spare >= 0 and one.reason == "" for one in fitting)
+    names = {(one.forecast.configuration.plan, one.forecast.configuration.precision) for one in fitting}
+    assert ("ddp", "fp32") not in names and ("zero3", "bf16") in names
+    (ddp,) = (one for one in found if not one.fits and one.forecast.configuration.plan == "ddp" and one.spare > -2e8)
+    assert ddp.reason.endswith("too much in backward: optimizer state 160 MB, weights 80.1 MB"), ddp.reason
+    assert not any(one.fits for one in fit(model, 1000, Configuration(ranks=8)))
+
+
+def test_bad_input() -> None:
+    model = on_meta()
+    for wrong, message in (
+        ({"ranks": 0}, "ranks must be a whole number from 1"),
+        ({"ranks": 6, "replicas": 4}, "6 ranks do not divide into 4 replicas"),
+        ({"ranks": 2, "rank": 2}, "below the number of ranks"),
+        ({"micro_batches": True}, "micro_batches must be"),
+        ({"device": "abacus"}, "device must be one of cpu, cuda"),
+        ({"plan": "zero4"}, "unknown plan 'zero4'"),
+        ({"precision": "int8"}, "unknown precision"),
+        ({"transport": "pigeon"}, "transport must be one of"),
+        ({"optimizer": "AdamV"}, "unknown optimizer 'AdamV'.*did you mean Adam"),
+        ({"optimizer": "SGD:momentum"}, "expected name=value"),
+        ({"optimizer": "SGD:speed=3"}, "SGD does not take these options"),
+        ({"optimizer": "Muon"}, "Muon does not take 0.bias of shape .*Muon.AdamW"),
+        ({"optimizer": "SGD+AdamW"}, "one optimizer class, or one that steps whole"),
+        ({"optimizer": "LBFGS"}, "LBFGS cannot be sharded"),
+        ({"units": nn.Conv2d}, "matches no module"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zeroshard.plan(model, Configuration(**wrong))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one byte"):
+        fit(model, 0)
+
+
+class Squares(torch.optim.Optimizer):
+    """Keeps a matrix for each dimension of a matrix: what that is for other shapes, no trial says."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["left"] = parameter.grad @ parameter.grad.T
+                    parameter.sub_(group["lr"] * parameter.grad / (1 + parameter.grad.norm()))
+
+
+def test_state_that_does_not_follow_from_shapes_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4, bias=False)
+    with pytest.raises(ValueError, match=r"Squares: for a parameter of shape \(7, 5\) its state 'left'"):
+        zeroshard.plan(model, Configuration(optimizer=Squares))

@@ -1,0 +1,104 @@
+"""Which configurations fit into so many bytes on each rank, the one that sends least first; and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from zeroshard.model.casting import Precisions
+from zeroshard.placement import PLANS, SHARDED, Plan, as_plan
+from zeroshard.planning.forecast import Configuration, Forecast, plan
+
+UNIT_BYTES = (512 << 20, 128 << 20, 32 << 20, 8 << 20)
+"""Sizes of units that are tried where they matter."""
+KINDS_IN_WORDS = {
+    "weights": "weights",
+    "grads": "gradients",
+    "main": "main weights",
+    "state": "optimizer state",
+    "ring": "gathered weights",
+    "buckets": "gradient buckets",
+    "scratch": "scratch",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that was tried. `spare`: bytes of the budget that its busiest phase leaves; negative: it does not
+    fit."""
+
+    forecast: Forecast
+    spare: int
+
+    @property
+    def fits(self) -> bool:
+        return self.spare >= 0
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit: how much too much, when, and what the most of it is. Empty where it fits."""
+        if self.fits:
+            return ""
+        phase = self.forecast.phases[self.forecast.busiest]
+        of_kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(phase.held).items()), reverse=True)
+        most = ", ".join(f"{KINDS_IN_WORDS.get(kind, kind)} {in_units(size)}" for size, kind in of_kinds[:2] if size)
+        return f"{in_units(-self.spare)} too much in {self.forecast.busiest}: {most}"
+
+
+def fit(
+    model: nn.Module,
+    budget: int,
+    configuration: Configuration | None = None,
+    *,
+    plans: Iterable[Plan | str | int] = tuple(PLANS),
+    precisions: Iterable[Precisions] = (None,),
+) -> list[Candidate]:
+    """All plans x precisions x sizes of units, those that fit first, and of these the one that sends least in a step
+    (of equal ones, the one that holds least); then the others, the nearest miss first.
+
+    Args:
+        budget: bytes on each rank for what the engine holds. Leave room for activations.
+        configuration: the rest. Where it chooses units, no others are tried.
+
+    Raises:
+        ValueError: a budget below 1; as `plan`.
+    """
+    if budget < 1:
+        raise ValueError(f"the budget must be at least one byte, found {budget}")
+    given, precisions = configuration or Configuration(), list(precisions)
+    candidates = []
+    for chosen in plans:
+        for precision in precisions:
+            for tried in _sizes(replace(given, plan=chosen, precision=precision)):
+                forecast = plan(model, tried)
+                candidates.append(Candidate(forecast, budget - forecast.peak))
+    return sorted(candidates, key=_order)
+
+
+def _sizes(configuration: Configuration) -> Iterator[Configuration]:
+    """With the sizes of units that are worth a try: none matters where no transients depend on it."""
+    plan = as_plan(configuration.plan)
+    matters = configuration.num_shards > 1 and SHARDED in (plan.weights, plan.grads)
+    if configuration.units is not None or not matters:
+        yield configuration
+        return
+    for num_bytes in UNIT_BYTES:
+        yield replace(configuration, units=num_bytes)
+
+
+def _order(candidate: Candidate) -> tuple[bool, int, int]:
+    peak = candidate.forecast.peak
+    return not candidate.fits, candidate.forecast.sent if candidate.fits else peak, peak
+
+
+def in_units(num_bytes: int) -> str:
+    """For people: three digits, in units of 1,000."""
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(size) < 999.5 or unit == "PB":
+            break
+        size /= 1000
+    digits = 0 if unit == "B" or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
+    return f"{size:.{digits}f} {unit}"

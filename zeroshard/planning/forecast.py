@@ -1,0 +1,255 @@
+"""`plan(model, configuration)`: what one rank will hold in each phase, send in a step, and write.
+
+From the layouts, pool plans and messages that the engine itself uses: so it equals `handle.memory()`, `handle.comm_log`
+and the files of a checkpoint (tests demand it). The model may live on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zeroshard.comm.comm_log import CommEvent
+from zeroshard.comm.transport import TransportName
+from zeroshard.comm.transports import transport_named
+from zeroshard.layout.cuts import BATCH_NUMEL
+from zeroshard.model.casting import Precisions
+from zeroshard.model.managed import Ignored, Managed
+from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_name
+from zeroshard.placement import SHARDED, Plan, as_plan
+from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, resting
+from zeroshard.planning.disk import Checkpoint
+from zeroshard.planning.optimizers import GroupOf, Needs, Optimizers, needs_of, num_groups
+from zeroshard.planning.traffic import Schedule, step_events
+
+MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """How a model is to be trained.
+
+    Attributes:
+        plan, units, precision, ignored, keep_gathered: as for `shard`.
+        ranks: of the world.
+        replicas: how many ranks hold the same shard (a 2-D mesh).
+        optimizer: a class; its name in `torch.optim` or `zeroshard.optim`, "SGD:momentum=0.9" with options; or several,
+            "Muon+AdamW": each parameter goes to the first one that takes it.
+        group_of: name and parameter -> its param group, where the optimizer has several.
+        micro_batches: forward and backward passes in a step.
+        reduce_every_micro_batch: whether gradients are reduced in each of them, or (under `no_sync`) in the last alone.
+        loss_scales: in use; None: one where weights are fp16.
+        device: "cuda" or "cpu".
+        transport: as for `plan_memory`; None: "native" on a GPU, "shared" on a CPU.
+        rank: which one is planned.
+
+    Raises:
+        ValueError: numbers that make no mesh; an unknown plan, device or transport.
+    """
+
+    plan: Plan | str | int = "zero3"
+    ranks: int = 1
+    replicas: int = 1
+    precision: Precisions = None
+    optimizer: Optimizers = "AdamW"
+    group_of: GroupOf = lambda name, parameter: 0
+    units: UnitPolicy = None
+    ignored: Ignored = ()
+    keep_gathered: KeepGathered = ()
+    micro_batches: int = 1
+    reduce_every_micro_batch: bool = False
+    loss_scales: int | None = None
+    device: str = "cuda"
+    transport: TransportName | None = None
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        as_plan(self.plan)
+        for name, least in (("ranks", 1), ("replicas", 1), ("micro_batches", 1), ("rank", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
+                raise ValueError(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
+        if self.ranks % self.replicas:
+            raise ValueError(f"{self.ranks} ranks do not divide into {self.replicas} replicas")
+        if self.rank >= self.ranks:
+            raise ValueError(f"rank must be below the number of ranks, {self.ranks}, found {self.rank}")
+        if self.device not in BATCH_NUMEL:
+            raise ValueError(f"device must be one of {', '.join(BATCH_NUMEL)}, found {self.device!r}")
+
+    @property
+    def num_shards(self) -> int:
+        return self.ranks // self.replicas
+
+    @property
+    def topology(self) -> Topology:
+        transport = self.transport or ("native" if self.device == "cuda" else "shared")
+        return Topology(self.num_shards, self.replicas, transport_named(transport), self.device)
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """Under `no_sync`."""
+        return self.micro_batches > 1 and not self.reduce_every_micro_batch
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The most that one rank holds in a phase.
+
+    Attributes:
+        held: by the engine, as `handle.memory()` counts it.
+        copies: what the phase makes beside it: the values that `full_state_dict` returns, those that a save in the
+            background writes.
+    """
+
+    held: Bytes
+    copies: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.held.sum + self.copies
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was planned for one rank. Activations, inputs and what kernels allocate are not in it.
+
+    Attributes:
+        num_parameters: elements of all parameters.
+        num_units: into which they are divided.
+        phases: by name: "init" (sharded, the optimizer built), "forward", "backward", "step", "between steps" (from the
+            second step on), "full_state_dict", "save in the background".
+        state: bytes of the optimizer's state by entry ("exp_avg", ...), scalars included.
+        padding: bytes of weights, gradients and main, between steps, that belong to no parameter.
+        events: what the rank sends in a step, from the second one on, as `handle.comm_log` has it: event -> how often.
+        file_bytes: of the rank's file in a checkpoint.
+        checkpoint_bytes: of all files, without the manifest.
+    """
+
+    configuration: Configuration
+    num_parameters: int
+    num_units: int
+    phases: Mapping[str, Phase]
+    state: Mapping[str, int]
+    padding: int
+    events: Mapping[CommEvent, int]
+    file_bytes: int
+    checkpoint_bytes: int
+
+    @property
+    def at_rest(self) -> Bytes:
+        """Between steps."""
+        return self.phases["between steps"].held
+
+    @property
+    def busiest(self) -> str:
+        """The phase of a step that holds most."""
+        return max(("forward", "backward", "step"), key=lambda name: self.phases[name].num_bytes)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in a step."""
+        return self.phases[self.busiest].num_bytes
+
+    @property
+    def sent(self) -> int:
+        """Bytes in a step."""
+        return sum(event.bytes * times for event, times in self.events.items())
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes that one collective sends."""
+        return max((event.bytes for event in self.events), default=0)
+
+
+def plan(model: nn.Module, configuration: Configuration | None = None) -> Forecast:
+    """What one rank will hold in each phase, send in a step and write into a checkpoint.
+
+    Args:
+        model: on any device; on the meta device nothing is allocated.
+
+    Raises:
+        ValueError: as `Configuration`, and as `shard` for units and precision; an optimizer that is unknown, or does
+            not take a parameter.
+    """
+    found = configuration or Configuration()
+    managed = Managed.without(model, found.ignored)
+    parameters = managed.parameters(model)
+    specs = choose_units(model, found.units, found.precision, managed, found.keep_gathered)
+    needs = needs_of(found.optimizer, {name: p for name, p in parameters.items() if p.requires_grad}, found.group_of)
+    training = Training.of(specs, as_plan(found.plan), found.topology, needs, found.rank % found.num_shards)
+    sharded = {id(parameter) for parameter in parameters.values()}
+    state = model.state_dict(keep_vars=True).items()
+    buffers = {plain_name(name): value for name, value in state if id(value) not in sharded}
+    checkpoint = Checkpoint(training, needs, buffers)
+    file = checkpoint.file(found.rank)
+    full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
+    return Forecast(
+        configuration=found,
+        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
+        num_units=len(specs),
+        phases=_phases(training, found, full, sum(item.num_bytes for item in file.items)),
+        state=_state_by_entry(training, needs),
+        padding=sum(_padding(unit, training.rank) for unit in training.units),
+        events=step_events(training, _schedule(training, needs, found)),
+        file_bytes=file.num_bytes,
+        checkpoint_bytes=checkpoint.num_bytes(found.rank),
+    )
+
+
+def _phases(training: Training, configuration: Configuration, full: int, written: int) -> dict[str, Phase]:
+    """`full`: bytes of the whole model; `written`: of the values of this rank in a checkpoint."""
+    pool = training.pool(no_sync=configuration.accumulates_locally)
+    rests = resting(pool, training.topology.device_type)
+    ring = [buffer for buffer in pool if buffer.kind == "ring"]
+    others = [buffer for buffer in rests if buffer.kind != "ring"]
+    stepped, units = training.stepped(), Bytes.total([Bytes(), *(unit.held(peak=False) for unit in training.units)])
+    at_most = Bytes.total([Bytes(), *(unit.held(peak=True) for unit in training.units)])
+
+    def together(of_units: Bytes, of_optimizer: Bytes, buffers: list[PlannedBuffer]) -> Bytes:
+        pooled = (Bytes(**{buffer.kind: buffer.num_bytes}) for buffer in buffers)
+        return Bytes.total([of_units, of_optimizer, *pooled])
+
+    gathered = together(units, stepped, [*ring, *others])
+    rest = together(units, stepped, rests)
+    return {
+        "init": Phase(together(units, replace(stepped, state=0, scalars=0), [])),
+        "forward": Phase(gathered),
+        "backward": Phase(together(at_most, stepped, pool)),
+        "step": Phase(together(at_most, stepped, rests)),
+        "between steps": Phase(rest),
+        "full_state_dict": Phase(gathered, full),
+        "save in the background": Phase(rest, written),
+    }
+
+
+def _schedule(training: Training, needs: Needs, configuration: Configuration) -> Schedule:
+    scales = configuration.loss_scales
+    if scales is None:
+        scales = int(any(unit.spec.weight_dtype == torch.float16 for unit in training.units if unit.spec.trainable))
+    reductions = 1 if configuration.accumulates_locally else configuration.micro_batches
+    return Schedule(configuration.micro_batches, reductions, num_groups(needs), scales)
+
+
+def _state_by_entry(training: Training, needs: Needs) -> dict[str, int]:
+    found = {key: replace(training, optimizer=needs.only(key)).stepped() for key in needs.keys(training.units)}
+    return {key: held.state + held.scalars for key, held in found.items() if held.state + held.scalars}
+
+
+def _bytes_in_full(unit: PlannedUnit) -> int:
+    """Of the weights, without padding."""
+    return sum(slot.world.numel for slot in unit.layout.slots) * unit.spec.weight_dtype.itemsize
+
+
+def _padding(unit: PlannedUnit, rank: int) -> int:
+    layout, held = unit.layout, unit.held(peak=False)
+    in_full = layout.numel - sum(slot.world.numel for slot in layout.slots)
+    in_shard = layout.shard_numel - sum(fragment.world.numel for fragment in layout.fragments(rank))
+    total = 0
+    for kind in ("weights", "grads", "main"):
+        is_shard = getattr(unit.plan, kind) is SHARDED
+        numel, empty = (layout.shard_numel, in_shard) if is_shard else (layout.numel, in_full)
+        total += getattr(held, kind) // numel * empty if numel else 0
+    return total

@@ -1,0 +1,184 @@
+"""Which optimizer class has which parameter, and what it keeps of it: by class, by name, or several of them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard import optim
+from zeroshard.layout.layout import Slot
+from zeroshard.model.units import plain_name
+from zeroshard.planner import Bytes, OptimizerNeeds, PlannedUnit
+from zeroshard.planning.state import Entry, OptimizerKind
+from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.granularity import Granularity, granularity_of
+
+Optimizer = OptimizerClass | str | tuple[OptimizerClass | str, Mapping[str, Any]]
+"""A class of optimizers; its name, "AdamW" or "SGD:momentum=0.9"; or either with its options."""
+Optimizers = Optimizer | Sequence[Optimizer]
+"""Of several, each parameter goes to the first one that takes it. By name: "Muon+AdamW"."""
+GroupOf = Callable[[str, nn.Parameter], Hashable]
+
+
+@dataclass(frozen=True, eq=False)
+class Needs(OptimizerNeeds):
+    """The same for the planner.
+
+    Attributes:
+        kinds: the classes.
+        kind_of: parameter -> number of its class.
+        key: None, or the one entry of the state that is counted.
+    """
+
+    kinds: tuple[OptimizerKind, ...] = ()
+    kind_of: Mapping[str, int] = field(default_factory=dict)
+    steps_whole: tuple[bool, ...] = ()
+    key: str | None = None
+
+    def only(self, key: str) -> Needs:
+        """Nothing but that entry of the state."""
+        return replace(self, key=key)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the parameter is stepped whole, at an owner."""
+        return self.steps_whole[self.kind_of[name]]
+
+    def entries(self, name: str, num_dims: int, main: torch.dtype) -> tuple[Entry, ...]:
+        """What is kept of a parameter, or (`num_dims` is 1) of the piece that it lies in."""
+        found = self.kinds[self.kind_of[name]].entries(num_dims, main)
+        return tuple(entry for entry in found if self.key in (None, entry.key))
+
+    def keys(self, units: Iterable[PlannedUnit]) -> list[str]:
+        """Of all entries of the state, in these units."""
+        slots = [(unit, slot) for unit in units if unit.spec.trainable for slot in unit.layout.slots]
+        asked = {
+            (
+                self.kind_of[slot.name],
+                len(slot.shape) if self.is_whole(slot.name) else 1,
+                unit.spec.precision.main_dtype,
+            )
+            for unit, slot in slots
+        }
+        found = [self.kinds[number].entries(num_dims, main) for number, num_dims, main in sorted(asked, key=str)]
+        return list(dict.fromkeys(entry.key for entries in found for entry in entries))
+
+    # As the planner asks ------------------------------------------------------------------------------------------
+
+    def key_of(self, name: str) -> Hashable | None:
+        return None if self.is_whole(name) else self.group_of(name)
+
+    def piece_state(self, numel: int, num_pieces: int, main: torch.dtype) -> Bytes:
+        kind = next(kind for kind, whole in zip(self.kinds, self.steps_whole, strict=True) if not whole)
+        entries = [entry for entry in kind.entries(1, main) if self.key in (None, entry.key)]
+        of_elements = [entry.bytes_of((numel,)) for entry in entries if entry.is_elementwise]
+        of_pieces = [entry.bytes_of(()) for entry in entries if not entry.is_elementwise] * num_pieces
+        return Bytes.total([Bytes(), *of_elements, *of_pieces])
+
+    def whole_state(self, slot: Slot, main: torch.dtype) -> Bytes | None:
+        if not self.is_whole(slot.name):
+            return None
+        entries = self.entries(slot.name, len(slot.shape), main)
+        return Bytes.total([Bytes(), *(entry.bytes_of(slot.shape) for entry in entries)])
+
+
+def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> Needs:
+    """Each of the parameters that train with its class.
+
+    Raises:
+        ValueError: an unknown name; options that a class does not take; a parameter that no class takes; two classes of
+            one granularity.
+    """
+    kinds = tuple(map(_kind, _listed(optimizers)))
+    whole = tuple(granularity_of(k.optimizer_class, k.options, None) is Granularity.PARAMETER for k in kinds)
+    if len(kinds) != len(set(whole)):
+        names = ", ".join(kind.name for kind in kinds)
+        raise ValueError(
+            "planned are one optimizer class, or one that steps whole parameters (Muon, Lamb) and an elementwise one "
+            f"for the rest, found {names or 'none'}"
+        )
+    kind_of, groups = {}, {}
+    for name, parameter in parameters.items():
+        takers = (number for number, kind in enumerate(kinds) if not whole[number] or _takes(kind, parameter))
+        number = next(takers, None)
+        if number is None:
+            raise ValueError(
+                f"{kinds[0].name} does not take {name} of shape {tuple(parameter.shape)}: name an optimizer for the "
+                f"rest as well, '{kinds[0].name}+AdamW' for example"
+            )
+        kind_of[plain_name(name)], groups[plain_name(name)] = number, (number, group_of(name, parameter))
+    return Needs(group_of=groups.__getitem__, kinds=kinds, kind_of=kind_of, steps_whole=whole)
+
+
+def num_groups(needs: Needs) -> int:
+    """Param groups."""
+    return len({needs.group_of(name) for name in needs.kind_of})
+
+
+def _takes(kind: OptimizerKind, parameter: nn.Parameter) -> bool:
+    """As the engine asks it: Muon refuses all but matrices."""
+    try:
+        kind.optimizer_class([torch.empty(parameter.shape, device="meta")], **kind.options)
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
+    if isinstance(optimizers, str):
+        yield from optimizers.split("+")
+    elif isinstance(optimizers, type) or (isinstance(optimizers, tuple) and isinstance(optimizers[-1], Mapping)):
+        yield optimizers  # type: ignore[misc]
+    else:
+        yield from optimizers  # type: ignore[misc]
+
+
+def _kind(optimizer: Optimizer) -> OptimizerKind:
+    """
+    Raises:
+        ValueError: no such class, or not with these options.
+    """
+    given, options = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
+    if isinstance(given, str):
+        name, _, words = given.strip().partition(":")
+        found, options = _class_named(name), _options(words) | dict(options)
+    else:
+        found = given
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"expected a class of optimizers, or the name of one, found {given!r}")
+    try:
+        found([torch.empty(2, 2, device="meta")], **options)
+    except TypeError as error:
+        raise ValueError(f"{found.__name__} does not take these options: {error}") from error
+    return OptimizerKind(found, dict(options))
+
+
+def _class_named(name: str) -> OptimizerClass:
+    known = {
+        key.lower(): value
+        for module in (optim, torch.optim)
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"; did you mean {known[near[0]].__name__}?" if near else ""
+    raise ValueError(f"unknown optimizer {name!r}: expected a class of torch.optim or zeroshard.optim{hint}")
+
+
+def _options(words: str) -> Options:
+    """ "momentum=0.9,nesterov=True" as a dict."""
+    options = {}
+    for word in filter(None, words.split(",")):
+        key, _, value = word.partition("=")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            raise ValueError(f"optimizer option {word!r}: expected name=value, as in SGD:momentum=0.9") from None
+    return options

@@ -1,0 +1,153 @@
+"""What one rank sends in a step, collective by collective: the events that `handle.comm_log` will have.
+
+Units are taken to run in the order of registration, each once, and backward in the reverse. What ZERO3 gathers twice,
+and what it still has, follows from where units take turns (see `runtime/gather.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm.comm_log import CommEvent
+from zeroshard.comm.packets import packet_sizes
+from zeroshard.layout.pool_plan import PoolPlan
+from zeroshard.placement import REPLICATED, SHARDED
+from zeroshard.planner import PlannedUnit, Training, resting
+from zeroshard.step.control import row_bytes
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a step is taken.
+
+    Attributes:
+        micro_batches: forward and backward passes.
+        reductions: after how many of them gradients are reduced.
+        num_groups: param groups of the optimizer.
+        num_scalers: loss scales in use.
+    """
+
+    micro_batches: int = 1
+    reductions: int = 1
+    num_groups: int = 1
+    num_scalers: int = 0
+
+
+def step_events(training: Training, schedule: Schedule) -> Counter[CommEvent]:
+    """How often each event occurs in a step, from the second one on."""
+    events = Counter[CommEvent]()
+    for unit in training.units:
+        if unit.is_reduced:
+            for event in _reduction(training, unit):
+                events[event] += schedule.reductions
+        if unit.spec.trainable and training.plan.weights is REPLICATED and training.plan.main is SHARDED:
+            events[_gather(unit, "step", unit.spec.weight_dtype)] += 1
+    if training.plan.weights is SHARDED and training.topology.num_shards > 1:
+        events.update(_gathers(training, schedule.micro_batches))
+    events.update(_to_owners_and_back(training))
+    events.update(_control(training, schedule))
+    return Counter({event: number for event, number in events.items() if event.bytes or event.op == "all_to_all"})
+
+
+def _reduction(training: Training, unit: PlannedUnit) -> Iterator[CommEvent]:
+    precision, replicas, shard = unit.spec.precision, training.topology.num_replicas, unit.layout.shard_numel
+    yield CommEvent("reduce_scatter", unit.spec.name, "backward", _foreign(unit) * precision.wire.itemsize)
+    of_replicas = 2 * (shard - shard // replicas)  # reduced among them, and gathered
+    yield CommEvent("reduce_replicas", unit.spec.name, "backward", of_replicas * precision.wire.itemsize)
+    if training.plan.mean is REPLICATED:
+        yield _gather(unit, "backward", precision.grad)
+
+
+def _gather(unit: PlannedUnit, phase: str, dtype: torch.dtype) -> CommEvent:
+    return CommEvent("all_gather", unit.spec.name, phase, _foreign(unit) * dtype.itemsize)
+
+
+def _foreign(unit: PlannedUnit) -> int:
+    """Elements of a full buffer that lie on other ranks."""
+    return unit.layout.numel - unit.layout.shard_numel
+
+
+# ZERO3 ----------------------------------------------------------------------------------------------------------------
+
+
+def _gathers(training: Training, micro_batches: int) -> Counter[CommEvent]:
+    """In a step in which units take turns: gathered is what another one has displaced."""
+    place_of = _places(training.units)
+    needs_backward = _reached_by_backward(training.units)
+    stays = _keeps_its_ring(training)
+    held: dict[Hashable, PlannedUnit] = {}
+    events = Counter[CommEvent]()
+    for _ in range(2):  # the first step leaves what the second one finds
+        events = Counter()
+        for _ in range(micro_batches):
+            forward = [(unit, "forward") for unit in training.units]
+            backward = [(unit, "backward") for unit in reversed(training.units) if needs_backward[unit.spec.name]]
+            for unit, phase in [*forward, *backward]:
+                place = place_of[unit.spec.name]
+                if held.get(place) is not unit:
+                    held[place] = unit
+                    events[_gather(unit, phase, unit.spec.weight_dtype)] += 1
+        held = {place: unit for place, unit in held.items() if stays and not unit.spec.trainable}
+    return events
+
+
+def _places(units: tuple[PlannedUnit, ...]) -> dict[str, Hashable]:
+    """Unit -> the pool buffer that it has, alone or in turns: in the order in which they first ask for one."""
+    requests = [unit.spec.weight_request(unit.layout.numel) for unit in units]
+    shared = PoolPlan.for_weights(requests).shared
+    asked = Counter[Hashable]()
+    places: dict[str, Hashable] = {}
+    for unit, request in zip(units, requests, strict=True):
+        places[unit.spec.name] = request.key
+        if not request.alone:
+            places[unit.spec.name] = request.queue, asked[request.queue] % shared[request.queue][0]
+            asked[request.queue] += 1
+    return places
+
+
+def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
+    """What runs before anything that trains gets no gradient. Units of the same modules are reached together."""
+    trains = {unit.spec.modules for unit in units if unit.spec.trainable}
+    reached, result = False, {}
+    for unit in units:
+        reached |= unit.spec.modules in trains
+        result[unit.spec.name] = reached
+    return result
+
+
+def _keeps_its_ring(training: Training) -> bool:
+    """Whether gathered weights survive a step (on a CPU, if they are small): those of frozen units stay valid."""
+    buffers = training.pool()
+    return all(any(buffer is kept for kept in resting(buffers, training.topology.device_type)) for buffer in buffers)
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
+    """Gradients to the ranks that step whole parameters, and main back; one message for each dtype."""
+    events, rank = Counter[CommEvent](), training.rank
+    if training.plan.main is REPLICATED:
+        return events
+    wholes = training.wholes()
+    for dtype in {whole.unit.spec.precision.main_dtype for whole in wholes}:
+        forth = back = 0
+        for whole in wholes:
+            if whole.unit.spec.precision.main_dtype == dtype:
+                held = (whole.slot.world & whole.unit.main_part(rank)).numel
+                forth += held * (whole.owner != rank)
+                back += (whole.slot.world.numel - held) * (whole.owner == rank)
+        for numel in (forth, back):
+            events[CommEvent("all_to_all", "owners", "step", numel * dtype.itemsize)] += 1
+    return events
+
+
+def _control(training: Training, schedule: Schedule) -> Counter[CommEvent]:
+    num_flags = sum(len(unit.layout.slots) for unit in training.units if unit.spec.trainable) + schedule.num_scalers
+    num_peers = training.topology.num_shards * training.topology.num_replicas - 1
+    sizes = packet_sizes(row_bytes(schedule.num_groups, num_flags))
+    return Counter(CommEvent("exchange", "control", "step", num_peers * size) for size in sizes)
