@@ -242,7 +242,7 @@ def test_what_fits_comes_first_and_the_rest_says_why() -> None:
     names = {(one.forecast.configuration.plan, one.forecast.configuration.precision) for one in fitting}
     assert ("ddp", "fp32") not in names and ("zero3", "bf16") in names
     (ddp,) = (one for one in found if not one.fits and one.forecast.configuration.plan == "ddp" and one.spare > -2e8)
-    assert ddp.reason.endswith("too much in backward: optimizer state 160 MB, weights 80.1 MB"), ddp.reason
+    assert ddp.reason.endswith("too much in forward: optimizer state 160 MB, weights 80.1 MB"), ddp.reason
     assert not any(one.fits for one in fit(model, 1000, Configuration(ranks=8)))
 
 
