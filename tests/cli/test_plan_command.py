@@ -53,7 +53,15 @@ def test_the_trainers_model_and_one_of_transformers(tmp_path: Path, capsys: pyte
 @pytest.mark.filterwarnings("ignore")
 def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": 101}
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 48,
+        "n_head": 4,
+        "vocab_size": 101,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (found,) = json.loads(said(capsys, "plan", tmp_path, "--plan", "zero3", "--json"))
     assert found["units"] == 3

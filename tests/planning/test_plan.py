@@ -22,7 +22,7 @@ from zeroshard.planning import Configuration, Forecast, Phase, disk, fit
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
     "SGD:momentum=0.9": (torch.optim.SGD, {"momentum": 0.9}),
     "SGD": (torch.optim.SGD, {}),
@@ -30,7 +30,7 @@ OPTIMIZERS = {
     "Adafactor": (torch.optim.Adafactor, {}),
     "Lamb": (zeroshard.optim.Lamb, {}),
 }
-PRECISIONS = {
+PRECISIONS: dict[str, Any] = {
     "fp32": "fp32",
     "bf16": "bf16",
     "fp16": "fp16",
@@ -75,7 +75,7 @@ def accumulate(
     model: nn.Module, handle: Any, optimizer: Any, configuration: Configuration, step: int
 ) -> dict[str, int]:
     """The passes of a step; returns what is held behind the first forward."""
-    behind_forward = {}
+    behind_forward: dict[str, int] = {}
     for number in range(configuration.micro_batches):
         loss = loss_of_tokens(model, configuration.rank, number, step)
         behind_forward = behind_forward or handle.memory()
@@ -207,9 +207,8 @@ def on_meta(width: int = 64, blocks: int = 4) -> nn.Module:
 def test_it_says_at_rest_and_at_most_what_plan_memory_says() -> None:
     for plan in PLANS:
         planned = zeroshard.plan(on_meta(), Configuration(plan=plan, ranks=8, precision="bf16", device="cpu"))
-        arguments = {"precision": "bf16"}
-        assert vars(planned.at_rest) == plan_memory(on_meta(), plan, 8, **arguments)
-        assert vars(planned.phases["backward"].held) == plan_memory(on_meta(), plan, 8, **arguments, peak=True)
+        assert vars(planned.at_rest) == plan_memory(on_meta(), plan, 8, precision="bf16")
+        assert vars(planned.phases["backward"].held) == plan_memory(on_meta(), plan, 8, precision="bf16", peak=True)
 
 
 def test_many_ranks_and_large_models_take_no_time() -> None:
@@ -248,7 +247,7 @@ def test_what_fits_comes_first_and_the_rest_says_why() -> None:
 
 def test_bad_input() -> None:
     model = on_meta()
-    for wrong, message in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ranks": 0}, "ranks must be a whole number from 1"),
         ({"ranks": 6, "replicas": 4}, "6 ranks do not divide into 4 replicas"),
         ({"ranks": 2, "rank": 2}, "below the number of ranks"),
@@ -264,9 +263,10 @@ def test_bad_input() -> None:
         ({"optimizer": "SGD+AdamW"}, "one optimizer class, or one that steps whole"),
         ({"optimizer": "LBFGS"}, "LBFGS cannot be sharded"),
         ({"units": nn.Conv2d}, "matches no module"),
-    ):
+    )
+    for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
-            zeroshard.plan(model, Configuration(**wrong))  # type: ignore[arg-type]
+            zeroshard.plan(model, Configuration(**wrong))
     with pytest.raises(ValueError, match="at least one byte"):
         fit(model, 0)
 
@@ -277,7 +277,8 @@ class Squares(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -85,22 +85,23 @@ def _of_transformers(path: Path) -> Described:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     with _needing("a transformers config", "transformers"):
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        import transformers
+    library: Any = transformers  # its classes are not typed
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is not a config that transformers reads: {_first_line(error)}") from error
 
     def build() -> Any:
         try:
-            return AutoModelForCausalLM.from_config(config)
+            return library.AutoModelForCausalLM.from_config(config)
         except ValueError:  # no language model
-            return AutoModel.from_config(config)
+            return library.AutoModel.from_config(config)
 
     model = _on_meta(str(path), build)
     names = set(getattr(model, "_no_split_modules", None) or ())
     classes = {type(module) for module in model.modules() if type(module).__name__ in names}
-    return Described(model, sorted(classes, key=lambda one: one.__name__) or None)
+    return Described(model, tuple(classes) or None)
 
 
 def _built_by(text: str) -> nn.Module:

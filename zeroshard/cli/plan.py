@@ -132,12 +132,10 @@ def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: 
     """What fits, and what does not with its reason."""
     candidates = [candidate for of_one in found for candidate in of_one]
     if as_json:
-        rows = [
-            _as_json(candidate.forecast)
-            | {"fits": candidate.fits, "spare": candidate.spare, "reason": candidate.reason}
-            for candidate in candidates
+        said = [
+            _as_json(one.forecast) | {"fits": one.fits, "spare": one.spare, "reason": one.reason} for one in candidates
         ]
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps(said, indent=2))
         return
     fitting = sorted(filter(lambda candidate: candidate.fits, candidates), key=lambda one: one.forecast.sent)
     click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, without activations")

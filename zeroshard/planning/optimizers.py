@@ -133,7 +133,7 @@ def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
     if isinstance(optimizers, str):
         yield from optimizers.split("+")
     elif isinstance(optimizers, type) or (isinstance(optimizers, tuple) and isinstance(optimizers[-1], Mapping)):
-        yield optimizers  # type: ignore[misc]
+        yield optimizers
     else:
         yield from optimizers  # type: ignore[misc]
 

@@ -102,9 +102,9 @@ class OptimizerKind:
             if not isinstance(value, Tensor) or not value.dim():
                 yield Entry(key, value, None)
                 continue
-            lengths = tuple(value.shape)
+            lengths, is_made_of_several = tuple(value.shape), bool(is_traceable_wrapper_subclass(value))
             fits = len(lengths) == len(shape) and all(m in (n, 1) for m, n in zip(lengths, shape, strict=True))
-            if not fits or is_traceable_wrapper_subclass(value):
+            if not fits or is_made_of_several:
                 raise ValueError(
                     f"{self.name}: for a parameter of shape {shape} its state {key!r} is a {type(value).__name__} of "
                     f"shape {lengths}, and from that its size for others does not follow"

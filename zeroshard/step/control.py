@@ -118,10 +118,8 @@ class Row(NamedTuple, Generic[Field]):
 
 def row_bytes(num_groups: int, num_flags: int) -> int:
     """Of one rank. Planned, before there is any."""
-    row: Row[Sequence[float]] = Row(
-        *[[0.0]] * 6, norm_terms=[0.0] * num_groups, present=_as_numbers([False] * num_flags)
-    )
-    return 8 * sum(map(len, row))
+    single = len(Row._fields) - 2  # all but the last two
+    return 8 * (single + num_groups + len(_as_numbers([False] * num_flags)))
 
 
 def _pack(row: Row[Numbers], device: torch.device) -> Tensor:
