@@ -110,6 +110,8 @@ def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any
     assert sum(planned.state.values()) == found["state"] + found["scalars"]
     full = handle.full_state_dict()
     assert sum({value.data_ptr(): value.nbytes for value in full.values()}.values()) == phases["full_state_dict"].copies
+    with pytest.raises(ValueError, match="sharded already"):
+        zeroshard.plan(model, configuration)
     return planned, saved_bytes(handle, optimizer, planned)
 
 

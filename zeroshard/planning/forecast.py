@@ -15,6 +15,7 @@ from torch import nn
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
+from zeroshard.handle import handle_of
 from zeroshard.layout.cuts import BATCH_NUMEL
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
@@ -171,12 +172,16 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         model: on any device; on the meta device nothing is allocated.
 
     Raises:
-        ValueError: as `Configuration`, and as `shard` for units and precision; an optimizer that is unknown, or does
-            not take a parameter.
+        ValueError: as `shard` for units and precision; an optimizer that is unknown, or does not take a parameter; a
+            model that is sharded already.
     """
     found = configuration or Configuration()
     managed = Managed.without(model, found.ignored)
     parameters = managed.parameters(model)
+    if any(handle_of(parameter) is not None for parameter in parameters.values()):
+        raise ValueError(
+            "plan: this model is sharded already, and handle.memory() says what it holds: pass a plain one"
+        )
     specs = choose_units(model, found.units, found.precision, managed, found.keep_gathered)
     needs = needs_of(found.optimizer, {name: p for name, p in parameters.items() if p.requires_grad}, found.group_of)
     training = Training.of(specs, as_plan(found.plan), found.topology, needs, found.rank % found.num_shards)
