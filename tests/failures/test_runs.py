@@ -26,7 +26,7 @@ from zeroshard.checkpoint import Reader, newest_good, steps
 from zeroshard.train.config import Config, resolve
 from zeroshard.train.loop import train
 
-STEPS = 24
+STEPS = 16
 SETTINGS = {
     "model.layers": 1,
     "model.width": 32,
@@ -87,7 +87,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
     folder = tmp_path_factory.mktemp("calm")
     text = folder / "text"
     text.mkdir()
-    for index in range(8):
+    for index in range(5):
         lines = [f"def function_{index}_{line}(x):\n    return x * {index * line + 1}\n" for line in range(20)]
         (text / f"module_{index:02}.py").write_text("\n".join(lines))
     began = time.monotonic()
