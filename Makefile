@@ -65,7 +65,9 @@ test-everything: $(STAMP)
 		tests/parity/test_whole.py tests/parity/test_keep.py tests/storage/test_bytes.py \
 		tests/parity/test_optimizers.py tests/parity/test_remainder_runs.py tests/storage/test_remainder.py \
 		tests/step/test_scaling.py tests/real_models/test_transformers.py tests/parity/test_random.py \
-		tests/model/test_graphs.py tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py
+		tests/model/test_graphs.py tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py \
+		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py tests/runtime/test_replicated_reads.py \
+		tests/runtime/test_losses.py tests/runtime/test_large.py tests/outside/test_deepspeed_zero.py
 
 # The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

@@ -27,14 +27,13 @@ class Together:
     """Jobs by name, trained `AT_ONCE` to a run of ranks when one of these is asked for first.
 
     `on_three`: those that run on three ranks, as sizes, or who leaves out what, make a difference; the others run on
-    two. `plans`: of all; without, a job has ZERO1 and ZERO2, which differ in where gradients rest, by turns. With `make
-    test-everything` all run on both numbers of ranks under every plan."""
+    two. `plans`: of all. With `make test-everything` all run on both numbers of ranks."""
 
     def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
         assert set(on_three) <= jobs.keys(), on_three
         self.jobs = dict(jobs)
         self.ranks = {name: (2, 3) if EVERYTHING else (3,) if name in on_three else (2,) for name in jobs}
-        self.plans = {name: plans or _by_turns(turn) for turn, name in enumerate(jobs)}
+        self.plans = plans or PLANS
         self._errors: dict[tuple[str, int], AssertionError | None] = {}
 
     def expect_reference(self, name: str) -> None:
@@ -53,21 +52,17 @@ class Together:
         by_rank = run_ranks(lambda rank: [self._under_its_plans(name, rank) for name in names], num_ranks)
         for name, truth, *found in zip(names, expected, *by_rank, strict=True):
             try:
-                _compare(self.plans[name], found, truth)
+                _compare(self.plans, found, truth)
                 self._errors[name, num_ranks] = None
             except AssertionError as error:
                 self._errors[name, num_ranks] = error
 
     def _under_its_plans(self, name: str, rank: int) -> list[Outcome]:
         try:
-            return [train(self.jobs[name], plan, rank) for plan in self.plans[name]]
+            return [train(self.jobs[name], plan, rank) for plan in self.plans]
         except BaseException as error:
             error.add_note(f"in the job {name!r}, which runs with others")
             raise
-
-
-def _by_turns(turn: int) -> Sequence[Plan]:
-    return PLANS if EVERYTHING else (PLANS[0], PLANS[1 + turn % 2], PLANS[3])
 
 
 def _compare(plans: Sequence[Plan], found: Sequence[Sequence[Outcome]], truth: Sequence[Outcome]) -> None:
