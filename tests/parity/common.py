@@ -12,8 +12,9 @@ from torch import nn
 from tests import kit
 from tests.kit import PLANS, Net, Outcome, same_bits, train, train_reference
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.placement import Plan
 from zeroshard.precision import MixedPrecision
-from zeroshard.testing import expect_same_logs
+from zeroshard.testing import expect_same_logs, run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -68,6 +69,24 @@ def expect_identical(by_plan: Sequence[Outcome], what: object = "") -> None:
         assert same_bits(outcome.weights, by_plan[0].weights), f"{plan} has other weights than DDP: {what}"
         assert same_bits(outcome.main, by_plan[0].main), f"{plan} has another main than DDP: {what}"
         assert (outcome.losses, outcome.applied) == (by_plan[0].losses, by_plan[0].applied), f"{plan}: {what}"
+
+
+def as_one_process(runs: Sequence[tuple[Job, Plan]], num_ranks: int, names: Sequence[object] = ()) -> list[Outcome]:
+    """Trains each job under its plan, all in the same ranks, and expects on every rank the losses, skips, scales and
+    bits of one process, and the same log. Jobs that are in several runs have one reference. Returns rank 0's."""
+    jobs = list({id(job): job for job, _ in runs}.values())
+    references = run_ranks(all_references, 1, num_ranks, jobs)[0]
+    expected = {id(job): of_ranks for job, of_ranks in zip(jobs, references, strict=True)}
+    found = run_ranks(lambda rank: [train(job, plan, rank) for job, plan in runs], num_ranks)
+    for index, (job, plan) in enumerate(runs):
+        what = (plan, names[index] if names else job)
+        for rank in range(num_ranks):
+            one, truth = found[rank][index], expected[id(job)][rank]
+            assert (one.applied, one.scales, one.losses) == (truth.applied, truth.scales, truth.losses), what
+            assert same_bits(one.weights, truth.weights), what
+            assert same_bits(one.main, truth.main), what
+        expect_equal_logs([of_rank[index].log for of_rank in found])
+    return found[0]
 
 
 def expect_equal_logs(logs: Sequence[CommLog]) -> None:

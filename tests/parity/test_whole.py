@@ -32,14 +32,14 @@ from tests.kit import (
 from tests.parity.common import (
     BF16,
     Job,
-    all_plans,
-    all_references,
+    as_one_process,
     expect_equal_logs,
     expect_identical,
     expect_logs_of_ranks,
 )
 from zeroshard.layout.owners import balance, cost
 from zeroshard.optim import Lamb, Lars
+from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.step.owner_step import OwnerStep
@@ -109,16 +109,7 @@ def job_for(name: str, key: str, schedule: str) -> Job:
 def test_every_precision_and_plan_computes_what_one_process_does(num_ranks: int) -> None:
     cases = at(CASES, num_ranks)
     jobs = {case[:3]: job_for(*case[:3]) for case in cases}
-    references = run_ranks(all_references, 1, num_ranks, list(jobs.values()))[0]
-    expected = dict(zip(jobs, references, strict=True))
-    found = run_ranks(lambda rank: [[train(jobs[case[:3]], case[3], rank)] for case in cases], num_ranks)
-    for index, case in enumerate(cases):
-        for rank in range(num_ranks):
-            (one,), truth = found[rank][index], expected[case[:3]][rank]
-            assert one.losses == truth.losses, case
-            assert same_bits(one.weights, truth.weights), case
-            assert same_bits(one.main, truth.main), case
-    expect_logs_of_ranks(found)
+    as_one_process([(jobs[case[:3]], case[3]) for case in cases], num_ranks, cases)
 
 
 def test_more_ranks_than_matrices() -> None:
@@ -132,14 +123,9 @@ def test_more_ranks_than_matrices() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.table(tokens))
 
-    matrix = [Job(optimizer, defaults, model=Two, units=None, steps=3) for optimizer, defaults in WHOLE.values()]
-    expected = run_ranks(all_references, 1, 5, matrix)[0]
-    found = run_ranks(all_plans, 5, matrix)
-    for index in range(len(matrix)):
-        for rank in range(5):
-            expect_identical(found[rank][index])
-            assert same_bits(found[rank][index][0].weights, expected[index][rank].weights)
-    expect_logs_of_ranks(found)
+    jobs = {name: Job(*of, model=Two, units=None, steps=2) for name, of in WHOLE.items()}
+    cases = grid(jobs, PLANS)
+    as_one_process([(jobs[name], plan) for name, plan in cases], 5, cases)
 
 
 def test_stepping_pieces_instead_is_seen() -> None:
@@ -167,7 +153,7 @@ def split_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
     return matrices, [p for p in model.parameters() if id(p) not in mine]
 
 
-def train_both(rank: int, plan: Any, precision: Any, steps: int = 4) -> Outcome:
+def train_both(rank: int, plan: Any, precision: Any, steps: int = 3) -> Outcome:
     model = make(Net)
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
     matrices, rest = split_groups(model)
@@ -193,7 +179,7 @@ def train_both(rank: int, plan: Any, precision: Any, steps: int = 4) -> Outcome:
     return Outcome(losses, weights, handle.comm_log, main=main)
 
 
-def both_in_one_process(rank: int, num_ranks: int, steps: int = 4) -> dict[str, Tensor]:
+def both_in_one_process(rank: int, num_ranks: int, steps: int = 3) -> dict[str, Tensor]:
     model = make(Net)
     matrices, rest = split_groups(model)
     optimizers = [
@@ -215,16 +201,15 @@ def both_in_one_process(rank: int, num_ranks: int, steps: int = 4) -> dict[str, 
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_muon_for_matrices_and_adamw_for_the_rest_in_one_optimizer(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "precisions"), [(2, ["fp32"]), (3, ["fp32", "bf16-remainder"])])
+def test_muon_for_matrices_and_adamw_for_the_rest_in_one_optimizer(num_ranks: int, precisions: list[str]) -> None:
     expected = run_ranks(both_in_one_process, 1, num_ranks)[0]
-    for precision in ("fp32", "bf16-remainder"):
-        found = run_ranks(lambda rank, p=precision: [train_both(rank, plan, p) for plan in PLANS], num_ranks)
-        for by_plan in found:
+    found = run_ranks(lambda rank: [[train_both(rank, plan, p) for plan in PLANS] for p in precisions], num_ranks)
+    for by_precision in found:
+        for precision, by_plan in zip(precisions, by_precision, strict=True):
             expect_identical(by_plan, precision)
             assert precision != "fp32" or same_bits(by_plan[0].weights, expected)
-        for plan in range(len(PLANS)):
-            expect_equal_logs([by_plan[plan].log for by_plan in found])
+    expect_logs_of_ranks(found)
 
 
 # What it costs --------------------------------------------------------------------------------------------------------
@@ -250,7 +235,7 @@ def big_matrices() -> nn.Module:
     return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)])
 
 
-def measure(rank: int, plan: Any, optimizer: Any, precision: Any, **defaults: Any) -> dict[str, float]:
+def measure(rank: int, plan: Any, precision: Any, optimizer: Any, **defaults: Any) -> dict[str, float]:
     model = make(big_matrices)
     handle = zeroshard.shard(model, plan, precision=precision)
     stepped = zeroshard.ShardedOptimizer(handle, optimizer, **defaults)
@@ -276,28 +261,36 @@ def measure(rank: int, plan: Any, optimizer: Any, precision: Any, **defaults: An
     }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
-def test_extra_communication_and_state(precision: str) -> None:
+def test_extra_communication_and_state() -> None:
     """Per rank, with Ψ elements and d ranks of balanced owners, in fp32 on the wire: the gradient of each fragment that
     the rank does not own goes to its owner, and the stepped value comes back: 2 Ψ/d (d-1)/d. Before the first step the
     value goes there, too. State is stored once: all ranks together hold what one process does."""
     num_ranks = 3
-    for plan in PLANS:
-        ranks = run_ranks(lambda rank, plan=plan: measure(rank, plan, torch.optim.Muon, precision, lr=0.01), num_ranks)
+    cases = list(itertools.product(PLANS, ("fp32", "bf16", "bf16-remainder")))
+    sgd = {"lr": 0.01, "momentum": 0.9}
+
+    def check(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+        return [
+            (measure(rank, *case, torch.optim.Muon, lr=0.01), measure(rank, *case, torch.optim.SGD, **sgd))
+            for case in cases
+        ]
+
+    for case, measured in zip(cases, zip(*run_ranks(check, num_ranks), strict=True), strict=True):
+        ranks, elementwise = zip(*measured, strict=True)
         psi = ranks[0]["numel"]
         total = sum(of_rank["extra"] for of_rank in ranks) / num_ranks
-        if plan is zeroshard.DDP:
-            assert total == 0 and all(of_rank["state"] == 4 * psi for of_rank in ranks)
+        if case[0] is zeroshard.DDP:
+            assert total == 0 and all(of_rank["state"] == 4 * psi for of_rank in ranks), case
             continue
         factor = total / (4 * psi / num_ranks)  # of Ψ/d, Ψ in bytes of fp32
-        assert 1.0 <= factor <= 2 * (num_ranks - 1) / num_ranks
-        assert sum(of_rank["first"] for of_rank in ranks) == 1.5 * total * num_ranks
-        assert sum(of_rank["state"] for of_rank in ranks) == 4 * psi
-        assert max(of_rank["load"] for of_rank in ranks) == min(of_rank["load"] for of_rank in ranks)
-        elementwise = run_ranks(
-            lambda rank, plan=plan: measure(rank, plan, torch.optim.SGD, precision, lr=0.01, momentum=0.9), num_ranks
-        )
-        assert [of_rank["rest"] for of_rank in ranks] == [of_rank["rest"] for of_rank in elementwise]
+        assert 1.0 <= factor <= 2 * (num_ranks - 1) / num_ranks, case
+        assert sum(of_rank["first"] for of_rank in ranks) == 1.5 * total * num_ranks, case
+        assert sum(of_rank["state"] for of_rank in ranks) == 4 * psi, case
+        assert max(of_rank["load"] for of_rank in ranks) == min(of_rank["load"] for of_rank in ranks), case
+        assert [of_rank["rest"] for of_rank in ranks] == [of_rank["rest"] for of_rank in elementwise], case
+
+
+OWNED_CASES = grid(PLANS, ("fp32", "bf16", "bf16-remainder"), (1, 2, 3))
 
 
 @pytest.mark.by_gloo
@@ -306,7 +299,7 @@ def test_bytes_of_owners_are_exact_and_planned(num_ranks: int) -> None:
     """Muon for matrices, AdamW for the rest: main and state of what a rank owns, and the scratch of their travels."""
 
     def check(rank: int) -> None:
-        for plan, precision in itertools.product(PLANS, ("fp32", "bf16", "bf16-remainder")):
+        for plan, precision in at(OWNED_CASES, num_ranks):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, precision=precision)
             matrices, rest = split_groups(model)
@@ -369,55 +362,56 @@ def test_weights_set_from_outside_reach_the_owners() -> None:
 # State in torch's layout ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_state_goes_to_a_plain_optimizer_and_back(name: str) -> None:
+STATE_CASES = grid(WHOLE, ("to a plain one", "from a plain one"), PLANS)
+
+
+def test_state_goes_to_a_plain_optimizer_and_back() -> None:
     """A sharded run of two steps, continued by a plain optimizer; and the other way round: the same bits at step 4."""
 
-    def check(rank: int) -> list[Any]:
+    def batch(model: nn.Module, step: int) -> Tensor:
+        return loss_of_tokens(model, 0, 0, step)  # one batch for all: the mean over two equal ranks is exact
+
+    def plain(name: str, model: nn.Module, state: Any, steps: range) -> dict[str, Any]:
         optimizer_class, defaults = WHOLE[name]
-        model_of = Matrices if name == "muon" else Net
+        optimizer = optimizer_class(model.parameters(), **defaults)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in steps:
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            optimizer.step()
+        return optimizer.state_dict()
+
+    def sharded(name: str, model: nn.Module, plan: Plan, weights: Any, state: Any, steps: range) -> tuple[Any, Any]:
+        optimizer_class, defaults = WHOLE[name]
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(list(model.parameters()), optimizer_class, **defaults)
+        if state is not None:
+            handle.load_full_state_dict(weights)
+            optimizer.load_state_dict(state)
+        for step in steps:
+            optimizer.backward(batch(model, step))
+            optimizer.step()
+        return handle, optimizer.state_dict()
+
+    def check(rank: int) -> list[Any]:
         logs = []
-
-        def batch(model: nn.Module, step: int) -> Tensor:
-            return loss_of_tokens(model, 0, 0, step)  # one batch for all: the mean over two equal ranks is exact
-
-        def plain(model: nn.Module, state: Any, steps: range) -> Any:
-            optimizer = optimizer_class(model.parameters(), **defaults)
-            if state is not None:
-                optimizer.load_state_dict(state)
-            for step in steps:
-                optimizer.zero_grad()
-                batch(model, step).backward()
-                optimizer.step()
-            return optimizer
-
-        truth = make(model_of)
-        plain(truth, None, range(4))
-        for plan in PLANS:
-            model = make(model_of)
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(list(model.parameters()), optimizer_class, **defaults)
-            for step in range(2):
-                optimizer.backward(batch(model, step))
-                optimizer.step()
-            weights, state = handle.full_state_dict(), optimizer.state_dict()
-            other = make(model_of)
-            other.load_state_dict(weights)
-            plain(other, state, range(2, 4))
-            assert same_bits(other.state_dict(), truth.state_dict()), (name, plan, "to a plain one")
-
-            first = make(model_of)
-            saved = plain(first, None, range(2)).state_dict()
-            second = make(model_of, seed=5)
-            handle2 = zeroshard.shard(second, plan, units=nn.Linear)
-            sharded = zeroshard.ShardedOptimizer(list(second.parameters()), optimizer_class, **defaults)
-            handle2.load_full_state_dict(first.state_dict())
-            sharded.load_state_dict(saved)
-            for step in range(2, 4):
-                sharded.backward(batch(second, step))
-                sharded.step()
-            assert same_bits(handle2.full_state_dict(), truth.state_dict()), (name, plan, "from a plain one")
-            logs.append(handle2.comm_log)
+        for name, direction, plan in STATE_CASES:
+            model_of = Matrices if name == "muon" else Net
+            truth, first = make(model_of), make(model_of)
+            plain(name, truth, None, range(4))
+            if direction == "to a plain one":
+                handle, state = sharded(name, first, plan, None, None, range(2))
+                other = make(model_of)
+                other.load_state_dict(handle.full_state_dict())
+                plain(name, other, state, range(2, 4))
+                found = other.state_dict()
+            else:
+                state = plain(name, first, None, range(2))
+                handle, _ = sharded(name, make(model_of, seed=5), plan, first.state_dict(), state, range(2, 4))
+                found = handle.full_state_dict()
+            assert same_bits(found, truth.state_dict()), (name, plan, direction)
+            logs.append(handle.comm_log)
         return logs
 
     for logs in zip(*run_ranks(check, 2), strict=True):
