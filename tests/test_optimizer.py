@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,9 +17,13 @@ from zeroshard.reference import Reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}
-STEPS = 6
+STEPS = 4
 
 Groups = Callable[[nn.Module], Any]
+
+
+def small() -> Net:
+    return Net(blocks=1)
 
 
 def by_dim(model: nn.Module) -> list[dict[str, Any]]:
@@ -43,44 +48,19 @@ def step(optimizer: zeroshard.ShardedOptimizer, model: nn.Module, rank: int, num
     optimizer.step()
 
 
-def reference_weights(num_ranks: int, groups: Groups = everything, between: Any = None, **options: Any) -> State:
-    """Trained by one process; `between(optimizer)` gives what to call after each step."""
-
-    def run(rank: int) -> State:
-        model = make(Net)
-        precision = options.pop("precision", None)
-        reference = Reference(
-            model, torch.optim.AdamW, num_ranks=num_ranks, params=groups(model), precision=precision, **ADAMW, **options
-        )
-        after = between(reference.optimizer) if between else lambda: None
-        for number in range(STEPS):
-            reference.step(lambda model, rank, _, number=number: loss_of_tokens(model, rank, 0, number))
-            after()
-        return reference.state_dict()
-
-    return run_ranks(run, 1)[0]
+Between = Callable[[Any], Callable[[], None]]
+"""Of an optimizer: what to call after each step."""
 
 
-def expect_everywhere(
-    num_ranks: int, expected: State, groups: Groups = everything, between: Any = None, **o: Any
-) -> None:
-    """Every plan on every rank ends with these bits."""
-
-    def check(rank: int) -> list[Any]:
-        logs = []
-        for plan in PLANS:
-            model = make(Net)
-            optimizer = sharded(model, plan, groups, **o)
-            after = between(optimizer) if between else lambda: None
-            for number in range(STEPS):
-                step(optimizer, model, rank, number)
-                after()
-            assert same_bits(optimizer.handle.full_state_dict(), expected), plan
-            logs.append(optimizer.handle.comm_log)
-        return logs
-
-    for logs in zip(*run_ranks(check, num_ranks), strict=True):
-        expect_same_logs(logs)
+def reference_weights(num_ranks: int, groups: Groups = everything, between: Between | None = None, **o: Any) -> State:
+    """Trained by one process."""
+    model = make(small)
+    reference = Reference(model, torch.optim.AdamW, num_ranks=num_ranks, params=groups(model), **ADAMW, **o)
+    after = between(reference.optimizer) if between else lambda: None
+    for number in range(STEPS):
+        reference.step(lambda model, rank, _, number=number: loss_of_tokens(model, rank, 0, number))
+        after()
+    return reference.state_dict()
 
 
 # It is one ------------------------------------------------------------------------------------------------------------
@@ -105,27 +85,7 @@ def test_it_is_a_torch_optimizer_over_the_users_own_parameters() -> None:
     run_ranks(check, 2)
 
 
-def test_hooks_of_torch_optimizers_run() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        optimizer = sharded(model, "zero2")
-        seen: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-        step(optimizer, model, rank, 0)
-        assert seen == ["before", "after"]
-
-    run_ranks(check, 2)
-
-
 # Hyper-parameters -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_param_groups_with_hyper_parameters_of_their_own(precision: Any) -> None:
-    expected = reference_weights(3, by_dim, precision=precision)
-    expect_everywhere(3, expected, by_dim, precision=precision)
-    assert not same_bits(expected, reference_weights(3, precision=precision))
 
 
 def cosine(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -139,93 +99,89 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.01], total_steps=STEPS + 1).step
 
 
-def test_lr_schedulers_work_unchanged() -> None:
-    for schedule, groups in ((cosine, everything), (one_cycle, by_dim)):
-        expected = reference_weights(2, groups, schedule)
-        expect_everywhere(2, expected, groups, schedule)
-        assert not same_bits(expected, reference_weights(2, groups))
+def by_hand(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def change() -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            group["betas"] = (group["betas"][0] * 0.9, 0.9)
+            group["weight_decay"] += 0.25
+
+    return change
 
 
-def test_hyper_parameters_changed_by_hand_take_effect() -> None:
-    def changing(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        def change() -> None:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
-                group["betas"] = (group["betas"][0] * 0.9, 0.9)
-                group["weight_decay"] += 0.25
-
-        return change
-
-    expected = reference_weights(3, by_dim, changing)
-    expect_everywhere(3, expected, by_dim, changing)
-    assert not same_bits(expected, reference_weights(3, by_dim))
+RATES: dict[str, tuple[Groups, Between | None, Any]] = {
+    "one group": (everything, None, None),
+    "one group, bf16": (everything, None, "bf16"),
+    "groups": (by_dim, None, None),
+    "groups, bf16": (by_dim, None, "bf16"),
+    "scheduler": (everything, cosine, None),
+    "scheduler of groups": (by_dim, one_cycle, None),
+    "by hand": (by_dim, by_hand, None),
+}
 
 
-def test_a_param_group_added_later_joins() -> None:
-    """Fine-tuning's usual way: the head first, the rest from the third step on."""
+def test_param_groups_schedulers_and_changed_hyper_parameters_take_effect() -> None:
+    """Every plan on every rank ends with the bits of one process, where each of these ends elsewhere."""
 
-    def run(optimizer: Any, model: nn.Module, after_step: Callable[[int], None]) -> None:
-        for number in range(STEPS):
-            if number == 2:
-                optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 1e-3})
-            after_step(number)
+    def references(rank: int) -> dict[str, State]:
+        return {name: reference_weights(3, *of[:2], precision=of[2]) for name, of in RATES.items()}
 
-    def plain(rank: int) -> State:
-        model = make(Net)
-        optimizer = torch.optim.AdamW(model.head.parameters(), **ADAMW)
+    expected = run_ranks(references, 1)[0]
+    for one, other in itertools.combinations(expected, 2):
+        assert not same_bits(expected[one], expected[other]), (one, other)
 
-        def after_step(number: int) -> None:
-            model.zero_grad()
-            for of_rank in range(2):
-                loss_of_tokens(model, of_rank, 0, number).backward()
-            for parameter in model.parameters():
-                parameter.grad /= 2
-            optimizer.step()
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for name, plan in itertools.product(list(RATES)[2:], PLANS):
+            groups, between, precision = RATES[name]
+            model = make(small)
+            optimizer = sharded(model, plan, groups, precision=precision)
+            after = between(optimizer) if between else lambda: None
+            for number in range(STEPS):
+                step(optimizer, model, rank, number)
+                after()
+            assert same_bits(optimizer.handle.full_state_dict(), expected[name]), (plan, name)
+            logs.append(optimizer.handle.comm_log)
+        return logs
 
-        run(optimizer, model, after_step)
-        return model.state_dict()
-
-    expected = run_ranks(plain, 1)[0]
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = make(Net)
-            optimizer = sharded(model, plan, lambda model: [{"params": list(model.head.parameters())}])
-            run(optimizer, model, lambda number, o=optimizer, m=model: step(o, m, rank, number))
-            assert same_bits(optimizer.handle.full_state_dict(), expected), plan
-
-    run_ranks(check, 2)
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
 
 
 def test_closures() -> None:
-    expected = run_ranks(lambda rank: train_reference(Job(steps=STEPS), 3)[0].weights, 1)[0]
+    """Evaluated once in each step, with gradients on."""
+    expected = run_ranks(lambda rank: train_reference(Job(model=small, steps=3), 3), 1)[0]
 
     def check(rank: int) -> None:
         for plan in PLANS:
-            model = make(Net)
+            model = make(small)
             optimizer = sharded(model, plan)
-            for number in range(STEPS):
+            evaluated = []
+            for number in range(3):
 
-                def closure(number: int = number, model: Any = model, optimizer: Any = optimizer) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = loss_of_tokens(model, rank, 0, number)
-                    optimizer.backward(loss)
+                def closure(number: int = number, m: Any = model, o: Any = optimizer, seen: Any = evaluated) -> Tensor:
+                    assert torch.is_grad_enabled()
+                    o.zero_grad()
+                    loss = loss_of_tokens(m, rank, 0, number)
+                    o.backward(loss)
+                    seen.append(loss.item())
                     return loss
 
                 with torch.no_grad():
                     result = optimizer.step(closure)
-                assert result.applied and result.loss.item() > 0
-            assert same_bits(optimizer.handle.full_state_dict(), expected)
+                assert result.applied and result.loss.item() == evaluated[-1]
+            assert evaluated == expected[rank].losses, "once in each step"
+            assert same_bits(optimizer.handle.full_state_dict(), expected[rank].weights)
 
     run_ranks(check, 3)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_the_norm_and_clipping_are_torchs(norm_type: float) -> None:
+def test_the_norm_and_clipping_are_torchs() -> None:
     """Global over shards and over both uses of a tied parameter; equal bits on all ranks and plans."""
+    norm_types = (1.0, 2.0, 3.0, float("inf"))
 
-    def plain(rank: int) -> tuple[float, State]:
-        model = make(partial(Net, tied=True))
+    def plain(norm_type: float) -> tuple[float, State]:
+        model = make(partial(Net, blocks=1, tied=True))
         for of_rank in range(3):
             loss_of_tokens(model, of_rank, 0, 0).backward()
         for parameter in model.parameters():
@@ -234,29 +190,29 @@ def test_the_norm_and_clipping_are_torchs(norm_type: float) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         return norm.item(), model.state_dict()
 
-    norm, expected = run_ranks(plain, 1)[0]
+    truths = run_ranks(lambda rank: [plain(norm_type) for norm_type in norm_types], 1)[0]
 
     def check(rank: int) -> list[Any]:
         found = []
-        for plan in PLANS:
-            model = make(partial(Net, tied=True))
+        for (norm_type, (norm, expected)), plan in itertools.product(zip(norm_types, truths, strict=True), PLANS):
+            model = make(partial(Net, blocks=1, tied=True))
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
             loss_of_tokens(model, rank, 0, 0).backward()
             clipped = optimizer.clip_grad_norm_(0.05, norm_type)
             assert clipped.dtype == torch.float64 and clipped.shape == ()
-            assert clipped.item() == pytest.approx(norm, rel=1e-6)
+            assert clipped.item() == pytest.approx(norm, rel=1e-6), (norm_type, plan)
             assert optimizer.step().grad_norm == clipped.item()
             weights = handle.full_state_dict()
             assert all(torch.allclose(weights[name], expected[name], rtol=1e-5, atol=1e-7) for name in expected)
-            found.append((clipped.item(), weights))
+            found.append((norm_type, clipped.item(), weights))
         return found
 
     by_rank = run_ranks(check, 3)
-    for of_rank in by_rank:
-        for found_norm, weights in of_rank:
-            assert found_norm == by_rank[0][0][0]
-            assert same_bits(weights, by_rank[0][0][1])
+    first = {norm_type: (norm, weights) for norm_type, norm, weights in reversed(by_rank[0])}
+    for norm_type, norm, weights in itertools.chain(*by_rank):
+        assert norm == first[norm_type][0], norm_type
+        assert same_bits(weights, first[norm_type][1]), norm_type
 
 
 def test_clipping_scales_one_step_alone() -> None:
@@ -288,25 +244,21 @@ def test_clipping_scales_one_step_alone() -> None:
 
 
 def first_half(num_ranks: int, precision: Any) -> dict[str, Any]:
-    """Three steps by one process: weights, main, the plain optimizer's state; and where three more lead."""
-
-    def run(rank: int) -> dict[str, Any]:
-        model = make(Net)
-        reference = Reference(
-            model, torch.optim.AdamW, num_ranks=num_ranks, params=by_dim(model), precision=precision, **ADAMW
-        )
-        result: dict[str, Any] = {}
-        for number in range(6):
-            reference.step(lambda model, rank, _, number=number: loss_of_tokens(model, rank, 0, number))
-            if number == 2:
-                names = {p: name for name, p in model.named_parameters()}
-                result["main"] = {names[p]: main.detach().clone() for p, main in reference.main.items()}
-                result["state"] = torch.utils._pytree.tree_map(
-                    lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, reference.optimizer.state_dict()
-                )
-        return {**result, "end": reference.state_dict(), "end state": reference.optimizer.state_dict()}
-
-    return run_ranks(run, 1)[0]
+    """Two steps by one process: weights, main, the plain optimizer's state; and where two more lead."""
+    model = make(small)
+    reference = Reference(
+        model, torch.optim.AdamW, num_ranks=num_ranks, params=by_dim(model), precision=precision, **ADAMW
+    )
+    result: dict[str, Any] = {}
+    for number in range(4):
+        reference.step(lambda model, rank, _, number=number: loss_of_tokens(model, rank, 0, number))
+        if number == 1:
+            names = {p: name for name, p in model.named_parameters()}
+            result["main"] = {names[p]: main.detach().clone() for p, main in reference.main.items()}
+            result["state"] = torch.utils._pytree.tree_map(
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, reference.optimizer.state_dict()
+            )
+    return {**result, "end": reference.state_dict(), "end state": reference.optimizer.state_dict()}
 
 
 def expect_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -316,32 +268,39 @@ def expect_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert same_bits(found["state"][index], state)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", "bf16-remainder"])
-def test_a_plain_optimizers_state_goes_in_and_comes_out(precision: Any) -> None:
-    """Training goes on bit for bit: from a plain run to a sharded one, and on to another plan."""
-    half = first_half(3, precision)
+def test_a_plain_optimizers_state_goes_in_and_comes_out() -> None:
+    """Training goes on bit for bit: from a plain run to a sharded one, and on to another plan. Without the moments it
+    goes another way."""
+    precisions = (None, "bf16", "bf16-remainder")
+    halves = run_ranks(lambda rank: {precision: first_half(3, precision) for precision in precisions}, 1)[0]
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
-            model = make(Net, 1)
+        for precision, plan in itertools.product(precisions, PLANS):
+            half = halves[precision]
+            model = make(small, 1)
             optimizer = sharded(model, plan, by_dim, precision=precision)
             optimizer.handle.load_full_state_dict(half["main"])
             optimizer.load_state_dict(half["state"])
             expect_same_state(optimizer.state_dict(), half["state"])
-            for number in (3, 4):
-                step(optimizer, model, rank, number)
+            step(optimizer, model, rank, 2)
             # and once more, through another plan
-            second = make(Net, 2)
+            second = make(small, 2)
             other = sharded(
                 second, zeroshard.ZERO3 if plan is zeroshard.DDP else zeroshard.DDP, by_dim, precision=precision
             )
             other.handle.load_full_state_dict(optimizer.handle.full_state_dict(main=True))
             other.load_state_dict(optimizer.state_dict())
-            step(other, second, rank, 5)
-            assert same_bits(other.handle.full_state_dict(), half["end"]), plan
+            step(other, second, rank, 3)
+            assert same_bits(other.handle.full_state_dict(), half["end"]), (plan, precision)
             expect_same_state(other.state_dict(), half["end state"])
             logs += [optimizer.handle.comm_log, other.handle.comm_log]
+        forgetful = make(small, 1)
+        optimizer = sharded(forgetful, "zero2", by_dim)
+        optimizer.handle.load_full_state_dict(halves[None]["main"])
+        for number in (2, 3):
+            step(optimizer, forgetful, rank, number)
+        assert not same_bits(optimizer.handle.full_state_dict(), halves[None]["end"])
         return logs
 
     for logs in zip(*run_ranks(check, 3), strict=True):
@@ -349,47 +308,33 @@ def test_a_plain_optimizers_state_goes_in_and_comes_out(precision: Any) -> None:
 
 
 def test_a_sharded_state_goes_into_a_plain_optimizer() -> None:
-    """Three steps sharded over one rank, three more by torch alone: the same bits as six by torch."""
+    """Two steps sharded over one rank, two more by torch alone: the same bits as four by torch."""
 
     def check(rank: int) -> None:
+        expected = train_reference(Job(steps=4), 1)[0].weights
         for plan in PLANS:
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(
-                handle, torch.optim.AdamW, **ADAMW
-            )  # over the handle: all parameters
-            for number in range(3):
+            # over the handle: all parameters
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW)
+            for number in range(2):
                 step(optimizer, model, rank, number)
             state = optimizer.state_dict()
             handle.close()
             alone = torch.optim.AdamW(model.parameters(), **ADAMW)
             alone.load_state_dict(state)
-            for number in range(3, 6):
+            for number in range(2, 4):
                 alone.zero_grad()
                 loss_of_tokens(model, rank, 0, number).backward()
                 alone.step()
-            assert same_bits(model.state_dict(), train_reference(Job(steps=6), 1)[0].weights)
+            assert same_bits(model.state_dict(), expected), plan
 
     run_ranks(check, 1)
 
 
-def test_without_the_moments_training_goes_another_way() -> None:
-    half = first_half(2, None)
-
-    def check(rank: int) -> None:
-        model = make(Net, 1)
-        optimizer = sharded(model, "zero2", by_dim)
-        optimizer.handle.load_full_state_dict(half["main"])
-        for number in (3, 4, 5):
-            step(optimizer, model, rank, number)
-        assert not same_bits(optimizer.handle.full_state_dict(), half["end"])
-
-    run_ranks(check, 2)
-
-
 def test_an_optimizer_without_state() -> None:
     """Those with state are in the table of `tests/parity/test_precisions.py`."""
-    job = Job(optimizer=torch.optim.SGD, defaults={"lr": 0.1, "foreach": False}, steps=4)
+    job = Job(optimizer=torch.optim.SGD, defaults={"lr": 0.1, "foreach": False}, model=small, steps=2)
     expected = run_ranks(lambda rank: train_reference(job, 3)[0].weights, 1)[0]
 
     def check(rank: int) -> list[Any]:
