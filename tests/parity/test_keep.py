@@ -11,16 +11,13 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import at, grid
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, train
 from tests.parity.common import (
     BF16,
     FP16,
     FP32,
     Job,
-    all_plans,
-    all_references,
-    expect_identical,
-    expect_logs_of_ranks,
+    as_one_process,
 )
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -67,23 +64,15 @@ CASES = grid(range(len(jobs())), PLANS, (2, 3))
 def test_norms_kept_in_fp32_in_every_plan(num_ranks: int) -> None:
     """Bit for bit what one process computes."""
     matrix, cases = jobs(), at(CASES, num_ranks)
-    expected = run_ranks(all_references, 1, num_ranks, matrix)[0]
-    found = run_ranks(lambda rank: [[train(matrix[number], plan, rank)] for number, plan in cases], num_ranks)
-    expect_logs_of_ranks(found)
-    for index, (number, plan) in enumerate(cases):
-        for rank in range(num_ranks):
-            (outcome,), truth, what = found[rank][index], expected[number][rank], (plan, matrix[number])
-            assert (outcome.losses, outcome.applied) == (truth.losses, truth.applied), what
-            assert same_bits(outcome.weights, truth.weights), what
-            assert same_bits(outcome.main, truth.main), what
+    as_one_process([(matrix[number], plan) for number, plan in cases], num_ranks)
 
 
 def test_it_makes_a_difference() -> None:
     """The negative control: the same job with norms in bf16 has other losses."""
 
     def run(rank: int) -> tuple[list[float], list[float]]:
-        kept, not_kept = all_plans(rank, [Job(precision=MixedPrecision(keep=KEEP)), Job(precision="bf16")])
-        return kept[0].losses, not_kept[0].losses
+        kept, not_kept = (Job(precision=precision) for precision in (MixedPrecision(keep=KEEP), "bf16"))
+        return train(kept, zeroshard.DDP, rank).losses, train(not_kept, zeroshard.DDP, rank).losses
 
     kept, not_kept = run_ranks(run, 2)[0]
     assert kept != not_kept
@@ -122,11 +111,15 @@ def test_what_computes_in_which_dtype() -> None:
     run_ranks(check, 2)
 
 
+BYTES = grid(PLANS, PRECISIONS, (1, 2, 3))
+
+
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_bytes_are_what_was_planned(num_ranks: int) -> None:
     def check(rank: int) -> None:
-        for plan, precision in itertools.product(PLANS, PRECISIONS.values()):
+        for plan, name in at(BYTES, num_ranks):
+            precision = PRECISIONS[name]
             model = make(tied)
             handle = zeroshard.shard(model, plan, units=Block, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-3, fused=True, loss_scale=1.0)
@@ -160,17 +153,9 @@ def mixed_loss(model: nn.Module, rank: int, micro_batch: int, step: int, micro_b
 
 def test_a_model_that_comes_with_several_dtypes_keeps_them() -> None:
     """precision=None: each dtype trains as it would alone."""
-    matrix = [Job(precision=None, model=Mixed, loss_of=mixed_loss, units=None, micro_batches=k) for k in (1, 3)]
-    expected = run_ranks(all_references, 1, 2, matrix)[0]
-    found = run_ranks(all_plans, 2, matrix)
-    expect_logs_of_ranks(found)
-    for index in range(len(matrix)):
-        for rank in range(2):
-            expect_identical(found[rank][index])
-            assert same_bits(found[rank][index][0].weights, expected[index][rank].weights)
-            assert [v.dtype for v in found[rank][index][0].weights.values()] == [FP32] * 2 + [BF16] * 2 + [
-                torch.float64
-            ] * 2
+    jobs = [Job(precision=None, model=Mixed, loss_of=mixed_loss, units=None, micro_batches=k, steps=2) for k in (1, 3)]
+    for outcome in as_one_process(list(itertools.product(jobs, PLANS)), 2):
+        assert [v.dtype for v in outcome.weights.values()] == [FP32] * 2 + [BF16] * 2 + [torch.float64] * 2
 
 
 @pytest.mark.parametrize("keep", [("LayerNorm",), (torch.Tensor,), (3,)])

@@ -7,7 +7,6 @@ micro-batch which branches are taken. What one process computes must come out, b
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -17,11 +16,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, same_bits, train, train_reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
-NUM_CASES = 500
-IN_A_FORK = 25
+NUM_CASES, IN_A_FORK = (500, 25) if EVERYTHING else (30, 15)
 
 
 class Layer(nn.Module):
@@ -146,7 +145,7 @@ def differences(seeds: list[int], num_ranks: int) -> list[str]:
 
 
 @settings(
-    max_examples=(NUM_CASES if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else 50) // IN_A_FORK,
+    max_examples=NUM_CASES // IN_A_FORK,
     phases=[Phase.generate],  # the failing seeds are named; to shrink a list of them takes long
     database=None,
 )

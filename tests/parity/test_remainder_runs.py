@@ -124,7 +124,7 @@ def set_ties_away(self: MainWeights, piece: Interval, value: Tensor, *, spare: b
 
 
 def run(
-    rank: int, plan: Any, precision: str, name: str, steps: int = 40 if EVERYTHING else 16
+    rank: int, plan: Any, precision: str, name: str, steps: int = 40 if EVERYTHING else 8
 ) -> tuple[list[float], Any, Any, Any]:
     optimizer_class, defaults = OPTIMIZERS[name]
     model = make(on_a_grid)
