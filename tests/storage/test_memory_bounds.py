@@ -179,9 +179,8 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     choose(transport)
     pool_plan.KEPT_BYTES = pool_plan.KEPT_BYTES * width**2 // WIDTH**2
     pool.KEPT_IN_STEP = pool.KEPT_IN_STEP * width**2 // WIDTH**2
-    cuts.cut.__defaults__ = cuts.count.__defaults__ = (
-        cuts.PIECE_NUMEL * width**2 // WIDTH**2,  # Adam makes some temporaries of each
-    )
+    piece_numel = cuts.PIECE_NUMEL * width**2 // WIDTH**2  # Adam makes some temporaries of each
+    cuts.cut.__defaults__, cuts.count.__defaults__ = (piece_numel, None), (piece_numel,)
     cuts.BATCH_NUMEL["cpu"] = cuts.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
     with torch.device("meta"):
         on_meta = Model(width)
