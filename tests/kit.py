@@ -62,6 +62,25 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Gated(Net):
+    """Blocks with a parameter that a forward may leave out: the other parameters of its unit take part all the same."""
+
+    class Inner(Block):
+        open = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * self.gate if self.open else y
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(blocks))
+
+
 class Counting(nn.Module):
     """Three parameters whose gradients are small integers whatever their values are, so that all sums are exact."""
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import zeroshard
 from tests.kit import (
     PLANS,
-    WIDTH,
     Block,
+    Gated,
     Job,
     Net,
     Outcome,
@@ -83,25 +83,6 @@ def test_two_models_take_turns() -> None:
 
     for of_ranks in zip(*run_ranks(run, 3), strict=True):
         expect_same_logs(of_ranks)
-
-
-class Gated(Net):
-    """A parameter in each block that a rank may leave out."""
-
-    class Inner(Block):
-        open = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            return y * self.gate if self.open else y
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
 
 
 def gated_loss(model: Any, rank: int, step: int) -> Tensor:

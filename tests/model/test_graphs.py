@@ -20,6 +20,7 @@ from tests.kit import (
     VOCAB,
     WIDTH,
     Block,
+    Gated,
     Job,
     Net,
     Outcome,
@@ -281,23 +282,6 @@ def one_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batches: 
     return (cross_entropy(logits, tokens) + extra) / micro_batches
 
 
-class Gated(Net):
-    """Blocks with a parameter that a forward may leave out: the other parameters of its unit take part all the same."""
-
-    class Inner(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            return y * self.gate if self.open else y
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
-
-
 def rank_dependent(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
     """Which parameters get a gradient is different on every rank, in every step and micro-batch."""
     for index, block in enumerate(model.blocks):
@@ -372,7 +356,7 @@ JOBS: dict[str, Job] = {
     "sometimes": Job(model=Sometimes, steps=5),
     "skipped blocks": Job(model=Skips, steps=4),
     "skipped blocks, divided": Job(model=Skips, steps=4, units=1),
-    "rank-dependent": Job(model=Gated, loss_of=rank_dependent, steps=4),
+    "rank-dependent": Job(model=partial(Gated, 4), loss_of=rank_dependent, steps=4),
     "two forwards": Job(loss_of=two_forwards),
     "looks between": Job(loss_of=looks_between),
     "submodules": Job(loss_of=submodules),
