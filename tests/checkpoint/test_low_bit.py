@@ -82,6 +82,19 @@ def test_what_was_quantised_once_has_the_same_values_again(low_bit: Any, name: s
             assert shrinks is (signed and "Fp8" not in name)
 
 
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_what_another_processor_has_quantised_has_the_same_codes(low_bit: Any, name: str) -> None:
+    """Codebooks come from kernels that differ in the last bit. The control: an error of another size is no such bit."""
+    optimizer = getattr(low_bit, name)([nn.Parameter(torch.zeros(4096))])
+    value = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    here = quantise(optimizer._new_buffer(torch.zeros(4096), True), value)
+    for relative, same in ((2e-7, True), (1e-4, False)):
+        there = optimizer._new_buffer(torch.zeros(4096), True)
+        there.qmap = there.qmap * (1 + relative * (torch.arange(len(there.qmap)) % 3 - 1))
+        quantise(there, value)
+        assert torch.equal(quantise(optimizer._new_buffer(value, True), dense(there)).codes, here.codes) is same
+
+
 def test_a_run_goes_on_bit_for_bit(low_bit: Any, tmp_path: Path) -> None:
     def of_class(rank: int, name: str) -> State:
         optimizer, folder = getattr(low_bit, name), tmp_path / name
