@@ -285,8 +285,11 @@ class Training:
         buckets = PoolPlan.for_gradients(requests, reads_peers=reads_peers)
         buffers = [PlannedBuffer("ring", size) for size in (self._ring().sizes if has_peers else ())]
         buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
-        for number, num_bytes in buckets.shared.values():
-            buffers += [PlannedBuffer("buckets", num_bytes, passing=i > 0 and not reads_peers) for i in range(number)]
+        turns = Counter(request.queue for request in requests if not request.alone)
+        for queue, (number, num_bytes) in buckets.shared.items():
+            # Given back is what the last two units do not have: under `no_sync` most of them have buckets of their own.
+            idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else number - 1
+            buffers += [PlannedBuffer("buckets", num_bytes, passing=i < idle) for i in range(number)]
         in_place = not borrowing
         scratch = max((unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()), default=0)
         buffers += [PlannedBuffer("scratch", scratch)] * (1 if borrowing else IN_FLIGHT)

@@ -57,18 +57,18 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def shard(
-    model: nn.Module, configuration: Configuration, mesh: Any = None
+    model: nn.Module, configuration: Configuration, mesh: Any = None, **options: Any
 ) -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
     """As it is planned."""
     chosen: dict[str, Any] = {"units": configuration.units, "precision": configuration.precision, "mesh": mesh}
     handle = zeroshard.shard(model, configuration.plan, **chosen)
-    kind, options = OPTIMIZERS[str(configuration.optimizer)]
+    kind, defaults = OPTIMIZERS[str(configuration.optimizer)]
     trainable = handle.trainable_parameters()
     groups = [{"params": [p for p in trainable if p.dim() == 2]}, {"params": [p for p in trainable if p.dim() != 2]}]
     if kind is torch.optim.Muon:
         groups[1] |= {"optimizer_class": torch.optim.AdamW}  # type: ignore[dict-item]
     scale = zeroshard.DynamicScale(init=2.0**8) if configuration.precision == "fp16" else None
-    return handle, zeroshard.ShardedOptimizer(groups, kind, lr=1e-3, loss_scale=scale, **options)
+    return handle, zeroshard.ShardedOptimizer(groups, kind, lr=1e-3, loss_scale=scale, **defaults, **options)
 
 
 def accumulate(
@@ -88,11 +88,19 @@ def accumulate(
 
 
 def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any = None) -> tuple[Forecast, int]:
-    """Two steps under the engine. Returns what was planned, and the bytes of this rank's file."""
+    """Two steps under the engine, and a save. Returns what was planned, and the bytes of this rank's file."""
+    planned, handle, optimizer = expect_measured(configuration, frozen, mesh)
+    return planned, saved_bytes(handle, optimizer, planned)
+
+
+def expect_measured(
+    configuration: Configuration, frozen: bool = False, mesh: Any = None, **options: Any
+) -> tuple[Forecast, zeroshard.Handle, zeroshard.ShardedOptimizer]:
+    """Two steps under the engine: each phase, and the log of the second one, are as planned."""
     with torch.device("meta"):
         planned = zeroshard.plan(Model(frozen), configuration)
     model = make(partial(Model, frozen))
-    handle, optimizer = shard(model, configuration, mesh)
+    handle, optimizer = shard(model, configuration, mesh, **options)
     phases: dict[str, Phase] = dict(planned.phases)
     assert handle.memory() == vars(phases["init"].held)
     accumulate(model, handle, optimizer, configuration, 0)
@@ -112,7 +120,7 @@ def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any
     assert sum({value.data_ptr(): value.nbytes for value in full.values()}.values()) == phases["full_state_dict"].copies
     with pytest.raises(ValueError, match="sharded already"):
         zeroshard.plan(model, configuration)
-    return planned, saved_bytes(handle, optimizer, planned)
+    return planned, handle, optimizer
 
 
 def without_phase(events: Any) -> Counter[Any]:

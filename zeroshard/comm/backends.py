@@ -32,6 +32,11 @@ def has_tagged_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backends_of(group).get(device.type) == "gloo"
 
 
+def moves_nothing(group: dist.ProcessGroup) -> bool:
+    """Whether it is torch's fake one: its collectives return at once, and make up what they would have received."""
+    return "fake" in backends_of(group).values()
+
+
 def device_for(group: dist.ProcessGroup, model: torch.device | None) -> torch.device:
     """Where a group's tensors are to be: where the model is, if the group moves such tensors, else where those are that
     it does move. `model`: None where it is on no device yet."""
@@ -62,7 +67,7 @@ def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:
         ValueError: on every rank alike.
     """
     names = set(backends_of(group).values())
-    if names <= {"gloo"} or "fake" in names or dist.get_world_size(group) == 1:
+    if names <= {"gloo"} or moves_nothing(group) or dist.get_world_size(group) == 1:
         problem = _not_current(device)
     else:
         found = _through_store(group, "\n".join([device.type, _hardware(device), _not_current(device)]))

@@ -1,5 +1,6 @@
-"""What a run will hold, send and write, before it starts: `plan`, and which of many configurations fit."""
+"""What a run will hold, send and write, before it starts: `plan`, which of many configurations fit, and a dry run."""
 
+from zeroshard.planning.dry_run import dry_run as dry_run
 from zeroshard.planning.fit import Candidate as Candidate
 from zeroshard.planning.fit import fit as fit
 from zeroshard.planning.forecast import Configuration as Configuration

@@ -69,14 +69,8 @@ class Configuration:
 
     def __post_init__(self) -> None:
         as_plan(self.plan)
-        for name, least in (("ranks", 1), ("replicas", 1), ("micro_batches", 1), ("rank", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
-                raise ValueError(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
-        if self.ranks % self.replicas:
-            raise ValueError(f"{self.ranks} ranks do not divide into {self.replicas} replicas")
-        if self.rank >= self.ranks:
-            raise ValueError(f"rank must be below the number of ranks, {self.ranks}, found {self.rank}")
+        expect_number("micro_batches", self.micro_batches, 1)
+        expect_mesh(self.ranks, self.replicas, self.rank)
         if self.device not in BATCH_NUMEL:
             raise ValueError(f"device must be one of {', '.join(BATCH_NUMEL)}, found {self.device!r}")
 
@@ -93,6 +87,24 @@ class Configuration:
     def accumulates_locally(self) -> bool:
         """Under `no_sync`."""
         return self.micro_batches > 1 and not self.reduce_every_micro_batch
+
+
+def expect_number(name: str, value: object, least: int) -> None:
+    """Raises:
+    ValueError: not a whole number from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
+        raise ValueError(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
+
+
+def expect_mesh(ranks: int, replicas: int, rank: int) -> None:
+    """Raises:
+    ValueError: numbers that make no mesh, or no rank of it."""
+    for name, value, least in (("ranks", ranks, 1), ("replicas", replicas, 1), ("rank", rank, 0)):
+        expect_number(name, value, least)
+    if ranks % replicas:
+        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
+    if rank >= ranks:
+        raise ValueError(f"rank must be below the number of ranks, {ranks}, found {rank}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""The engine as one rank of up to 1,024, alone: what it holds in each phase and what it sends is what was planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.grids import grid
+from tests.kit import PLANS, Block, Net, make
+from tests.planning.test_plan import PRECISIONS, accumulate, expect_measured, is_matrix, without_phase
+from zeroshard.planning import Configuration, dry_run
+from zeroshard.testing import run_ranks
+
+MESHES = {"2": (2, 1), "8": (8, 1), "64": (64, 1), "1024": (1024, 1), "8 x 8": (64, 8)}
+OPTIMIZERS = ("AdamW", "SGD:momentum=0.9", "Muon+AdamW")
+CASES = grid(MESHES, PLANS, PRECISIONS, OPTIMIZERS, (1, 3), ("first", "middle", "last"))
+
+
+def alone(check: object) -> None:
+    """In a process of its own, which is in no group."""
+
+    def run(rank: int) -> None:
+        dist.destroy_process_group()
+        assert callable(check)
+        check()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    run_ranks(run, 1)
+
+
+def test_a_dry_run_holds_and_sends_what_is_planned() -> None:
+    def check() -> None:
+        for mesh_name, plan, precision, optimizer, micro_batches, place in CASES:
+            ranks, replicas = MESHES[mesh_name]
+            configuration = Configuration(
+                plan=plan,
+                ranks=ranks,
+                replicas=replicas,
+                precision=PRECISIONS[precision],
+                optimizer=optimizer,
+                group_of=is_matrix,
+                units=Block,
+                micro_batches=micro_batches,
+                device="cpu",
+                transport="native",
+                rank={"first": 0, "middle": ranks // 2, "last": ranks - 1}[place],
+            )
+            try:
+                with dry_run(ranks, replicas=replicas, rank=configuration.rank) as mesh:
+                    _, handle, _ = expect_measured(configuration, mesh=mesh, non_finite="ignore")
+                    handle.close()
+            except Exception as error:
+                error.add_note(f"{mesh_name} {plan} {precision} {optimizer} {micro_batches} {place}")
+                raise
+
+    alone(check)
+
+
+def test_another_number_of_ranks_is_not_what_is_planned() -> None:
+    """The check can fail: one rank more, and neither the bytes nor the messages are those of the plan."""
+
+    def check() -> None:
+        with torch.device("meta"):
+            options = {"units": Block, "device": "cpu", "transport": "native"}
+            planned = zeroshard.plan(Net(), Configuration(ranks=8, **options))
+        with dry_run(9) as mesh:
+            handle = zeroshard.shard(model := make(Net), "zero3", units=Block, mesh=mesh)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore")
+            accumulate(model, handle, optimizer, planned.configuration, 0)
+            optimizer.step()
+            assert handle.memory() != vars(planned.at_rest)
+            assert Counter(without_phase(handle.comm_log.entries)) != without_phase(planned.events)
+
+    alone(check)
+
+
+def test_what_makes_no_mesh_and_a_group_that_is_there() -> None:
+    with pytest.raises(ValueError, match="6 ranks do not divide into 4 replicas"), dry_run(6, replicas=4):
+        pass
+    with pytest.raises(ValueError, match="ranks must be a whole number"), dry_run(0):
+        pass
+
+    def check(rank: int) -> None:
+        with pytest.raises(RuntimeError, match="in a process group already"), dry_run(2):
+            pass
+
+    run_ranks(check, 1)
