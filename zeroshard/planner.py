@@ -8,8 +8,8 @@ depends on the number of parameters and units, and not on their sizes, or on how
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -92,6 +92,10 @@ class Bytes:
         """Of several things together."""
         return cls(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
 
+    def times(self, number: int) -> Bytes:
+        """Of as many alike."""
+        return Bytes(*(number * num_bytes for num_bytes in vars(self).values()))
+
     @property
     def sum(self) -> int:
         """Of all kinds."""
@@ -127,13 +131,17 @@ class OptimizerNeeds:
     group_of: Callable[[str], Hashable] = lambda name: 0
     whole_state_bytes: Callable[[str], int | None] = lambda name: None
 
+    def stepper_of(self, name: str) -> Hashable:
+        """Which of the optimizer's classes has the parameter: each steps on its own."""
+        return self.whole_state_bytes(name) is None
+
     def key_of(self, name: str) -> Hashable | None:
         """What `cuts.cut` goes by. None: the parameter is stepped whole."""
         return self.group_of(name) if self.whole_state_bytes(name) is None else None
 
-    def piece_state(self, numel: int, num_pieces: int, main: torch.dtype) -> Bytes:
-        """Of as many pieces, of that many elements together."""
-        return Bytes(state=numel * self.state_bytes_per_element, scalars=num_pieces * self.state_scalars * 4)
+    def piece_state(self, stepper: Hashable, numel: int, main: torch.dtype) -> Bytes:
+        """Of a piece of that many elements."""
+        return Bytes(state=numel * self.state_bytes_per_element, scalars=self.state_scalars * 4)
 
     def whole_state(self, slot: Slot, main: torch.dtype) -> Bytes | None:
         """Of a parameter that is stepped whole; None: it is not."""
@@ -187,6 +195,7 @@ class PlannedUnit:
 class PlannedWhole:
     """A parameter that is stepped whole. `state`: of the optimizer, at its `owner`, a rank on the shard axis."""
 
+    stepper: Hashable
     unit: PlannedUnit
     slot: Slot
     state: Bytes
@@ -310,31 +319,54 @@ class Training:
 
     def stepped(self) -> Bytes:
         """What the optimizer holds: state, scratch, and main of whole parameters."""
-        return Bytes.total([self._stepped_in_pieces(), self._stepped_whole()])
+        return Bytes.total(
+            [
+                Bytes(),
+                *(self._stepped_in_pieces(one) for one, steps_whole in self._steppers().items() if not steps_whole),
+                *(self._stepped_whole(of_one) for of_one in by_stepper(self.wholes()).values()),
+            ]
+        )
 
-    def _stepped_in_pieces(self) -> Bytes:
-        """State and scratch of an elementwise optimizer: the gradient in main's dtype, main where it is joined, and one
+    def _steppers(self) -> dict[Hashable, bool]:
+        """Whether each steps whole parameters."""
+        optimizer, names = self.optimizer, [slot.name for _, slot in self._trainable_slots()]
+        return {optimizer.stepper_of(name): optimizer.key_of(name) is None for name in names}
+
+    def _trainable_slots(self) -> Iterator[tuple[PlannedUnit, Slot]]:
+        for unit in self.units:
+            if unit.spec.trainable:
+                yield from ((unit, slot) for slot in unit.layout.slots)
+
+    def _stepped_in_pieces(self, stepper: Hashable) -> Bytes:
+        """State and scratch of an elementwise class: the gradient in main's dtype, main where it is joined, and one
         piece of the weights."""
+
+        def key_of(name: str) -> Hashable | None:
+            return self.optimizer.key_of(name) if self.optimizer.stepper_of(name) == stepper else None
+
         trainable = [unit for unit in self.units if unit.spec.trainable]
-        pieces = [Pieces.of(unit, self.rank, self.optimizer.key_of) for unit in trainable]
+        pieces = [Pieces.of(unit, self.rank, key_of) for unit in trainable]
         limit = BATCH_NUMEL[self.topology.device_type]
         cast = most_in_a_batch(((pattern, of.cast) for of in pieces for pattern in of.patterns), limit)
         joined = most_in_a_batch(((pattern, of.joined) for of in pieces for pattern in of.patterns), limit)
         states = [
-            self.optimizer.piece_state(pattern.numel, pattern.num_pieces, unit.spec.precision.main_dtype)
+            self.optimizer.piece_state(stepper, run.numel, unit.spec.precision.main_dtype).times(
+                run.count * pattern.times
+            )
             for unit, of in zip(trainable, pieces, strict=True)
             for pattern in of.patterns
+            for run in pattern.runs
         ]
         compared = max((of.largest * of.compared for of in pieces), default=0)
         return Bytes.total([*states, Bytes(scratch=cast + joined + compared)])
 
-    def _stepped_whole(self) -> Bytes:
-        """Main, state and scratch of the parameters that this rank owns, where an optimizer needs whole ones."""
+    def _stepped_whole(self, wholes: Sequence[PlannedWhole]) -> Bytes:
+        """Main, state and scratch of those of a stepper's parameters that this rank owns."""
         replicated = self.plan.main is REPLICATED
         states: list[Bytes] = []
         owned: Counter[torch.dtype] = Counter()
         held: Counter[torch.dtype] = Counter()
-        for whole in self.wholes():
+        for whole in wholes:
             dtype, slot = whole.unit.spec.precision.main_dtype, whole.slot
             held[dtype] += (slot.world & whole.unit.main_part(self.rank)).numel * dtype.itemsize
             if replicated or whole.owner == self.rank:
@@ -345,16 +377,26 @@ class Training:
         return Bytes.total([*states, Bytes(main=owned.total(), scratch=scratch)])
 
     def wholes(self) -> list[PlannedWhole]:
-        """The parameters that are stepped whole, of all ranks, in the order of the buffers."""
-        found = [
-            (unit, slot, state)
-            for unit in self.units
-            for slot in unit.layout.slots
-            if unit.spec.trainable and (state := self.optimizer.whole_state(slot, unit.spec.precision.main_dtype))
-        ]
+        """The parameters that are stepped whole, of all ranks, stepper by stepper in the order of the buffers."""
         num_owners = 1 if self.plan.main is REPLICATED else self.topology.num_shards
-        owners = balance([cost(slot.shape) for _, slot, _ in found], num_owners)
-        return [PlannedWhole(*of_slot, owner) for of_slot, owner in zip(found, owners, strict=True)]
+        found = [
+            PlannedWhole(self.optimizer.stepper_of(slot.name), unit, slot, state, 0)
+            for unit, slot in self._trainable_slots()
+            if (state := self.optimizer.whole_state(slot, unit.spec.precision.main_dtype))
+        ]
+        owned = []
+        for of_one in by_stepper(found).values():
+            owners = balance([cost(whole.slot.shape) for whole in of_one], num_owners)
+            owned += [replace(whole, owner=owner) for whole, owner in zip(of_one, owners, strict=True)]
+        return owned
+
+
+def by_stepper(wholes: Iterable[PlannedWhole]) -> dict[Hashable, list[PlannedWhole]]:
+    """The parameters of each."""
+    found: dict[Hashable, list[PlannedWhole]] = {}
+    for whole in wholes:
+        found.setdefault(whole.stepper, []).append(whole)
+    return found
 
 
 def resting(buffers: Iterable[PlannedBuffer], device_type: str) -> list[PlannedBuffer]:

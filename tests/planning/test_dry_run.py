@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeroshard
 from tests.grids import grid
@@ -74,6 +77,40 @@ def test_another_number_of_ranks_is_not_what_is_planned() -> None:
             optimizer.step()
             assert handle.memory() != vars(planned.at_rest)
             assert Counter(without_phase(handle.comm_log.entries)) != without_phase(planned.events)
+
+    alone(check)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit:block_size=256"])
+def test_quantised_state_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchao's classes keep of a piece depends on its size: small ones are not quantised."""
+    torchao = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it would take a minute
+    class_name, _, option = name.partition(":")
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 100), nn.Linear(100, 7))
+
+    def check() -> None:
+        for plan, ranks, precision in itertools.product(PLANS, (2, 8), ("fp32", "bf16")):
+            with torch.device("meta"):
+                options = {"plan": plan, "units": nn.Linear, "precision": precision, "optimizer": name, "ranks": ranks}
+                planned = zeroshard.plan(build(), Configuration(device="cpu", transport="native", **options))
+            with dry_run(ranks) as mesh:
+                handle = zeroshard.shard(model := make(build), plan, units=nn.Linear, precision=precision, mesh=mesh)
+                chosen = {"block_size": 256} if option else {}
+                optimizer = zeroshard.ShardedOptimizer(
+                    handle, getattr(torchao, class_name), non_finite="ignore", **chosen
+                )
+                for _ in range(2):
+                    model(torch.ones(3, 200)).float().mean().backward()
+                    optimizer.step()
+                handle.engine.gatherer.settle()
+                assert handle.memory() == vars(planned.at_rest), (plan, ranks, precision)
+                as_fp32 = zeroshard.plan(build(), replace(planned.configuration, optimizer="AdamW"))
+                assert planned.at_rest.state < as_fp32.at_rest.state * (0.5 if ranks == 2 else 1)
+                handle.close()
 
     alone(check)
 

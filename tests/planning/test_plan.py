@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,30 @@ from zeroshard.planning import Configuration, Forecast, Phase, disk, fit
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {}),
-    "SGD:momentum=0.9": (torch.optim.SGD, {"momentum": 0.9}),
-    "SGD": (torch.optim.SGD, {}),
-    "Muon+AdamW": (torch.optim.Muon, {}),
-    "Adafactor": (torch.optim.Adafactor, {}),
-    "Lamb": (zeroshard.optim.Lamb, {}),
+Taker = tuple[type[torch.optim.Optimizer], dict[str, Any], Callable[[str, nn.Parameter], bool]]
+
+
+def anything(name: str, parameter: nn.Parameter) -> bool:
+    return True
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 2
+
+
+OPTIMIZERS: dict[str, list[Taker]] = {
+    "AdamW": [(torch.optim.AdamW, {}, anything)],
+    "SGD:momentum=0.9": [(torch.optim.SGD, {"momentum": 0.9}, anything)],
+    "SGD": [(torch.optim.SGD, {}, anything)],
+    "Muon+AdamW": [(torch.optim.Muon, {}, is_matrix), (torch.optim.AdamW, {}, anything)],
+    "Adafactor": [(torch.optim.Adafactor, {}, anything)],
+    "Lamb": [(zeroshard.optim.Lamb, {}, anything)],
+    "SGD[embed*]:momentum=0.9+Muon+Lamb[*.norm.*]+AdamW": [
+        (torch.optim.SGD, {"momentum": 0.9}, lambda name, parameter: name.startswith("embed")),
+        (torch.optim.Muon, {}, is_matrix),
+        (zeroshard.optim.Lamb, {}, lambda name, parameter: ".norm." in name),
+        (torch.optim.AdamW, {}, anything),
+    ],
 }
 PRECISIONS: dict[str, Any] = {
     "fp32": "fp32",
@@ -52,23 +70,23 @@ class Model(Net):
             self.blocks[2].up.requires_grad_(False)
 
 
-def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 2
-
-
 def shard(
     model: nn.Module, configuration: Configuration, mesh: Any = None, **options: Any
 ) -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
     """As it is planned."""
     chosen: dict[str, Any] = {"units": configuration.units, "precision": configuration.precision, "mesh": mesh}
     handle = zeroshard.shard(model, configuration.plan, **chosen)
-    kind, defaults = OPTIMIZERS[str(configuration.optimizer)]
-    trainable = handle.trainable_parameters()
-    groups = [{"params": [p for p in trainable if p.dim() == 2]}, {"params": [p for p in trainable if p.dim() != 2]}]
-    if kind is torch.optim.Muon:
-        groups[1] |= {"optimizer_class": torch.optim.AdamW}  # type: ignore[dict-item]
+    (first, defaults, _), *_ = takers = OPTIMIZERS[str(configuration.optimizer)]
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            number = next(number for number, (*_, takes) in enumerate(takers) if takes(name, parameter))
+            of_class = {"optimizer_class": takers[number][0], **takers[number][1]} if number else {}
+            group = groups.setdefault((number, is_matrix(name, parameter)), {"params": [], **of_class})
+            group["params"].append(parameter)
     scale = zeroshard.DynamicScale(init=2.0**8) if configuration.precision == "fp16" else None
-    return handle, zeroshard.ShardedOptimizer(groups, kind, lr=1e-3, loss_scale=scale, **defaults, **options)
+    several = [groups[key] for key in sorted(groups)]
+    return handle, zeroshard.ShardedOptimizer(several, first, lr=1e-3, loss_scale=scale, **defaults, **options)
 
 
 def accumulate(
@@ -90,7 +108,12 @@ def accumulate(
 def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any = None) -> tuple[Forecast, int]:
     """Two steps under the engine, and a save. Returns what was planned, and the bytes of this rank's file."""
     planned, handle, optimizer = expect_measured(configuration, frozen, mesh)
-    return planned, saved_bytes(handle, optimizer, planned)
+    (folder,) = handle.engine.collectives.exchange_objects(tempfile.mkdtemp())[:1]
+    num_bytes = saved_bytes(Path(folder), handle, optimizer, planned)
+    fresh_handle, fresh = shard(make(partial(Model, frozen), seed=1), configuration, mesh)
+    zeroshard.load(folder, fresh_handle, fresh)
+    assert fresh_handle.memory() == vars(planned.phases["load"].held)
+    return planned, num_bytes
 
 
 def expect_measured(
@@ -100,8 +123,9 @@ def expect_measured(
     with torch.device("meta"):
         planned = zeroshard.plan(Model(frozen), configuration)
     model = make(partial(Model, frozen))
-    handle, optimizer = shard(model, configuration, mesh, **options)
     phases: dict[str, Phase] = dict(planned.phases)
+    assert sum(parameter.nbytes for parameter in model.parameters()) == phases["init"].copies
+    handle, optimizer = shard(model, configuration, mesh, **options)
     assert handle.memory() == vars(phases["init"].held)
     accumulate(model, handle, optimizer, configuration, 0)
     optimizer.step()
@@ -131,11 +155,12 @@ def without_phase(events: Any) -> Counter[Any]:
     return counted
 
 
-def saved_bytes(handle: Any, optimizer: Any, planned: Forecast) -> int:
-    """The rank's file is what was planned, up to the texts of random numbers."""
-    (folder,) = handle.engine.collectives.exchange_objects(tempfile.mkdtemp())[:1]
+def saved_bytes(folder: Path, handle: Any, optimizer: Any, planned: Forecast) -> int:
+    """The rank's file is what was planned, up to the texts of random numbers; a save leaves what there was."""
+    before = handle.memory()
     zeroshard.save(folder, handle, optimizer, step=1)
-    step = Path(folder) / "step-1"
+    assert handle.memory() == before == vars(planned.phases["save"].held)
+    step = folder / "step-1"
     rank = planned.configuration.rank
     on_disk = (step / f"rank-{rank:05}.safetensors").stat().st_size
     assert abs(on_disk - planned.file_bytes) <= 2000, (on_disk, planned.file_bytes)
@@ -270,7 +295,11 @@ def test_bad_input() -> None:
         ({"optimizer": "SGD:momentum"}, "expected name=value"),
         ({"optimizer": "SGD:speed=3"}, "SGD does not take these options"),
         ({"optimizer": "Muon"}, "Muon does not take 0.bias of shape .*Muon.AdamW"),
-        ({"optimizer": "SGD+AdamW"}, "one optimizer class, or one that steps whole"),
+        ({"optimizer": "SGD+AdamW+SGD"}, "or several different ones, found SGD, AdamW, SGD"),
+        ({"optimizer": []}, "expected one optimizer class"),
+        ({"optimizer": "Adam-W"}, "expected a name, as in AdamW"),
+        ({"optimizer": "no.such.Optimizer"}, "'no.such.Optimizer' cannot be imported"),
+        ({"optimizer": "torch.nn.Linear"}, "expected a class of optimizers"),
         ({"optimizer": "LBFGS"}, "LBFGS cannot be sharded"),
         ({"units": nn.Conv2d}, "matches no module"),
     )

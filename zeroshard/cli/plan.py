@@ -40,7 +40,7 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--precision", "precisions", type=_List(click.STRING), default="bf16", show_default=True)
 @click.option(
     "--optimizer", "optimizers", multiple=True, default=("AdamW",), show_default=True,
-    help="a class of torch.optim or zeroshard.optim, with options as in SGD:momentum=0.9; Muon+AdamW; may be repeated",
+    help="a class of torch.optim, zeroshard.optim or torchao.optim: SGD:momentum=0.9, Muon+AdamW8bit; may be repeated",
 )  # fmt: skip
 @click.option("--ranks", type=_List(click.INT), default="8", show_default=True, help="of the world; several: 8,64,1024")
 @click.option("--replicas", type=int, default=1, show_default=True, help="ranks that hold the same shard (a 2-D mesh)")

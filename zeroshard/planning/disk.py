@@ -19,7 +19,7 @@ from zeroshard.layout.cuts import cut
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment
 from zeroshard.placement import REPLICATED
-from zeroshard.planner import PlannedUnit, Training
+from zeroshard.planner import PlannedUnit, Training, by_stepper
 from zeroshard.planning.optimizers import Needs
 from zeroshard.step.stepper import StateChunk, StateEntry, whole_entry
 
@@ -88,11 +88,12 @@ class Checkpoint:
 
     def _state_of_wholes(self, shard: int) -> Iterator[StateEntry]:
         replicated, num_shards = self.training.plan.main is REPLICATED, self.training.topology.num_shards
-        for number, one in enumerate(self.training.wholes()):
-            if shard == (number % num_shards if replicated else one.owner):
-                dtype, slot = one.unit.spec.precision.main_dtype, one.slot
-                for entry in self.needs.entries(slot.name, len(slot.shape), dtype):
-                    yield whole_entry(slot.name, entry.key, entry.of(slot.shape), entry.is_elementwise)
+        for of_stepper in by_stepper(self.training.wholes()).values():
+            for number, one in enumerate(of_stepper):
+                if shard == (number % num_shards if replicated else one.owner):
+                    dtype, slot = one.unit.spec.precision.main_dtype, one.slot
+                    for entry in self.needs.entries(slot.name, len(slot.shape), dtype):
+                        yield whole_entry(slot.name, entry.key, entry.of(slot.shape), entry.is_elementwise)
 
     def _num_bytes_of_values(self) -> int:
         """Main, or frozen weights, and state, of all ranks together."""

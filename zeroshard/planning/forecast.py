@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.manifest import BLOCK_BYTES
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
@@ -113,8 +115,9 @@ class Phase:
 
     Attributes:
         held: by the engine, as `handle.memory()` counts it.
-        copies: what the phase makes beside it: the values that `full_state_dict` returns, those that a save in the
-            background writes.
+        copies: what there is beside it: in init the plain model, which stays until all of it is sharded (nothing where
+            it is built on the meta device); the values that `full_state_dict` returns; those that a save in the
+            background writes; of a save or a load the block that is under way.
     """
 
     held: Bytes
@@ -132,8 +135,9 @@ class Forecast:
     Attributes:
         num_parameters: elements of all parameters.
         num_units: into which they are divided.
-        phases: by name: "init" (sharded, the optimizer built), "forward", "backward", "step", "between steps" (from the
-            second step on), "full_state_dict", "save in the background".
+        phases: by name: "init" (sharded, the optimizer built), "load" (into a model that has not been trained yet),
+            "forward", "backward", "step", "between steps" (from the second step on), "full_state_dict", "save", "save
+            in the background".
         state: bytes of the optimizer's state by entry ("exp_avg", ...), scalars included.
         padding: bytes of weights, gradients and main, between steps, that belong to no parameter.
         events: what the rank sends in a step, from the second one on, as `handle.comm_log` has it: event -> how often.
@@ -202,12 +206,13 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     buffers = {plain_name(name): value for name, value in state if id(value) not in sharded}
     checkpoint = Checkpoint(training, needs, buffers)
     file = checkpoint.file(found.rank)
+    plain = sum(parameter.nbytes for parameter in parameters.values())
     full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
     return Forecast(
         configuration=found,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_units=len(specs),
-        phases=_phases(training, found, full, sum(item.num_bytes for item in file.items)),
+        phases=_phases(training, found, Copies(plain, full, sum(item.num_bytes for item in file.items))),
         state=_state_by_entry(training, needs),
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         events=step_events(training, _schedule(training, needs, found)),
@@ -216,8 +221,16 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     )
 
 
-def _phases(training: Training, configuration: Configuration, full: int, written: int) -> dict[str, Phase]:
-    """`full`: bytes of the whole model; `written`: of the values of this rank in a checkpoint."""
+class Copies(NamedTuple):
+    """Bytes. `plain`: of the parameters before `shard`; `full`: of all that a full state dict has; `written`: of the
+    values of this rank in a checkpoint."""
+
+    plain: int
+    full: int
+    written: int
+
+
+def _phases(training: Training, configuration: Configuration, copies: Copies) -> dict[str, Phase]:
     pool = training.pool(no_sync=configuration.accumulates_locally)
     rests = resting(pool, training.topology.device_type)
     ring = [buffer for buffer in pool if buffer.kind == "ring"]
@@ -230,15 +243,17 @@ def _phases(training: Training, configuration: Configuration, full: int, written
         return Bytes.total([of_units, of_optimizer, *pooled])
 
     gathered = together(units, stepped, [*ring, *others])
-    rest = together(units, stepped, rests)
+    rest, block = together(units, stepped, rests), min(BLOCK_BYTES, copies.written)
     return {
-        "init": Phase(together(units, replace(stepped, state=0, scalars=0), [])),
+        "init": Phase(together(units, replace(stepped, state=0, scalars=0), []), copies.plain),
+        "load": Phase(together(units, stepped, []), block),
         "forward": Phase(gathered),
         "backward": Phase(together(at_most, stepped, pool)),
         "step": Phase(together(at_most, stepped, rests)),
         "between steps": Phase(rest),
-        "full_state_dict": Phase(gathered, full),
-        "save in the background": Phase(rest, written),
+        "full_state_dict": Phase(gathered, copies.full),
+        "save": Phase(rest, block),
+        "save in the background": Phase(rest, copies.written),
     }
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
+import importlib.util
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +26,8 @@ from zeroshard.step.granularity import Granularity, granularity_of
 Optimizer = OptimizerClass | str | tuple[OptimizerClass | str, Mapping[str, Any]]
 """A class of optimizers; its name, "AdamW" or "SGD:momentum=0.9"; or either with its options."""
 Optimizers = Optimizer | Sequence[Optimizer]
-"""Of several, each parameter goes to the first one that takes it. By name: "Muon+AdamW"."""
+"""Of several, each parameter goes to the first one that takes it: "Muon+AdamW". "SGD[embed.*]+Muon+AdamW": SGD takes
+what has such a name."""
 GroupOf = Callable[[str, nn.Parameter], Hashable]
 
 
@@ -70,15 +75,16 @@ class Needs(OptimizerNeeds):
 
     # As the planner asks ------------------------------------------------------------------------------------------
 
+    def stepper_of(self, name: str) -> Hashable:
+        return self.kind_of[name]
+
     def key_of(self, name: str) -> Hashable | None:
         return None if self.is_whole(name) else self.group_of(name)
 
-    def piece_state(self, numel: int, num_pieces: int, main: torch.dtype) -> Bytes:
-        kind = next(kind for kind, whole in zip(self.kinds, self.steps_whole, strict=True) if not whole)
-        entries = [entry for entry in kind.entries(1, main) if self.key in (None, entry.key)]
-        of_elements = [entry.bytes_of((numel,)) for entry in entries if entry.is_elementwise]
-        of_pieces = [entry.bytes_of(()) for entry in entries if not entry.is_elementwise] * num_pieces
-        return Bytes.total([Bytes(), *of_elements, *of_pieces])
+    def piece_state(self, stepper: Hashable, numel: int, main: torch.dtype) -> Bytes:
+        assert isinstance(stepper, int)
+        of_piece = self.kinds[stepper].piece(numel, main)
+        return Bytes.total([Bytes(), *(num_bytes for key, num_bytes in of_piece.items() if self.key in (None, key))])
 
     def whole_state(self, slot: Slot, main: torch.dtype) -> Bytes | None:
         if not self.is_whole(slot.name):
@@ -91,21 +97,17 @@ def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], gro
     """Each of the parameters that train with its class.
 
     Raises:
-        ValueError: an unknown name; options that a class does not take; a parameter that no class takes; two classes of
-            one granularity.
+        ValueError: an unknown name; options that a class does not take; a parameter that no class takes; a class that
+            is named twice.
     """
     kinds = tuple(map(_kind, _listed(optimizers)))
     whole = tuple(granularity_of(k.optimizer_class, k.options, None) is Granularity.PARAMETER for k in kinds)
-    if len(kinds) != len(set(whole)):
+    if not kinds or len({kind.optimizer_class for kind in kinds}) < len(kinds):
         names = ", ".join(kind.name for kind in kinds)
-        raise ValueError(
-            "planned are one optimizer class, or one that steps whole parameters (Muon, Lamb) and an elementwise one "
-            f"for the rest, found {names or 'none'}"
-        )
+        raise ValueError(f"expected one optimizer class, or several different ones, found {names or 'none'}")
     kind_of, groups = {}, {}
     for name, parameter in parameters.items():
-        takers = (number for number, kind in enumerate(kinds) if not whole[number] or _takes(kind, parameter))
-        number = next(takers, None)
+        number = next((number for number, kind in enumerate(kinds) if kind.takes(name, parameter)), None)
         if number is None:
             raise ValueError(
                 f"{kinds[0].name} does not take {name} of shape {tuple(parameter.shape)}: name an optimizer for the "
@@ -118,15 +120,6 @@ def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], gro
 def num_groups(needs: Needs) -> int:
     """Param groups."""
     return len({needs.group_of(name) for name in needs.kind_of})
-
-
-def _takes(kind: OptimizerKind, parameter: nn.Parameter) -> bool:
-    """As the engine asks it: Muon refuses all but matrices."""
-    try:
-        kind.optimizer_class([torch.empty(parameter.shape, device="meta")], **kind.options)
-    except (ValueError, RuntimeError):
-        return False
-    return True
 
 
 def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
@@ -144,8 +137,14 @@ def _kind(optimizer: Optimizer) -> OptimizerKind:
         ValueError: no such class, or not with these options.
     """
     given, options = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
+    pattern = "*"
     if isinstance(given, str):
-        name, _, words = given.strip().partition(":")
+        match = re.fullmatch(r"\s*([\w.]*)(?:\[(.*)\])?(?::(.*))?", given)
+        if match is None:
+            raise ValueError(
+                f"unknown optimizer {given!r}: expected a name, as in AdamW, SGD:momentum=0.9, SGD[embed.*]"
+            )
+        name, pattern, words = match[1], match[2] or "*", match[3] or ""
         found, options = _class_named(name), _options(words) | dict(options)
     else:
         found = given
@@ -155,21 +154,37 @@ def _kind(optimizer: Optimizer) -> OptimizerKind:
         found([torch.empty(2, 2, device="meta")], **options)
     except TypeError as error:
         raise ValueError(f"{found.__name__} does not take these options: {error}") from error
-    return OptimizerKind(found, dict(options))
+    return OptimizerKind(found, dict(options), pattern)
 
 
 def _class_named(name: str) -> OptimizerClass:
-    known = {
-        key.lower(): value
-        for module in (optim, torch.optim)
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    module_name, _, last = name.rpartition(".")
+    if module_name:
+        try:
+            found: OptimizerClass = getattr(importlib.import_module(module_name), last)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"optimizer {name!r} cannot be imported: {error}") from error
+        return found
+    known = _classes_of(optim, torch.optim)
+    if name.lower() not in known and importlib.util.find_spec("torchao") is not None:
+        known |= _classes_of(importlib.import_module("torchao.optim"))  # slow to import
     if name.lower() in known:
         return known[name.lower()]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {known[near[0]].__name__}?" if near else ""
-    raise ValueError(f"unknown optimizer {name!r}: expected a class of torch.optim or zeroshard.optim{hint}")
+    raise ValueError(
+        f"unknown optimizer {name!r}: expected a class of torch.optim, zeroshard.optim or torchao.optim (pip install "
+        f"'zeroshard[low-bit]'), or one with its module, as in mine.Optimizer{hint}"
+    )
+
+
+def _classes_of(*modules: ModuleType) -> dict[str, OptimizerClass]:
+    return {
+        key.lower(): value
+        for module in modules
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
 
 
 def _options(words: str) -> Options:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.layout.cuts import PIECE_NUMEL
 from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import begin_training, run_step
+from zeroshard.storage.buffer import live_bytes
 
 _SIZES = (7, 5, 3, 11, 13, 17)
 """Of a tiny parameter: no two dimensions alike, so that a shape says which of them an entry follows."""
@@ -63,14 +67,40 @@ def _shape(shape: tuple[int, ...], follows: tuple[bool, ...]) -> tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class OptimizerKind:
-    """A class with the options that it is built with."""
+    """A class with the options that it is built with. `pattern`: of the names of the parameters that it is for."""
 
     optimizer_class: OptimizerClass
     options: Options
+    pattern: str = "*"
 
     @property
     def name(self) -> str:
         return self.optimizer_class.__name__
+
+    def takes(self, name: str, parameter: Tensor) -> bool:
+        """Whether it is for that parameter, and does not refuse it (Muon: all but matrices)."""
+        try:
+            self.optimizer_class([torch.empty(parameter.shape, device="meta")], **self.options)
+        except (ValueError, RuntimeError):
+            return False
+        return fnmatchcase(name, self.pattern)
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019  few kinds, and each lives as long as what it plans
+    def piece(self, numel: int, dtype: torch.dtype) -> Mapping[str, Bytes]:
+        """Entry of the state -> what is held of it for a piece, whose main is of that dtype.
+
+        Raises:
+            ValueError: as `entries`.
+        """
+        if self._follows_shapes(dtype):
+            return {entry.key: entry.bytes_of((numel,)) for entry in self.entries(1, dtype)}
+        return _held(self._step((numel,), dtype))
+
+    @lru_cache(maxsize=8)  # noqa: B019
+    def _follows_shapes(self, dtype: torch.dtype) -> bool:
+        """Whether a large piece is as a tiny one lets expect. Classes quantise the state of large ones alone."""
+        expected = {entry.key: entry.bytes_of((PIECE_NUMEL,)) for entry in self.entries(1, dtype)}
+        return _held(self._step((PIECE_NUMEL,), dtype)) == expected
 
     @lru_cache(maxsize=64)  # noqa: B019  few kinds, and each lives as long as what it plans
     def entries(self, num_dims: int, dtype: torch.dtype) -> tuple[Entry, ...]:
@@ -81,21 +111,30 @@ class OptimizerKind:
         """
         if num_dims > len(_SIZES):
             raise ValueError(f"{self.name}: parameters of more than {len(_SIZES)} dimensions are not planned")
+        shape = _SIZES[:num_dims]
+        return tuple(self._read(self._step(shape, dtype), shape))
+
+    def _step(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        """The state of a parameter of that shape after a step.
+
+        Raises:
+            ValueError: the class does not step it.
+        """
         kernels = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & self.options.keys(), False)
         # On the CPU also inside of `with torch.device("meta")`: classes read their counts of steps.
-        with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
-            tiny = torch.zeros(_SIZES[:num_dims], dtype=dtype, requires_grad=True)
+        with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad(), _uncompiled(self.optimizer_class):
+            parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
             try:
-                optimizer = self.optimizer_class([tiny], **(copy.deepcopy(self.options) | kernels))
+                optimizer = self.optimizer_class([parameter], **(copy.deepcopy(self.options) | kernels))
                 begin_training(optimizer)
-                tiny.grad = torch.ones_like(tiny)
+                parameter.grad = torch.ones_like(parameter)
                 run_step(optimizer)
             except Exception as error:
                 raise ValueError(
-                    f"{self.name}: stepping a tiny parameter of shape {tuple(tiny.shape)} raised {error!r}, so what it "
-                    "keeps of a parameter is not known"
+                    f"{self.name}: stepping a tiny parameter of shape {shape} raised {error!r}, so what it keeps of a "
+                    "parameter is not known"
                 ) from error
-        return tuple(self._read(optimizer.state[tiny], tuple(tiny.shape)))
+        return dict(optimizer.state[parameter])
 
     def _read(self, state: dict[str, Any], shape: tuple[int, ...]) -> Iterator[Entry]:
         for key, value in state.items():
@@ -111,3 +150,20 @@ class OptimizerKind:
                 )
             follows = tuple(m == n for m, n in zip(lengths, shape, strict=True))
             yield Entry(key, value, follows if value.numel() > 1 else None)
+
+
+def _held(state: Mapping[str, Any]) -> dict[str, Bytes]:
+    """What is held of each entry, as `handle.memory()` counts it."""
+    found = {}
+    for key, value in state.items():
+        num_bytes = live_bytes([value]) if isinstance(value, Tensor) else 0
+        is_scalar = isinstance(value, Tensor) and not value.dim()
+        found[key] = Bytes(scalars=num_bytes) if is_scalar else Bytes(state=num_bytes)
+    return found
+
+
+def _uncompiled(optimizer_class: OptimizerClass) -> AbstractContextManager[Any]:
+    """Classes of other libraries may compile their step, which takes long, and changes nothing in what they keep."""
+    if optimizer_class.__module__.startswith("torch."):
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

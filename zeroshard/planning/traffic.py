@@ -16,7 +16,7 @@ from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.packets import packet_sizes
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.placement import REPLICATED, SHARDED
-from zeroshard.planner import PlannedUnit, Training, resting
+from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
 from zeroshard.step.control import row_bytes
 
 
@@ -129,18 +129,19 @@ def _keeps_its_ring(training: Training) -> bool:
 
 
 def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
-    """Gradients to the ranks that step whole parameters, and main back; one message for each dtype."""
+    """Gradients to the ranks that step whole parameters, and main back; one message for each stepper and dtype."""
     events, rank = Counter[CommEvent](), training.rank
     if training.plan.main is REPLICATED:
         return events
-    wholes = training.wholes()
-    for dtype in {whole.unit.spec.precision.main_dtype for whole in wholes}:
+    messages: dict[tuple[Hashable, torch.dtype], list[PlannedWhole]] = {}
+    for whole in training.wholes():
+        messages.setdefault((whole.stepper, whole.unit.spec.precision.main_dtype), []).append(whole)
+    for (_, dtype), wholes in messages.items():
         forth = back = 0
         for whole in wholes:
-            if whole.unit.spec.precision.main_dtype == dtype:
-                held = (whole.slot.world & whole.unit.main_part(rank)).numel
-                forth += held * (whole.owner != rank)
-                back += (whole.slot.world.numel - held) * (whole.owner == rank)
+            held = (whole.slot.world & whole.unit.main_part(rank)).numel
+            forth += held * (whole.owner != rank)
+            back += (whole.slot.world.numel - held) * (whole.owner == rank)
         for numel in (forth, back):
             events[CommEvent("all_to_all", "owners", "step", numel * dtype.itemsize)] += 1
     return events
