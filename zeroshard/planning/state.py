@@ -166,4 +166,5 @@ def _uncompiled(optimizer_class: OptimizerClass) -> AbstractContextManager[Any]:
     """Classes of other libraries may compile their step, which takes long, and changes nothing in what they keep."""
     if optimizer_class.__module__.startswith("torch."):
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
