@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import at, grid
-from tests.kit import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make
 from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -143,7 +143,7 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             new = isinstance(leaf, Tensor) and _storage(leaf) not in known
-            if new and (num_bytes := leaf.untyped_storage().nbytes()) > OF_AN_EXCHANGE:
+            if new and not is_uncounted(num_bytes := leaf.untyped_storage().nbytes()):
                 self.found.append(f"{func}: {num_bytes} bytes")
         return result
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import at, grid
-from tests.kit import OF_AN_EXCHANGE, PLANS, Block, Net, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
@@ -217,7 +217,7 @@ class Allocations(TorchDispatchMode):
         known = storages(pytree.tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
         new = {at: size for at, size in storages(pytree.tree_leaves(result)).items() if at not in known}
-        large = sum(size for size in new.values() if size > OF_AN_EXCHANGE)
+        large = sum(size for size in new.values() if not is_uncounted(size))
         where = _origin() if new else None
         if where is not None and where.startswith("pool.py"):
             self.taken += sum(new.values())

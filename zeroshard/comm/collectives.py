@@ -19,12 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm.alike import are_alike, as_terms
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Axis, Mesh, problem_of
 from zeroshard.comm.messages import Messages, label
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.orders import Voice
-from zeroshard.comm.packets import HEAD_BYTES, ROOM_BYTES, Elsewhere, expect_same, pack
+from zeroshard.comm.packets import (
+    PACKET,
+    ROOM,
+    ROOM_BYTES,
+    Elsewhere,
+    differences,
+    head_of,
+    is_one_place,
+    number_of,
+    on_device,
+    pack,
+)
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
@@ -207,30 +219,90 @@ class Collectives:
 
     # Small things -----------------------------------------------------------------------------------------------
 
-    def exchange(self, row: Tensor, what: str = SOME_EXCHANGE) -> Tensor:
-        """`row` [n] of every rank of the mesh, as [world, n], equal on all of them.
+    def add_up(self, numbers: Tensor, what: str = SOME_EXCHANGE) -> Tensor:
+        """Sums over all ranks of the mesh, on the host: the same on all of them. What this costs does not grow with
+        the number of ranks, but for the depth of a tree. One wait for the device, if the numbers fit into a packet.
 
         Args:
+            numbers: int64 [n].
             what: this is for, in words: the call that every rank must make.
 
         Raises:
             Elsewhere: on all ranks: they are not in the same exchange.
             Uneven: on all ranks: they are, with rows of different lengths.
         """
-        self._expect_followed(what)
-        world = self.mesh.world
-        at = self._begin("exchange", world, what)
+        at = self._begin_exchange(what)
+        sums = self._meet(what, numbers.nbytes, numbers[:ROOM], at)
+        return sums if numbers.numel() <= ROOM else torch.cat([sums, self._sum(numbers[ROOM:].clone(), at)])
+
+    def are_alike(self, value: Any, what: str = SOME_EXCHANGE) -> bool:
+        """Whether all ranks have the same JSON-able value: a sum over the ranks, of a digest. `what`: as above."""
+        number = number_of(json.dumps(value).encode())
+        return are_alike(self.add_up(as_terms(on_device([number], self.device))[0], what).tolist())
+
+    def count(self, of_this_rank: int, what: str = SOME_EXCHANGE) -> int:
+        """The sum over all ranks of one number. `what`: as above."""
+        return int(self.add_up(on_device([of_this_rank], self.device), what)[0])
+
+    def exchange(self, row: Tensor, what: str = SOME_EXCHANGE) -> Tensor:
+        """`row` [n] of every rank of the mesh, as [world, n], equal on all of them. It grows with the number of ranks:
+        where a sum, or a comparison, will do, take that.
+
+        Args, Raises: as `add_up`.
+        """
+        at = self._begin_exchange(what)
         data = row.detach().contiguous().view(torch.uint8)
-        packets = self._from_all(pack(what, data), at)
-        try:
-            expect_same(packets, world.ranks)
-        except Elsewhere:
-            self.messages.failed = True  # the ranks no longer expect the same messages
-            raise
-        rows = packets[:, HEAD_BYTES : HEAD_BYTES + data.numel()]
-        if data.numel() > ROOM_BYTES:
-            rows = torch.cat([rows, self._from_all(data[ROOM_BYTES:], at)], 1)
-        return rows.contiguous().view(row.dtype)
+        self._meet(what, data.numel(), self._nothing, at)
+        return self._from_all(data, at).view(row.dtype)
+
+    def exchange_objects(self, value: Any, what: str = SOME_EXCHANGE) -> list[Any]:
+        """A JSON-able value of every rank of the mesh, in rank order, on all of them. `what`: as above."""
+        at = self._begin_exchange(what)
+        self._meet(what, 0, self._nothing, at)
+        text = json.dumps(value).encode()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        packet = torch.zeros(8 + ROOM_BYTES, dtype=torch.uint8)
+        packet[:8].view(torch.int64)[0] = len(text)
+        packet[8 : 8 + len(text)] = data[:ROOM_BYTES]
+        rows = self._from_all(packet.to(self.device), at).cpu()
+        sizes = rows[:, :8].contiguous().view(torch.int64)[:, 0].tolist()
+        rows = rows[:, 8:]
+        if max(sizes) > ROOM_BYTES:
+            rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8)
+            rest[: max(0, len(text) - ROOM_BYTES)] = data[ROOM_BYTES:]
+            rows = torch.cat([rows, self._from_all(rest.to(self.device), at).cpu()], 1)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    @property
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def _begin_exchange(self, what: str) -> Wait:
+        self._expect_followed(what)
+        return self._begin("exchange", self.mesh.world, what)
+
+    def _meet(self, what: str, num_bytes: int, numbers: Tensor, at: Wait) -> Tensor:
+        """The sums of some numbers, once all ranks are known to be at the same place."""
+        sums = self._sum(pack(what, num_bytes, numbers), at)
+        if not is_one_place(sums):
+            heads = self._from_all(head_of(what, num_bytes).to(self.device), at)
+            problem = differences(heads.cpu(), self.mesh.world.ranks)
+            self.messages.failed |= isinstance(problem, Elsewhere)  # the ranks no longer expect the same messages
+            raise problem
+        return sums[PACKET - ROOM :][: numbers.numel()]
+
+    def _sum(self, numbers: Tensor, at: Wait) -> Tensor:
+        """Over all ranks, on the host. `numbers` are written to."""
+        world, transport = self.mesh.world, self.transport.fallback
+        if world.size > 1:
+            sent = transport.sent_to_add_up(numbers.nbytes, world.size)
+            self.log.record("exchange", "control", "step", sent, common=numbers.nbytes)
+            with span("exchange(control)"):
+                pending = transport.add_up(world, numbers).at_place(at)
+            pending.wait()
+        # A wait for NCCL's work returns at once: the host would stand where it reads the sums, unseen by the watch.
+        with HERE.waiting(at):
+            return numbers.cpu().mul_(self.mesh.stands_for)
 
     def _from_all(self, data: Tensor, at: Wait) -> Tensor:
         """uint8 [n] of every rank, as [world, n]."""
@@ -245,20 +317,9 @@ class Collectives:
                 pending = self.transport.fallback.gather(gather).at_place(at)
             pending.wait()
         if self.device.type != "cpu":
-            # A wait for NCCL's work returns at once: the host would stand where it reads the rows, unseen by the watch.
             with HERE.waiting(at):
                 torch.accelerator.current_stream(self.device).synchronize()
         return rows
-
-    def exchange_objects(self, value: Any, what: str = SOME_EXCHANGE) -> list[Any]:
-        """A JSON-able value of every rank of the mesh, in rank order, on all of them. `what`: as above."""
-        device = self.device
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.exchange(torch.tensor([data.numel()], dtype=torch.int64, device=device), what)[:, 0].tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = self.exchange(padded.to(device), what).cpu()
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     def give_order(self, what: str, *arguments: Any) -> None:
         """This rank is about to do so; see `orders.py`."""

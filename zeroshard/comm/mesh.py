@@ -23,7 +23,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import watch
-from zeroshard.comm.backends import DEFAULT_TIMEOUT, device_for, expect_usable, has_tagged_messages, timeout_of
+from zeroshard.comm.backends import (
+    DEFAULT_TIMEOUT,
+    backends_of,
+    device_for,
+    expect_usable,
+    has_tagged_messages,
+    timeout_of,
+)
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
@@ -123,6 +130,11 @@ class Mesh:
     def is_pairwise(self) -> bool:
         """Whether ranks can exchange slices by messages of their own (gloo); else the backend's collectives do it."""
         return has_tagged_messages(self.world.group, self.device)
+
+    @cached_property
+    def stands_for(self) -> int:
+        """How many ranks the numbers of this one stand for: a fake backend sends nothing, and all are as this one."""
+        return self.world.size if backends_of(self.world.group).get(self.device.type) == "fake" else 1
 
     @cached_property  # every step asks
     def one_of_each_shard(self) -> list[int]:

@@ -90,6 +90,13 @@ class NativeTransport(Transport):
         sizes = list(received), list(sent)
         return Pending(self, [dist.all_to_all_single(out, data, *sizes, group=axis.group, async_op=True)])
 
+    def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
+        return Pending(self, [dist.all_reduce(numbers, group=axis.group, async_op=True)])
+
+    @staticmethod
+    def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
+        return 2 * num_bytes * (num_ranks - 1) // num_ranks  # of a ring or a tree; how, the backend chooses
+
     @staticmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
         return 0 if wire == grad else 2 * numel * wire.itemsize

@@ -84,6 +84,42 @@ class PairwiseTransport(Transport):
         places[axis.rank].copy_(terms[axis.rank])
         return Pending(self, works)
 
+    def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
+        # Sums over the `width` ranks that end at each; every round doubles the width. The number of ranks, in binary,
+        # says which of them make the whole: of 6 = 4 + 2 ranks the last four and the two before them.
+        #
+        #     rank        0    1    2    3    4    5
+        #     width 1     a    b    c    d    e    f
+        #     width 2    fa   ab   bc   cd   de   ef
+        #     width 4    ..   ..   ..   ..  bcde cdef     and from two ranks before, ab: all of them
+        def add() -> None:
+            window, width, covered = numbers.clone(), 1, 0
+            for bit in range(axis.size.bit_length()):
+                if axis.size >> bit & 1:
+                    if covered:
+                        numbers.add_(self._from_before(axis, window, covered))
+                    else:
+                        numbers.copy_(window)
+                    covered += width
+                if axis.size >> (bit + 1):
+                    window = window + self._from_before(axis, window, width)
+                    width *= 2
+
+        return Pending(self, (), add)
+
+    def _from_before(self, axis: Axis, values: Tensor, distance: int) -> Tensor:
+        """What the rank so many places before this one has; the one so many places after it gets `values`."""
+        received = torch.empty_like(values)
+        works = [receive(axis, received, (axis.rank - distance) % axis.size, "exchange")]
+        works.append(send(axis, values, (axis.rank + distance) % axis.size, "exchange"))
+        for work in works:
+            work.wait()
+        return received
+
+    @staticmethod
+    def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
+        return (num_ranks.bit_length() - 1 + num_ranks.bit_count() - 1) * num_bytes
+
     @staticmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
         shard = numel // num_ranks

@@ -54,9 +54,9 @@ class Samples:
         self._taken[number % _LIMIT] = number, unit
 
     def digest(self) -> Tensor:
-        """0-d float64, a whole number: the upper bits of a sum of products, which depend on all bits of a sample."""
+        """0-d int64: the upper bits of a sum of products, which depend on all bits of a sample."""
         total = torch.mul(self._rows.view(torch.int64), self._factors, out=self._products).sum()
-        return ((total >> 16) & _MASK).to(torch.float64)
+        return (total >> 16) & _MASK
 
     def listing(self) -> Listing:
         words = self._rows.view(torch.int64).cpu()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOT_TOLD = -1.0
+NOT_TOLD = -1
 """In place of a digest: this rank does what the others tell it (see `join.py`)."""
 
 Items = tuple[tuple[str, Any], ...]
@@ -90,13 +90,13 @@ class SettingsReport:
             self.compared = now
 
     @property
-    def digest(self) -> float:
+    def digest(self) -> int:
         if self._now is None:
             return NOT_TOLD
         digest = self._now.digest
         for _, late in self._late:
             digest = zlib.crc32(f"{digest} {late.digest}".encode())
-        return float(digest)
+        return digest
 
     def words(self) -> Words:
         if self._now is None:
@@ -133,11 +133,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple((str(key), plain(one)) for key, one in value.items())
     return str(value) if isinstance(value, torch.dtype) else f"a {type(value).__name__}"
-
-
-def differ(digests: Sequence[float]) -> bool:
-    """Of all ranks, as `SettingsReport.digest` gives them."""
-    return len(set(digests) - {NOT_TOLD}) > 1
 
 
 def difference(by_rank: Sequence[Words]) -> str:

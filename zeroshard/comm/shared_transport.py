@@ -105,6 +105,13 @@ class SharedTransport(Transport):
     ) -> Pending:
         return self._otherwise.all_to_all(axis, out, data, received, sent)
 
+    def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
+        return self._otherwise.add_up(axis, numbers)
+
+    @staticmethod
+    def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
+        return PairwiseTransport.sent_to_add_up(num_bytes, num_ranks)
+
     @staticmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
         if wire != grad:

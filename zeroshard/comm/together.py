@@ -35,7 +35,7 @@ def together(
     Raises:
         ValueError: on all ranks, if `work` has raised on any: what the first of them says, and which it is, if not all.
     """
-    return tell_together(collectives, what, lambda: (work(), None), words=words, patient=patient)[0]
+    return tell_together(collectives, what, lambda: (work(), None), words=words, patient=patient, tell=False)[0]
 
 
 def tell_together(
@@ -46,11 +46,13 @@ def tell_together(
     errors: Errors = (ValueError,),
     words: Words = in_words,
     patient: bool = False,
+    tell: bool = True,
 ) -> tuple[T, list[Any]]:
     """`work` gives something to keep, and something JSON-able for all ranks to know. Returns the own, and what all have
     told, in rank order.
 
     Args:
+        tell: False: nobody has to know anything unless something fails, and nothing is told.
         errors: classes that are raised as they are; others become the first of these.
         what, words, patient: as above.
 
@@ -65,6 +67,8 @@ def tell_together(
         problem, failure = [type(error).__name__, text.removeprefix(f"{what}: ")], error
     if patient:
         collectives.wait_for_all()
+    if not tell and not collectives.count(problem is not None, what):
+        return kept, []
     results = collectives.exchange_objects([problem, told], what)
     failed = [(rank, of_rank) for rank, (of_rank, _) in enumerate(results) if of_rank]
     if failed:

@@ -180,6 +180,15 @@ class Transport(ABC):
         """The first `sent[0]` elements of `data` go to rank 0, the next `sent[1]` to rank 1, ...; `out` takes
         `received[r]` elements from each rank r, in rank order."""
 
+    @abstractmethod
+    def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
+        """`numbers` int64 [n] become their sums over the ranks of an axis. Whole numbers: any order gives the same."""
+
+    @staticmethod
+    @abstractmethod
+    def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
+        """What each rank of so many sends for an `add_up` of so many bytes."""
+
     @staticmethod
     @abstractmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:

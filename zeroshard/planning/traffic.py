@@ -17,7 +17,7 @@ from zeroshard.comm.packets import packet_sizes
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
-from zeroshard.step.control import row_bytes
+from zeroshard.step.control import row_numbers
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,10 @@ def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
 
 def _control(training: Training, schedule: Schedule) -> Counter[CommEvent]:
     num_flags = sum(len(unit.layout.slots) for unit in training.units if unit.spec.trainable) + schedule.num_scalers
-    num_peers = training.topology.num_shards * training.topology.num_replicas - 1
-    sizes = packet_sizes(row_bytes(schedule.num_groups, num_flags))
-    return Counter(CommEvent("exchange", "control", "step", num_peers * size) for size in sizes)
+    topology = training.topology
+    num_ranks, transport = topology.num_shards * topology.num_replicas, topology.transport.fallback_type()
+    sent = [
+        transport.sent_to_add_up(size, num_ranks)
+        for size in packet_sizes(row_numbers(schedule.num_groups, num_flags, num_ranks))
+    ]
+    return Counter(CommEvent("exchange", "control", "step", num_bytes) for num_bytes in sent)

@@ -88,7 +88,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
         raise ValueError(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
     with _shown(units, gatherer):
         # Nobody writes before everybody has read.
-        if len(set(collectives.exchange_objects(modifier_rank, "handle.unsharded()"))) > 1:
+        if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise ValueError("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.settings import Settings, SettingsReport, plain
@@ -16,8 +18,16 @@ from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.assignment import Options
 from zeroshard.step.clipping import Clipping
-from zeroshard.step.control import Contribution, Control, Status, exchange_control
-from zeroshard.step.gradient_norms import norm_terms
+from zeroshard.step.control import (
+    CONTROL,
+    Contribution,
+    Control,
+    Norms,
+    Status,
+    exchange_control,
+    exchange_norms,
+)
+from zeroshard.step.gradient_norms import norms_of_pieces
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.same_gradients import SameGradients
@@ -55,6 +65,7 @@ class Agreement:
         self._engine, self._groups, self._state = engine, groups, state
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported = SettingsReport()
+        self._last_status = Status.NO_GRADIENTS  # as the others have been told
         self._known: tuple[object, Control] | None = None  # and the version of the gradients it is about
 
     @property
@@ -140,6 +151,7 @@ class Agreement:
 
     def _exchange(self, norm_type: float, *, by_hand: bool) -> Control:
         status, collectives, steppers = self._status(by_hand=by_hand), self._engine.collectives, self._state.steppers
+        self._last_status = status
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
         self._engine.gatherer.finish()  # a gather that is late would meet what the step writes
         self._sample_weights()
@@ -149,18 +161,27 @@ class Agreement:
         contribution = Contribution(
             status,
             1.0 if self.losses.weight is None else self.losses.weight,
-            norm_terms(gradients, len(self._groups.lists), norm_type, collectives.device),
-            norm_type,
+            self._norms(gradients, norm_type, torch.float32),
             flags + self.losses.overflows(),
         )
-        return exchange_control(collectives, contribution, self._reported, self.same)
+        control = exchange_control(collectives, contribution, self._reported, self.same)
+        if control.finite or math.isinf(norm_type):
+            return control
+        # An element, or just the fp32 sum of squares?
+        return exchange_norms(collectives, control, self._norms(gradients, norm_type, torch.float64))
+
+    def _norms(self, gradients: Sequence[tuple[int, Tensor]], kind: float, dtype: torch.dtype) -> Norms:
+        pieces = [(group, piece) for group, piece in gradients if piece.numel()]
+        of_pieces = norms_of_pieces([piece for _, piece in pieces], kind, dtype)
+        return Norms(of_pieces, [group for group, _ in pieces], len(self._groups.lists), kind)
 
     def _expect_ready(self, control: Control) -> None:
         """Raises:
         RuntimeError, ValueError: as `control`."""
         for status, message in _NOT_READY.items() if not control.is_idle else ():
-            ranks = [rank for rank, found in enumerate(control.status) if found is status]
-            if ranks:
+            if status in control.status:
+                found = self._engine.collectives.exchange_objects(self._last_status, CONTROL)
+                ranks = [rank for rank, of_rank in enumerate(found) if of_rank == status]
                 raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
         if control.weight == 0:
             raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
@@ -221,7 +242,7 @@ class Agreement:
 
     def mean_factor(self, control: Control) -> float:
         """Buffers hold means over ranks of scaled, weighted losses."""
-        return len(control.status) / (control.weight * self._engine.ledger.scale)
+        return control.num_ranks / (control.weight * self._engine.ledger.scale)
 
     def active(self, control: Control) -> dict[Unit, list[bool]]:
         """The slots that have a gradient on any rank."""
@@ -260,9 +281,8 @@ class Agreement:
             for tensor in unit.grads.views(world)
         )
         collectives = self._engine.collectives
-        row = torch.tensor([zeros], dtype=torch.float64, device=collectives.device)
-        rows = collectives.exchange(row, "optimizer.count_zero_gradients()")
-        return int(sum(rows[collectives.mesh.one_of_each_shard, 0].tolist()))
+        own = 0 if collectives.mesh.replicate.rank else zeros  # of several replicas of a shard the first one counts
+        return collectives.count(own, "optimizer.count_zero_gradients()")
 
     def _name_nonfinite(self) -> str:
         """Where, as far as it is known: two more exchanges, on the way out."""

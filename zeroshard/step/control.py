@@ -1,29 +1,32 @@
 """The one control exchange of a step: every rank learns the same few numbers, and so takes the same decision.
 
-Each rank contributes one row of float64 (`Row`), and reads those of all. (An all-gather of rows rather than an
-all-reduce: sums are taken in rank order on every rank, so they are bit-equal there and under every plan; maxima and a
-rank's name come for free.)
+All of it is sums over the ranks of whole numbers (`Row`), in one exchange that does not grow with their number: how
+many ranks say what, whether all have the same digest (`comm/alike.py`), and norms and weights, which are added exactly
+(`layout/exact.py`). Who it was that differs is found by one more exchange, on the way out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zeroshard.comm import alike
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.packets import Uneven
+from zeroshard.comm.packets import Uneven, on_device
 from zeroshard.comm.samples import first_difference
-from zeroshard.comm.settings import SettingsReport, differ, difference
-from zeroshard.step.gradient_norms import norms_of_terms
+from zeroshard.comm.settings import SettingsReport, difference
+from zeroshard.layout import exact
+from zeroshard.step.gradient_norms import largest, norm_terms, norms_of_sums
 from zeroshard.step.same_gradients import SameGradients
 
-_WORD_BITS = 48
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
 _RECENT = 2000
 """Collectives of each name that ranks compare when they have not issued the same."""
@@ -46,7 +49,7 @@ class Control:
     """What all ranks agree on before anything is updated.
 
     Attributes:
-        status: per rank, in rank order.
+        status: how many ranks have each; those that nobody has are left out.
         weight: sum over ranks of the weight of each rank's batch.
         group_norms: norm of the summed gradient, per param group, over all shards.
         norm_type: p of the p-norm (inf for the largest absolute value).
@@ -54,12 +57,16 @@ class Control:
         present: slots (by position in the list that was contributed) with a gradient on at least one rank.
     """
 
-    status: tuple[Status, ...]
+    status: Mapping[Status, int]
     weight: float
     group_norms: tuple[float, ...]
     norm_type: float
     finite: bool
     present: tuple[bool, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.status.values())
 
     @property
     def is_idle(self) -> bool:
@@ -75,72 +82,87 @@ class Control:
 
 
 @dataclass(frozen=True)
+class Norms:
+    """Of the own shard.
+
+    Attributes:
+        of_pieces: [pieces] float64, on the device: p-norms; p is `kind`.
+        groups: the param group of each.
+        num_groups: of the optimizer.
+    """
+
+    of_pieces: Tensor
+    groups: Sequence[int]
+    num_groups: int
+    kind: float
+
+
+@dataclass(frozen=True)
 class Contribution:
     """What one rank says of the step at hand.
 
     Attributes:
         weight: of its batches.
-        norm_terms: [param groups] float64, see `gradient_norms.norm_terms`; p is `norm_type`.
         present: for each slot, whether it got a gradient; and whatever else all ranks are to know if one says so.
     """
 
     status: Status
     weight: float
-    norm_terms: Tensor
-    norm_type: float
+    norms: Norms
     present: Sequence[bool]
 
 
-Field = TypeVar("Field")
-Numbers = Sequence[float] | Tensor
-"""Of one rank: on the host, or [n] float64 on the device, where they stay: nothing waits for them before they are
-sent."""
+class Row(NamedTuple):
+    """The layout of a row: so many numbers of each, one after the other. Of one rank, or added up over all.
+
+    Attributes:
+        status: for each, how many ranks have it.
+        collectives: digest of what has been issued since the start.
+        settings: of what is stepped with.
+        samples: of what has been gathered since the last step.
+        gradients: of gradients that every rank has in full.
+        norm_terms: see there, per param group.
+        weight: exact, as a term of a norm.
+        present: how many ranks have set each flag; as many to a number as fit.
+    """
+
+    status: Sequence[int]
+    collectives: Sequence[int]
+    settings: Sequence[int]
+    samples: Sequence[int]
+    gradients: Sequence[int]
+    norm_terms: Sequence[int]
+    weight: Sequence[int]
+    present: Sequence[int]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int], num_groups: int) -> Row:
+        sizes = _sizes(num_groups)
+        ends = [0, *accumulate(sizes), len(numbers)]
+        return cls(*(numbers[start:end] for start, end in pairwise(ends)))
+
+    def norms_of_groups(self) -> list[Sequence[int]]:
+        return [self.norm_terms[i : i + exact.WIDTH] for i in range(0, len(self.norm_terms), exact.WIDTH)]
+
+    @property
+    def is_finite(self) -> bool:
+        return not any(of_group[exact.LIMBS] for of_group in self.norms_of_groups())
 
 
-class Row(NamedTuple, Generic[Field]):
-    """The layout of a row: these fields, one after the other. Written by one rank (`Row[Numbers]`), and read of all
-    (`Row[Tensor]`, each field [ranks, n] on the host)."""
-
-    status: Field
-    weight: Field
-    collectives: Field
-    """Digest of what has been issued since the start."""
-    settings: Field
-    """Digest of what is stepped with."""
-    samples: Field
-    """Digest of what has been gathered since the last step."""
-    gradients: Field
-    """Digest of gradients that every rank has in full; 0 where none has."""
-    norm_terms: Field
-    present: Field
-    """Flags, 48 to a number."""
+def _sizes(num_groups: int) -> list[int]:
+    """Of all fields of a row but the last."""
+    return [len(Status), *[alike.WIDTH] * 4, num_groups * exact.WIDTH, exact.WIDTH]
 
 
-def row_bytes(num_groups: int, num_flags: int) -> int:
-    """Of one rank. Planned, before there is any."""
-    single = len(Row._fields) - 2  # all but the last two
-    return 8 * (single + num_groups + len(_as_numbers([False] * num_flags)))
-
-
-def _pack(row: Row[Numbers], device: torch.device) -> Tensor:
-    """[n] float64 on the device."""
-    on_host = [[0.0] * len(field) if isinstance(field, Tensor) else field for field in row]
-    packed = torch.tensor([number for field in on_host for number in field], dtype=torch.float64, device=device)
-    for field, place in zip(row, _fields(row, packed), strict=True):
-        if isinstance(field, Tensor):
-            place.copy_(field)
-    return packed
-
-
-def _fields(row: Row[Numbers], packed: Tensor) -> Row[Tensor]:
-    """The places of each field of `row` in [..., n]."""
-    return Row(*torch.split(packed, [len(field) for field in row], dim=-1))
+def row_numbers(num_groups: int, num_flags: int, num_ranks: int) -> int:
+    """How many a row has. Planned, before there is any."""
+    return sum(_sizes(num_groups)) + len(_as_counts([False] * num_flags, num_ranks))
 
 
 def exchange_control(
     collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None
 ) -> Control:
-    """Contribute this rank's row and read all of them. Collective.
+    """Contribute this rank's row, and read the sum of all. Collective. Waits once for the device.
 
     Args:
         settings: which this rank steps with.
@@ -150,35 +172,77 @@ def exchange_control(
         RuntimeError: ranks step with different settings or gradients (with what differs), have not issued the same
             collectives since the start (with the ranks that differ), or have found other values in what they gathered.
     """
-    row: Row[Numbers] = Row(
-        status=[own.status],
-        weight=[own.weight],
-        collectives=[collectives.log.digest],
-        settings=[settings.digest],
-        samples=collectives.samples.digest().view(1),
-        gradients=[0.0] if same is None else same.digest().view(1),
-        norm_terms=own.norm_terms,
-        present=_as_numbers(own.present),
-    )
+    norms, world = own.norms, collectives.mesh.world
     try:
-        packed = collectives.exchange(_pack(row, collectives.device), CONTROL)
+        sums = collectives.add_up(_pack(collectives, own, settings, same), CONTROL)
     except Uneven:
         _expect_same_settings(collectives, settings)
         raise
-    rows = _fields(row, packed.cpu())
-    _expect_agreement(collectives, rows, settings, same)
+    row = Row.read(sums.tolist(), norms.num_groups)
+    status = {status: row.status[status] for status in Status if row.status[status]}
+    _expect_agreement(collectives, row, status, settings, same)
     return Control(
-        status=tuple(Status(int(status)) for [status] in rows.status.tolist()),
-        weight=sum(rows.weight[:, 0].tolist()),
-        group_norms=norms_of_terms(rows.norm_terms[collectives.mesh.one_of_each_shard], own.norm_type),
-        norm_type=own.norm_type,
-        finite=bool(torch.isfinite(rows.norm_terms).all()),
-        present=_of_any(rows.present, len(own.present)),
+        status=status,
+        weight=exact.rounded(row.weight),
+        group_norms=_group_norms(collectives, norms, row.norms_of_groups()),
+        norm_type=norms.kind,
+        finite=row.is_finite,
+        present=_of_any(row.present, len(own.present), world.size),
     )
 
 
+def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> Control:
+    """With norms that have been computed once more. Collective."""
+    sums = collectives.add_up(_norm_terms(collectives, norms).view(-1), CONTROL).view(-1, exact.WIDTH).tolist()
+    finite = not any(of_group[exact.LIMBS] for of_group in sums)
+    return replace(control, group_norms=_group_norms(collectives, norms, sums), finite=finite)
+
+
+def _pack(collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None) -> Tensor:
+    """The row, on the device: what the device has computed is not waited for."""
+    status = [int(own.status is one) for one in Status]
+    flags = _as_counts(own.present, collectives.mesh.world.size)
+    (weight,) = struct.unpack("<q", struct.pack("<d", own.weight))
+    on_host = [*status, *flags, collectives.log.digest, settings.digest, *([-1] if same is None else []), weight]
+    numbers = on_device(on_host, collectives.device)
+    digests = numbers[len(status) + len(flags) : -1]
+    gradients = digests[2:] if same is None else same.digest().view(1)
+    digests = torch.cat([digests[:2], collectives.samples.digest().view(1), gradients])
+    return torch.cat(
+        [
+            numbers[: len(status)],
+            alike.as_terms(digests).view(-1),
+            _norm_terms(collectives, own.norms).view(-1),
+            exact.add_exactly(numbers[-1:].view(torch.float64), torch.zeros_like(numbers[-1:]), 1).view(-1),
+            numbers[len(status) :][: len(flags)],
+        ]
+    )
+
+
+def _norm_terms(collectives: Collectives, norms: Norms) -> Tensor:
+    """Of this rank: of several replicas of a shard the first one counts."""
+    of_pieces = norms.of_pieces.to(collectives.device)
+    terms = norm_terms(of_pieces, on_device([*norms.groups], of_pieces.device), norms.num_groups, norms.kind)
+    if collectives.mesh.replicate.rank:
+        terms[:, : exact.LIMBS] = 0
+    return terms
+
+
+def _group_norms(collectives: Collectives, norms: Norms, sums: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Collective for inf-norms, which no sum tells."""
+    if not math.isinf(norms.kind):
+        return norms_of_sums(sums, norms.kind)
+    of_pieces = norms.of_pieces.to(collectives.device)
+    own = largest(of_pieces, on_device([*norms.groups], of_pieces.device), norms.num_groups)
+    return tuple(collectives.exchange(own, CONTROL).amax(0).tolist())
+
+
 def _expect_agreement(
-    collectives: Collectives, rows: Row[Tensor], settings: SettingsReport, same: SameGradients | None
+    collectives: Collectives,
+    row: Row,
+    status: Mapping[Status, int],
+    settings: SettingsReport,
+    same: SameGradients | None,
 ) -> None:
     """What all ranks must have done alike, they have done alike. Collective where a digest says that they have not: one
     more exchange finds out what differs.
@@ -186,37 +250,33 @@ def _expect_agreement(
     Raises:
         RuntimeError: as above.
     """
-    if not _differs(rows.status) and differ(rows.settings[:, 0].tolist()):  # else the caller raises for the status
+    if len(status) == 1 and not alike.are_alike(row.settings):  # else the caller raises for the status
         _expect_same_settings(collectives, settings)
     settings.end()
-    if _differs(rows.collectives):
+    if not alike.are_alike(row.collectives):
         raise RuntimeError(_first_difference(collectives))
-    if _differs(rows.samples):
+    if not alike.are_alike(row.samples):
         _expect_same_samples(collectives)
     collectives.samples.forget()
     if same is not None:
-        if bool((rows.status == Status.READY).all()) and _differs(rows.gradients):
+        if set(status) == {Status.READY} and not alike.are_alike(row.gradients):
             same.expect_same(CONTROL)
         same.forget()
 
 
-def _differs(field: Tensor) -> bool:
-    """Whether ranks have other numbers, [ranks, 1], than the first one."""
-    return not bool((field == field[0]).all())
+def _as_counts(flags: Sequence[bool], num_ranks: int) -> list[int]:
+    """Flags to be added up over the ranks: as many to a number as have room for their counts."""
+    bits = num_ranks.bit_length()
+    each = 63 // bits
+    groups = [flags[start : start + each] for start in range(0, len(flags), each)]
+    return [sum(1 << (bits * place) for place, flag in enumerate(group) if flag) for group in groups]
 
 
-def _as_numbers(flags: Sequence[bool]) -> list[float]:
-    """`_WORD_BITS` flags in each: so many bits a float64 holds."""
-    words = [flags[start : start + _WORD_BITS] for start in range(0, len(flags), _WORD_BITS)]
-    return [float(sum(1 << bit for bit, flag in enumerate(word) if flag)) for word in words]
-
-
-def _of_any(numbers: Tensor, count: int) -> tuple[bool, ...]:
-    """The flags that any rank has set; `numbers` [ranks, n]: `_as_numbers` of each."""
-    words = [0] * numbers.shape[1]
-    for of_rank in set(map(tuple, numbers.tolist())):  # few differ
-        words = [word | int(number) for word, number in zip(words, of_rank, strict=True)]
-    return tuple(bool(words[i // _WORD_BITS] >> (i % _WORD_BITS) & 1) for i in range(count))
+def _of_any(counts: Sequence[int], num_flags: int, num_ranks: int) -> tuple[bool, ...]:
+    """The flags that any rank has set, from the sum of `_as_counts` of all."""
+    bits = num_ranks.bit_length()
+    each, mask = 63 // bits, (1 << bits) - 1
+    return tuple(bool(counts[flag // each] >> (bits * (flag % each)) & mask) for flag in range(num_flags))
 
 
 def _first_difference(collectives: Collectives) -> str:

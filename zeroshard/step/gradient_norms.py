@@ -1,7 +1,7 @@
 """Norms of a step's gradients, per param group: this rank's terms, and what the terms of all shards make together.
 
-Norms are those of the own shard under every plan, also where gradients are replicated, and terms are added in rank
-order: so they are bit-equal on every rank, and under every plan.
+Norms are those of the own shard under every plan, also where gradients are replicated. Terms are added exactly
+(`layout/exact.py`), so norms are bit-equal on every rank and under every plan, whatever adds them, in whatever order.
 """
 
 from __future__ import annotations
@@ -13,49 +13,44 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from zeroshard.layout.exact import add_exactly, rounded
 from zeroshard.layout.norms import norms_of_rows
 
 
-def norm_terms(
-    gradients: Sequence[tuple[int, Tensor]], num_groups: int, norm_type: float, device: torch.device
-) -> Tensor:
-    """[num_groups] float64: per group the sum of |g|^p over the own shard (the maximum where p is inf).
-
-    Args:
-        gradients: (param group, piece of the own shard of the gradient), all groups together.
-        norm_type: p.
-    """
-    terms = torch.zeros(num_groups, dtype=torch.float64, device=device)
-    pieces = [(group, piece) for group, piece in gradients if piece.numel()]
-    if not pieces:
-        return terms
-    groups = torch.tensor([group for group, _ in pieces], device=device)
-    norms = _norms([piece for _, piece in pieces], norm_type, torch.float32)
-    if not bool(torch.isfinite(norms).all()):  # an element, or just the fp32 sum of squares
-        norms = _norms([piece for _, piece in pieces], norm_type, torch.float64)
-    if math.isinf(norm_type):
-        return terms.scatter_reduce_(0, groups, norms, "amax")
-    return terms.index_add_(0, groups, norms.pow_(norm_type))
-
-
-def norms_of_terms(terms: Tensor, norm_type: float) -> tuple[float, ...]:
-    """Per group, the norm over all shards; NaN where a term is not finite.
-
-    Args:
-        terms: [shards, num_groups], one row of `norm_terms` for each shard.
-    """
-    if math.isinf(norm_type):
-        return tuple(terms.amax(0).tolist())
-    return tuple(
-        sum(column) ** (1 / norm_type) if all(map(math.isfinite, column)) else math.nan for column in terms.t().tolist()
-    )
-
-
-def _norms(pieces: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """[pieces] float64. On a CPU by rows (see `norms.py`)."""
+def norms_of_pieces(pieces: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[pieces] float64, of pieces that have elements. `dtype`: sums are taken in at least. Nothing waits for the
+    device."""
     for piece_dtype in {piece.dtype for piece in pieces}:
         dtype = torch.promote_types(dtype, piece_dtype)
+    if not pieces:
+        return torch.empty(0, dtype=torch.float64)
     if pieces[0].is_cuda:
-        return torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype)).to(torch.float64)
-    by_rows = [norms_of_rows(piece, norm_type, dtype) for piece in pieces]
+        return torch.stack(torch._foreach_norm(list(pieces), norm_type, dtype=dtype)).to(torch.float64)
+    by_rows = [norms_of_rows(piece, norm_type, dtype) for piece in pieces]  # see `norms.py`
     return torch.stack([vector_norm(rows, norm_type, dtype=torch.float64) for rows in by_rows])
+
+
+def norm_terms(norms: Tensor, groups: Tensor, num_groups: int, norm_type: float) -> Tensor:
+    """[num_groups, WIDTH] int64: per group the sum of |g|^p over the own shard, exact; of inf-norms, which are not
+    added, only how many are not finite.
+
+    Args:
+        norms: [pieces] float64, p-norms (`norms_of_pieces`).
+        groups: [pieces] int64, the param group of each.
+    """
+    return add_exactly(norms if math.isinf(norm_type) else norms.pow(norm_type), groups, num_groups)
+
+
+def largest(norms: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """[num_groups] float64 of inf-norms; 0 where there is none."""
+    terms = torch.zeros(num_groups, dtype=torch.float64, device=norms.device)
+    return terms.scatter_reduce_(0, groups, norms, "amax")
+
+
+def norms_of_sums(sums: Sequence[Sequence[int]], norm_type: float) -> tuple[float, ...]:
+    """Per group, the norm over all shards; NaN where a term is not finite. Not for inf-norms.
+
+    Args:
+        sums: `norm_terms`, added up over the shards.
+    """
+    return tuple(rounded(of_group) ** (1 / norm_type) for of_group in sums)

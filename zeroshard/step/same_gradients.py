@@ -36,7 +36,7 @@ class SameGradients:
                 self._samples.take(number, unit.layout.slots[index].name, gradient.detach().reshape(-1))
 
     def digest(self) -> Tensor:
-        """0-d float64."""
+        """0-d int64."""
         return self._samples.digest()
 
     def expect_same(self, what: str) -> None:

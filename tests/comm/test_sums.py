@@ -1,0 +1,121 @@
+"""What all ranks tell each other does not grow with their number, and a step waits once for the device."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroshard
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Axis, Mesh
+from zeroshard.comm.messages import Messages
+from zeroshard.comm.packets import PACKET, ROOM, packet_sizes
+from zeroshard.comm.pairwise_transport import PairwiseTransport
+from zeroshard.comm.samples import Samples
+from zeroshard.comm.settings import SettingsReport
+from zeroshard.step import control
+from zeroshard.step.gradient_norms import norms_of_pieces
+from zeroshard.testing import run_ranks
+
+
+def summed(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], int]:
+    """By threads in place of ranks, that have messages for each other; and how many each has sent."""
+    mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+    sent: list[int] = [0] * num_ranks
+    results: list[Any] = [None] * num_ranks
+
+    def from_before(self: PairwiseTransport, axis: Axis, values: Tensor, distance: int) -> Tensor:
+        mail[axis.rank, (axis.rank + distance) % num_ranks].put(values.clone())
+        sent[axis.rank] += values.nbytes
+        return mail[(axis.rank - distance) % num_ranks, axis.rank].get(timeout=60)
+
+    def run(rank: int) -> None:
+        axis = Axis(None, rank, tuple(range(num_ranks)))  # type: ignore[arg-type]
+        numbers = torch.tensor([1, 1 << rank % 40, rank])
+        PairwiseTransport(Messages(rank), CommLog()).add_up(axis, numbers).wait()
+        results[rank] = numbers
+
+    monkeypatch.setattr(PairwiseTransport, "_from_before", from_before)
+    for rank in range(num_ranks):
+        for to in range(num_ranks):
+            mail[rank, to] = queue.SimpleQueue()
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(sent)) == 1
+    return results, sent[0]
+
+
+def test_messages_add_up_in_a_number_of_rounds_that_hardly_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_ranks in (2, 3, 4, 5, 6, 7, 8, 13, 16, 31):
+        found, sent = summed(num_ranks, monkeypatch)
+        expected = [num_ranks, sum(1 << rank % 40 for rank in range(num_ranks)), sum(range(num_ranks))]
+        assert all(numbers.tolist() == expected for numbers in found), num_ranks
+        assert sent == PairwiseTransport.sent_to_add_up(24, num_ranks)
+        assert sent <= 24 * 2 * (num_ranks.bit_length() - 1)
+
+
+def test_sums_over_ranks_short_and_long() -> None:
+    def run(rank: int) -> list[Any]:
+        zeroshard.init()
+        collectives = Collectives(Mesh.of(None), CommLog())
+        for count in (0, 1, ROOM, ROOM + 1, 2000):
+            numbers = torch.arange(count) * (rank + 1)
+            assert collectives.add_up(numbers, "a test").tolist() == [6 * number for number in range(count)]
+            assert torch.equal(numbers, torch.arange(count) * (rank + 1)), "what is passed stays"
+            events = [event.bytes for event in collectives.log.entries]
+            collectives.log.clear()
+            assert events == [2 * size for size in packet_sizes(count)]
+        assert collectives.are_alike({"a": 1}) and not collectives.are_alike(rank // 2)
+        assert collectives.count(rank) == 3
+        with pytest.raises(RuntimeError, match="a test: rank 0 brings 8 bytes, rank 1 16"):
+            collectives.add_up(torch.zeros(1 + rank, dtype=torch.int64), "a test")
+        large = ["x" * 300 * rank, {"a": rank}]
+        assert collectives.exchange_objects(large) == [["x" * 300 * r, {"a": r}] for r in range(3)]
+        with pytest.raises(RuntimeError, match="rank 0 at one thing, rank 2 at another"):
+            collectives.add_up(torch.zeros(1, dtype=torch.int64), "another" if rank == 2 else "one thing")
+        return []
+
+    run_ranks(run, 3)
+
+
+def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors that have no values: whatever needs one raises. (It was five waits; the control is the first of
+    them.)"""
+    device, waits = torch.device("meta"), []
+
+    def cpu(self: Tensor) -> Tensor:
+        waits.append(self.shape)
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    norms = norms_of_pieces([torch.ones(5000, device=device), torch.ones(7, device=device)], 2.0)
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        bool(torch.isfinite(norms).all())
+    axis = Axis(None, 1, (0, 1, 2))  # type: ignore[arg-type]
+    collectives: Any = object.__new__(Collectives)
+    collectives.mesh = SimpleNamespace(world=axis, replicate=SimpleNamespace(rank=1), stands_for=1)
+    collectives.device, collectives.log, collectives.samples = device, CommLog(), Samples(device)
+    collectives.orders, collectives._name, collectives.messages = None, "a mesh", Messages(1)
+    own = control.Contribution(control.Status.READY, 1.0, control.Norms(norms, [0, 1], 2, 2.0), [True] * 300)
+    row = control._pack(collectives, own, SettingsReport(), None)
+    assert row.shape == (control.row_numbers(2, 300, 3),) and len(row) <= ROOM
+    assert row.device == device and waits == []
+    pending = SimpleNamespace(wait=lambda: None)
+    add_up = lambda axis, numbers: SimpleNamespace(at_place=lambda at: pending)  # noqa: E731
+    transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
+    collectives.transport = SimpleNamespace(fallback=transport)
+    assert collectives.add_up(row, control.CONTROL).shape == row.shape
+    assert waits == [(PACKET,)]
+    assert [event.bytes for event in collectives.log.entries] == [2 * 8 * PACKET]

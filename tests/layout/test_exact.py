@@ -1,0 +1,93 @@
+"""Norms were added in rank order, from a row of each rank: what all ranks exchanged grew with their number, and
+`index_add_` gave other bits from run to run on CUDA."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.comm.alike import WIDTH, are_alike, as_terms
+from zeroshard.layout import exact
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def total(values: list[float]) -> float:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    return exact.rounded(exact.add_exactly(numbers, torch.zeros(len(values), dtype=torch.int64), 1)[0].tolist())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(FLOATS, max_size=12))
+def test_sums_are_rounded_once(values: list[float]) -> None:
+    """As `math.fsum`, over the whole range: subnormals, cancelling, overflow on the way."""
+    try:
+        expected = math.fsum(values)
+    except OverflowError:
+        return  # on the way: ours may be finite
+    assert total(values) == expected
+
+
+def test_the_ends_of_the_range() -> None:
+    largest, smallest = 1.7976931348623157e308, 5e-324
+    assert total([largest]) == largest and total([smallest]) == smallest and total([]) == 0.0
+    assert total([largest, largest]) == math.inf and total([-largest, -largest]) == -math.inf
+    assert total([largest, largest, -largest]) == largest  # floating-point numbers would overflow
+    assert total([largest, smallest, -largest]) == smallest
+    for bad in (math.nan, math.inf, -math.inf):
+        assert math.isnan(total([1.0, bad]))
+
+
+def test_any_order_and_any_tree_have_the_same_bits() -> None:
+    """And the control: the sums of floating-point numbers do not."""
+    chosen = random.Random(0)
+    values = torch.tensor([chosen.random() * 2.0 ** chosen.randint(-30, 30) for _ in range(200)], dtype=torch.float64)
+    places = torch.tensor([number % 3 for number in range(200)])
+    once = exact.add_exactly(values, places, 3)
+    floats = set()
+    for _ in range(5):
+        order = torch.tensor(chosen.sample(range(200), 200))
+        shuffled, where = values[order], places[order]
+        cut = chosen.randrange(200)
+        parts = [exact.add_exactly(shuffled[part], where[part], 3) for part in (slice(cut), slice(cut, None))]
+        assert torch.equal(parts[0] + parts[1], once)
+        floats.add(tuple(float(sum(shuffled[where == place].tolist())) for place in range(3)))
+    assert len(floats) > 1
+    expected = [math.fsum(values[places == place].tolist()) for place in range(3)]
+    assert [exact.rounded(of_place) for of_place in once.tolist()] == expected
+
+
+def test_as_many_as_there_can_be() -> None:
+    """2^30 numbers, in whatever place of a limb they lie, do not overflow."""
+    limbs = torch.stack([exact.add_exactly(torch.tensor([x]), torch.tensor([0]), 1)[0] for x in LONGEST])
+    assert int(limbs.abs().max()) * 2**30 < 2**63
+
+
+LONGEST = torch.tensor([float((1 << 53) - 1) * 2.0**shift for shift in range(32)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 1000])
+def test_ranks_find_out_whether_they_have_the_same(num_ranks: int) -> None:
+    chosen = random.Random(num_ranks)
+    for _ in range(20):
+        number = chosen.getrandbits(48)
+        numbers = [number] * num_ranks
+        assert are_alike(as_terms(torch.tensor(numbers)).sum(0).tolist())
+        if num_ranks > 1:
+            numbers[chosen.randrange(num_ranks)] ^= 1 << chosen.randrange(48)
+            assert not are_alike(as_terms(torch.tensor(numbers)).sum(0).tolist())
+            numbers[numbers.index(next(n for n in numbers if n != number))] = -1  # it does not count
+            assert are_alike(as_terms(torch.tensor(numbers)).sum(0).tolist())
+    one, three = as_terms(torch.tensor([1, 2, 3])), as_terms(torch.tensor([2, 2, 2]))
+    assert torch.equal(one[:, :4].sum(0), three[:, :4].sum(0)), "a sum alone does not tell them apart"
+    assert not are_alike(one.sum(0).tolist()) and are_alike(three.sum(0).tolist())
+
+
+def test_squares_of_as_many_ranks_as_there_can_be_do_not_overflow() -> None:
+    (largest,) = as_terms(torch.tensor([(1 << 48) - 1])).tolist()
+    assert len(largest) == WIDTH and max(largest) * 2**31 < 2**63

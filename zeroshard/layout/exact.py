@@ -1,0 +1,60 @@
+"""Exact sums of floating-point numbers, taken in whole numbers: the same bits in whatever order, on however many ranks.
+
+A float64 is a whole number of 2^-1126. Its bits are laid out over `LIMBS` int64, 32 bits to each, so that 2^30 numbers
+can be added before one overflows (Kulisch's accumulator; R. M. Neal, "Fast exact summation using small and large
+superaccumulators", 2015). Whole numbers may be added by any tree, by atomics on a GPU, and by a backend's all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BITS = 32
+_MASK = (1 << _BITS) - 1
+_MANTISSA = 53
+_LEAST = 1126
+"""The last bit of the smallest float64, as `frexp` gives it, is 2^-1126."""
+LIMBS = 68
+WIDTH = LIMBS + 1
+"""Of one sum: limbs, and how many numbers were not finite."""
+
+
+def add_exactly(values: Tensor, places: Tensor, count: int) -> Tensor:
+    """[count, WIDTH] int64: the sums of the values of each place, exact. Nothing waits for the device.
+
+    Args:
+        values: [n] float64.
+        places: [n] int64, below `count`.
+    """
+    finite = values.isfinite()
+    mantissa, exponent = torch.frexp(torch.where(finite, values, 0.0))
+    whole = torch.ldexp(mantissa, mantissa.new_full((), _MANTISSA)).to(torch.int64)
+    position = torch.where(whole == 0, 0, exponent.to(torch.int64) + (_LEAST - _MANTISSA))
+    limb, shift = position // _BITS, position % _BITS
+    sign, size = whole.sign(), whole.abs()
+    low, high = (size & _MASK) << shift, (size >> _BITS) << shift
+    parts = torch.stack([low & _MASK, (low >> _BITS) + (high & _MASK), high >> _BITS]) * sign
+    where = places * WIDTH + limb
+    sums = torch.zeros(count * WIDTH, dtype=torch.int64, device=values.device)
+    for number, part in enumerate(parts):
+        sums.scatter_add_(0, where + number, part)
+    sums.scatter_add_(0, places * WIDTH + LIMBS, (~finite).to(torch.int64))
+    return sums.view(count, WIDTH)
+
+
+def rounded(limbs: Sequence[int]) -> float:
+    """The float64 nearest to an exact sum; NaN where a number in it was not finite, inf where it is too large.
+
+    Args:
+        limbs: [WIDTH], of `add_exactly`, or sums of these.
+    """
+    if limbs[LIMBS]:
+        return float("nan")
+    total = sum(limb << (_BITS * number) for number, limb in enumerate(limbs[:LIMBS]) if limb)
+    try:
+        return total / (1 << _LEAST)
+    except OverflowError:
+        return float("inf") if total > 0 else float("-inf")
