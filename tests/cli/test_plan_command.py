@@ -73,7 +73,7 @@ def test_one_line_for_each_mistake(tmp_path: Path, capsys: pytest.CaptureFixture
     for arguments, message in (
         (["nothing"], "expected the configuration of a run"),
         (["no.such:module"], "cannot be imported"),
-        (["tests.kit:VOCAB"], "expected a function that builds the model, found a int"),
+        (["tests.kit:VOCAB"], "expected a function, found a int"),
         (["tests.kit:logs"], "cannot be built on the meta device"),
         (["builtins:dict"], "expected a torch.nn.Module, found a dict"),
         ([tmp_path / "none.json"], "there is no file"),
@@ -96,3 +96,49 @@ def test_it_starts_neither_trainer_nor_process_group() -> None:
         "assert not dist.is_initialized() and not {'pydantic', 'rich', 'tomli_w', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def inputs(sequences: int, tokens: int | None) -> torch.Tensor:
+    return torch.zeros(sequences, tokens or 7, dtype=torch.long)
+
+
+INPUTS = ("--inputs", "tests.cli.test_plan_command:inputs")
+
+
+def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", NET, "--units", "Block", *INPUTS, "--batch", "4", "--plan", "zero1,zero3")
+    text = said(capsys, *arguments, "--machine", "node", "--modules", "--tokens", "64")
+    assert "with activations and inputs" in text and "by a model; nothing was measured" in text
+    assert any(line.split()[0] == "blocks.2.up" for line in text.splitlines() if line)
+    usual, recomputed = (json.loads(said(capsys, *arguments, "--json", *more))[0] for more in ((), ("--recompute",)))
+    assert usual["activations"]["inputs"] == 4 * 7 * 8
+    assert recomputed["whole_peak"] < usual["whole_peak"] and usual["whole_peak"] > usual["phases"]["step"]["together"]
+    text = said(capsys, *arguments, "--fit", "1GB", "--device", "cpu")
+    assert "recomputed" in text and "4 of 4 fit into 1.00 GB" in text
+    for wrong, message in (
+        ((NET, "--batch", "4"), "add --inputs module:function"),
+        ((NET, "--machine", "node"), "are about a batch: add --batch"),
+        ((NET, *INPUTS, "--batch", "4", "--machine", "abacus"), "'abacus' is not one of"),
+    ):
+        assert message in said(capsys, "plan", *wrong, code=2), wrong
+
+
+def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pydantic")
+    said_of = [said(capsys, "plan", "--compare", tmp_path, code=2)]
+    record = {"kind": "step", "step": 3, "engine_bytes": 10_000_000, "peak_memory_bytes": 400_000_000}
+    for lines in ("", "{", json.dumps(record | {"engine_bytes": "many"})):
+        (tmp_path / "metrics.jsonl").write_text(lines)
+        said_of.append(said(capsys, "plan", "--compare", tmp_path, code=2))
+    for found, message in zip(
+        said_of, ("not the folder of a run", "not come to its first step", "is damaged", "is damaged"), strict=True
+    ):
+        assert message in found
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    (tmp_path / "config.toml").write_text('[model]\nlayers = 2\nwidth = 64\n[parallel]\nnproc = 2\ndevice = "cpu"\n')
+    text = said(capsys, "plan", "--compare", tmp_path)
+    assert "step 3: zero3, fp32, 2 ranks" in text
+    (row,) = (line for line in text.splitlines() if line.startswith("the engine, between steps"))
+    assert "10.0 MB" in row
+    assert "leave MODEL out" in said(capsys, "plan", NET, "--compare", tmp_path, code=2)
+    assert "Missing argument 'MODEL'" in said(capsys, "plan", code=2)

@@ -6,19 +6,27 @@ It is built on the meta device: no weights, whatever its size.
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.model.units import UnitPolicy
+from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf
+
+if TYPE_CHECKING:
+    from zeroshard.train.config import Config
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Described:
         units: as the trainer, or transformers, divides it; None: by size.
         group_of: parameter -> param group of the trainer's optimizer.
         micro_batches: of the trainer's configuration.
+        workload: sequences, tokens of each (None: as long as the model takes) -> a micro-batch. None: not known.
     """
 
     model: nn.Module
@@ -36,11 +45,14 @@ class Described:
     group_of: GroupOf = lambda name, parameter: 0
     micro_batches: int = 1
     reduce_every_micro_batch: bool = False
+    workload: Callable[[int, int | None], Workload] | None = None
 
 
-def describe(text: str) -> Described:
+def describe(text: str, inputs: str | None = None) -> Described:
     """
     Args:
+        inputs: `module:function`, called with sequences and tokens of each, for the inputs of a model of
+            `module:factory`: a tensor, a tuple or a dict.
         text: a TOML file of the trainer, a `config.json` of transformers or the folder that has one, or
             `module:factory`, a function without arguments that builds the model.
 
@@ -51,18 +63,23 @@ def describe(text: str) -> Described:
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".toml":
-        return _of_the_trainer(path)
+        return described_by_the_trainer(path)[0]
     if path.suffix == ".json":
         return _of_transformers(path)
     if ":" in text:
-        return Described(_built_by(text))
+        return Described(_built_by(text), workload=None if inputs is None else _workload_of(_imported(inputs)))
     raise ValueError(
         f"{text}: expected the configuration of a run (.toml), a transformers config (config.json, or its folder) or "
         "module:factory"
     )
 
 
-def _of_the_trainer(path: Path) -> Described:
+def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
+    """A configuration of the trainer's, and what it describes.
+
+    Raises:
+        ValueError: it is none.
+    """
     with _needing("the trainer's model", "zeroshard[train]"):
         from zeroshard.train.config import UserError, resolve
         from zeroshard.train.data import VOCABULARY
@@ -73,7 +90,17 @@ def _of_the_trainer(path: Path) -> Described:
         raise ValueError(str(error)) from error
     model = _on_meta(str(path), lambda: GPT(config.model, VOCABULARY))
     batch = config.batch
-    return Described(model, Block, _by_dimensions, batch.micro_batches, batch.reduce_every_micro_batch)
+
+    def workload(sequences: int, tokens: int | None) -> Workload:
+        shape = sequences, tokens or config.model.context
+
+        def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+
+        return Workload(inputs, _loss_of, num_tokens=math.prod(shape))
+
+    accumulation = batch.micro_batches, batch.reduce_every_micro_batch
+    return Described(model, Block, _by_dimensions, *accumulation, workload), config
 
 
 def _by_dimensions(name: str, parameter: nn.Parameter) -> bool:
@@ -101,10 +128,45 @@ def _of_transformers(path: Path) -> Described:
     model = _on_meta(str(path), build)
     names = set(getattr(model, "_no_split_modules", None) or ())
     classes = {type(module) for module in model.modules() if type(module).__name__ in names}
-    return Described(model, tuple(classes) or None)
+
+    def workload(sequences: int, tokens: int | None) -> Workload:
+        shape = sequences, tokens or getattr(config, "max_position_embeddings", None) or 1024
+        takes_labels = "labels" in inspect.signature(model.forward).parameters
+
+        def inputs() -> dict[str, torch.Tensor]:
+            ids = torch.zeros(shape, dtype=torch.long)
+            return {"input_ids": ids, "labels": ids} if takes_labels else {"input_ids": ids}
+
+        return Workload(inputs, _loss_of, num_tokens=math.prod(shape))
+
+    return Described(model, tuple(classes) or None, workload=workload)
+
+
+def _workload_of(inputs: Callable[[int, int | None], Any]) -> Callable[[int, int | None], Workload]:
+    def workload(sequences: int, tokens: int | None) -> Workload:
+        return Workload(partial(inputs, sequences, tokens), _loss_of, num_tokens=sequences * (tokens or 1))
+
+    return workload
+
+
+def _loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """Of a call of the model: what it returns as loss, or the mean of the first tensor."""
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    return loss if loss.numel() == 1 else loss.float().mean()
 
 
 def _built_by(text: str) -> nn.Module:
+    return _on_meta(text, _imported(text))
+
+
+def _imported(text: str) -> Callable[..., Any]:
+    """`module:function`."""
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -115,8 +177,9 @@ def _built_by(text: str) -> nn.Module:
     except Exception as error:
         raise ValueError(f"{text}: cannot be imported: {_first_line(error)}") from error
     if not callable(found):
-        raise ValueError(f"{text}: expected a function that builds the model, found a {type(found).__name__}")
-    return _on_meta(text, found)
+        raise ValueError(f"{text}: expected a function, found a {type(found).__name__}")
+    function: Callable[..., Any] = found
+    return function
 
 
 def _on_meta(where: str, build: Callable[[], Any]) -> nn.Module:

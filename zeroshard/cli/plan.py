@@ -6,20 +6,25 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from zeroshard.cli.commands import Command, Size, table
-from zeroshard.cli.models import describe
+from zeroshard.cli.compare import compare
+from zeroshard.cli.models import Described, describe
 from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS, as_plan
-from zeroshard.planning import Configuration, Forecast, fit
+from zeroshard.planning import MACHINES, Configuration, Forecast, Workload, fit
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import Candidate, in_units
 
 _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
+_WITH_ACTIVATIONS = ("inputs", "activations", "in all")
+_RECOMPUTED = ("recomputed",)
+_TIMES = ("compute", "update", "messages", "exposed", "step")
 
 
 class _List(click.ParamType[list[Any]]):
@@ -35,7 +40,8 @@ class _List(click.ParamType[list[Any]]):
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", required=False)
+@click.option("--compare", "run", type=click.Path(path_type=Path), help="a run's folder: planned beside measured")
 @click.option("--plan", "plans", type=_List(click.STRING), default=",".join(PLANS), show_default=True)
 @click.option("--precision", "precisions", type=_List(click.STRING), default="bf16", show_default=True)
 @click.option(
@@ -47,20 +53,37 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--units", help="a class of modules, or a size (64MB); default: as the model says, or by size")
 @click.option("--micro-batches", type=int, help="passes in a step  [default: 1, or the configuration's]")
 @click.option("--reduce-every-micro-batch", is_flag=True, help="reduce gradients in each pass, not once per step")
+@click.option(
+    "--batch", type=click.IntRange(1), help="sequences in a pass: what the model holds beside the engine, too"
+)
+@click.option("--tokens", type=click.IntRange(1), help="of each sequence  [default: as many as the model takes]")
+@click.option("--inputs", help="module:function, from sequences and tokens to the inputs of a model of module:factory")
+@click.option("--recompute", is_flag=True, help="each unit is recomputed in backward (activation checkpointing)")
+@click.option("--modules", is_flag=True, help="what each module holds behind its forward")
 @click.option("--device", default="cuda", show_default=True, help="cuda or cpu")
 @click.option("--transport", help="native, pairwise or shared  [default: native on cuda, shared on a CPU]")
 @click.option(
     "--fit", "budget", type=Size(), help="what fits into that much per rank (80GB), and why the rest does not"
 )
+@click.option(
+    "--machine", type=click.Choice(list(MACHINES)), help="how long a step takes there with such a --batch, by a model"
+)
 @click.option("--phases", is_flag=True, help="each phase on its own")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
-def plan(model: str, **options: Any) -> None:
+def plan(model: str | None, run: Path | None, **options: Any) -> None:
     """Show what each rank will hold, send and write.
 
     MODEL is the configuration of a run (.toml), a transformers config (config.json, or its folder) or module:factory.
-    Nothing is allocated, and no process group is needed. Activations are not included.
+    Nothing is allocated, and no process group is needed. With --batch activations and inputs are included.
     """
-    described = describe(model)
+    if run is not None:
+        if model is not None:
+            raise click.UsageError("--compare takes the model from the run: leave MODEL out")
+        compare(run)
+        return
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    described = describe(model, options["inputs"])
     units = _units(options["units"], described.model) or described.units
     given = Configuration(
         replicas=options["replicas"],
@@ -71,6 +94,7 @@ def plan(model: str, **options: Any) -> None:
         device=options["device"],
         transport=options["transport"],
         ranks=options["replicas"],
+        workload=_workload(described, **options),
     )
     several = [
         replace(given, optimizer=optimizer, ranks=ranks)
@@ -104,16 +128,49 @@ def _units(text: str | None, model: Any) -> UnitPolicy:
     return classes[text]
 
 
+def _workload(
+    described: Described,
+    *,
+    batch: int | None,
+    tokens: int | None,
+    recompute: bool,
+    modules: bool,
+    machine: str | None,
+    **_: Any,
+) -> Workload | None:
+    """
+    Raises:
+        ValueError: options of a batch without one; a model whose inputs are not known.
+    """
+    if batch is None:
+        if tokens or recompute or modules or machine:
+            raise ValueError("--tokens, --recompute, --modules and --machine are about a batch: add --batch")
+        return None
+    if described.workload is None:
+        raise ValueError("--batch: the inputs of this model are not known: add --inputs module:function")
+    return replace(described.workload(batch, tokens), recompute=recompute)
+
+
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
-def _show(forecasts: list[Forecast], *, as_json: bool, phases: bool, **_: Any) -> None:
+def _show(
+    forecasts: list[Forecast], *, as_json: bool, phases: bool, modules: bool, machine: str | None, **_: Any
+) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(forecast) for forecast in forecasts], indent=2))
         return
     first = forecasts[0]
-    click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, without activations")
-    table((*_TABLE, *_BYTES), [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
+    click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
+    columns = (*_TABLE, *_BYTES, *(_WITH_ACTIVATIONS if first.trace else ()))
+    table(columns, [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
+    if first.trace is not None and modules:
+        table(
+            ("module", "holds behind its forward"),
+            [(path or "the model", in_units(size)) for path, size in first.trace.modules.items()],
+        )
+    if machine is not None:
+        _show_times(forecasts, machine)
     for forecast in forecasts if phases else ():
         click.echo(" ".join(map(str, _named(forecast)[:4])))
         kinds = list(vars(forecast.at_rest))
@@ -128,6 +185,13 @@ def _show(forecasts: list[Forecast], *, as_json: bool, phases: bool, **_: Any) -
         table(("phase", *kinds, "copies", "together"), rows)
 
 
+def _show_times(forecasts: list[Forecast], machine: str) -> None:
+    click.echo(f"seconds of a step on {machine}, by a model; nothing was measured")
+    times = [(_named(forecast), forecast.time(machine)) for forecast in forecasts]
+    rows = [(*names, *(f"{part:.4f}" for part in (*vars(time).values(), time.total))) for names, time in times]
+    table((*_TABLE, *_TIMES), rows)
+
+
 def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: Any) -> None:
     """What fits, and what does not with its reason."""
     candidates = [candidate for of_one in found for candidate in of_one]
@@ -138,17 +202,24 @@ def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: 
         click.echo(json.dumps(said, indent=2))
         return
     fitting = sorted(filter(lambda candidate: candidate.fits, candidates), key=lambda one: one.forecast.sent)
-    click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, without activations")
-    columns = (*_TABLE, "at most", "spare", "sent a step", "largest message")
+    what = _what(candidates[0].forecast)
+    click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
+    columns = (*_TABLE, *_RECOMPUTED, "at most", "spare", "sent a step", "largest message")
     rows = [
-        (*_named(c.forecast), *map(in_units, (c.forecast.peak, c.spare, c.forecast.sent, c.forecast.largest_message)))
+        (*_named(one), _recomputes(one), *map(in_units, (one.whole_peak, c.spare, one.sent, one.largest_message)))
         for c in fitting
+        for one in [c.forecast]
     ]
     if rows:
         table(columns, rows)
     others = [candidate for candidate in candidates if not candidate.fits]
     if others:
-        table((*_TABLE, "why it does not fit"), [(*_named(c.forecast), c.reason) for c in others])
+        rows = [(*_named(c.forecast), _recomputes(c.forecast), c.reason) for c in others]
+        table((*_TABLE, *_RECOMPUTED, "why it does not fit"), rows)
+
+
+def _of_trace(forecast: Forecast) -> dict[str, Any] | None:
+    return None if forecast.trace is None else vars(forecast.trace) | {"modules": dict(forecast.trace.modules)}
 
 
 def _named(forecast: Forecast) -> tuple[Any, ...]:
@@ -168,6 +239,20 @@ def _sizes(forecast: Forecast) -> Iterator[int]:
     yield from (rest.weights, forecast.phases["backward"].held.grads, rest.main, rest.state + rest.scalars)
     transient = max(phase.held.transient for phase in forecast.phases.values())
     yield from (transient, rest.sum, forecast.peak, forecast.sent, forecast.checkpoint_bytes)
+    if forecast.trace is not None:
+        yield from (forecast.trace.inputs, forecast.trace.peak, forecast.whole_peak)
+
+
+def _what(forecast: Forecast) -> str:
+    """What is in the bytes."""
+    if forecast.trace is None:
+        return "without activations"
+    return "with activations and inputs, without what kernels allocate for themselves"
+
+
+def _recomputes(forecast: Forecast) -> str:
+    workload = forecast.configuration.workload
+    return "units" if workload is not None and workload.recompute else ""
 
 
 def _as_json(forecast: Forecast) -> dict[str, Any]:
@@ -194,4 +279,7 @@ def _as_json(forecast: Forecast) -> dict[str, Any]:
         "largest_message": forecast.largest_message,
         "file_bytes": forecast.file_bytes,
         "checkpoint_bytes": forecast.checkpoint_bytes,
+        "recompute": bool(_recomputes(forecast)),
+        "activations": _of_trace(forecast),
+        "whole_peak": forecast.whole_peak,
     }

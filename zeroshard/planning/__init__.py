@@ -1,5 +1,7 @@
 """What a run will hold, send and write, before it starts: `plan`, which of many configurations fit, and a dry run."""
 
+from zeroshard.planning.activations import Trace as Trace
+from zeroshard.planning.activations import Workload as Workload
 from zeroshard.planning.dry_run import dry_run as dry_run
 from zeroshard.planning.fit import Candidate as Candidate
 from zeroshard.planning.fit import fit as fit
@@ -7,3 +9,7 @@ from zeroshard.planning.forecast import Configuration as Configuration
 from zeroshard.planning.forecast import Forecast as Forecast
 from zeroshard.planning.forecast import Phase as Phase
 from zeroshard.planning.forecast import plan as plan
+from zeroshard.planning.moments import Moment as Moment
+from zeroshard.planning.time_model import MACHINES as MACHINES
+from zeroshard.planning.time_model import Machine as Machine
+from zeroshard.planning.time_model import StepTime as StepTime

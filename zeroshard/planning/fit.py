@@ -41,10 +41,14 @@ class Candidate:
         """Why it does not fit: how much too much, when, and what the most of it is. Empty where it fits."""
         if self.fits:
             return ""
-        phase = self.forecast.phases[self.forecast.busiest]
-        of_kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(phase.held).items()), reverse=True)
+        phase, held, activations = self.forecast.busiest, self.forecast.phases[self.forecast.busiest].held, 0
+        if self.forecast.moments:
+            moment = max(self.forecast.moments, key=lambda one: one.num_bytes)
+            phase, held, activations = moment.phase, moment.engine, moment.activations
+        kinds = vars(held) | {"activations": activations}
+        of_kinds = sorted(((num_bytes, kind) for kind, num_bytes in kinds.items()), reverse=True)
         most = ", ".join(f"{KINDS_IN_WORDS.get(kind, kind)} {in_units(size)}" for size, kind in of_kinds[:2] if size)
-        return f"{in_units(-self.spare)} too much in {self.forecast.busiest}: {most}"
+        return f"{in_units(-self.spare)} too much in {phase}: {most}"
 
 
 def fit(
@@ -55,11 +59,13 @@ def fit(
     plans: Iterable[Plan | str | int] = tuple(PLANS),
     precisions: Iterable[Precisions] = (None,),
 ) -> list[Candidate]:
-    """All plans x precisions x sizes of units, those that fit first, and of these the one that sends least in a step
-    (of equal ones, the one that holds least); then the others, the nearest miss first.
+    """All plans x precisions x sizes of units (x with and without recomputation, if there is a workload that has none),
+    those that fit first, and of these the one that sends least in a step (of equal ones, the one that recomputes
+    nothing, then the one that holds least); then the others, the nearest miss first.
 
     Args:
-        budget: bytes on each rank for what the engine holds. Leave room for activations.
+        budget: bytes on each rank, for all that is planned. Without a workload that is what the engine holds: leave
+            room for activations.
         configuration: the rest. Where it chooses units, no others are tried.
 
     Raises:
@@ -72,8 +78,9 @@ def fit(
     for chosen in plans:
         for precision in precisions:
             for tried in _sizes(replace(given, plan=chosen, precision=precision)):
-                forecast = plan(model, tried)
-                candidates.append(Candidate(forecast, budget - forecast.peak))
+                for with_workload in _workloads(tried):
+                    forecast = plan(model, with_workload)
+                    candidates.append(Candidate(forecast, budget - forecast.whole_peak))
     return sorted(candidates, key=_order)
 
 
@@ -88,9 +95,18 @@ def _sizes(configuration: Configuration) -> Iterator[Configuration]:
         yield replace(configuration, units=num_bytes)
 
 
-def _order(candidate: Candidate) -> tuple[bool, int, int]:
-    peak = candidate.forecast.peak
-    return not candidate.fits, candidate.forecast.sent if candidate.fits else peak, peak
+def _workloads(configuration: Configuration) -> Iterator[Configuration]:
+    """As it is, and with every unit recomputed."""
+    yield configuration
+    workload = configuration.workload
+    if workload is not None and not workload.recompute:
+        yield replace(configuration, workload=replace(workload, recompute=True))
+
+
+def _order(candidate: Candidate) -> tuple[bool, int, bool, int]:
+    peak, workload = candidate.forecast.whole_peak, candidate.forecast.configuration.workload
+    recomputes = workload is not None and workload.recompute
+    return not candidate.fits, candidate.forecast.sent if candidate.fits else peak, recomputes, peak
 
 
 def in_units(num_bytes: int) -> str:

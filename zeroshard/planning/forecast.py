@@ -6,8 +6,8 @@ and the files of a checkpoint (tests demand it). The model may live on the meta 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -24,8 +24,11 @@ from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_name
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, resting
+from zeroshard.planning.activations import Trace, Workload
 from zeroshard.planning.disk import Checkpoint
+from zeroshard.planning.moments import Moment, moments
 from zeroshard.planning.optimizers import GroupOf, Needs, Optimizers, needs_of, num_groups
+from zeroshard.planning.time_model import Machine, StepTime, machine_named, step_time
 from zeroshard.planning.traffic import Schedule, step_events
 
 MOST_RANKS = 1 << 20
@@ -48,6 +51,7 @@ class Configuration:
         device: "cuda" or "cpu".
         transport: as for `plan_memory`; None: "native" on a GPU, "shared" on a CPU.
         rank: which one is planned.
+        workload: one micro-batch, for what the model holds beside the engine.
 
     Raises:
         ValueError: numbers that make no mesh; an unknown plan, device or transport.
@@ -68,6 +72,7 @@ class Configuration:
     device: str = "cuda"
     transport: TransportName | None = None
     rank: int = 0
+    workload: Workload | None = None
 
     def __post_init__(self) -> None:
         as_plan(self.plan)
@@ -130,7 +135,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What was planned for one rank. Activations, inputs and what kernels allocate are not in it.
+    """What was planned for one rank. Activations and inputs are in it if the configuration has a workload; what kernels
+    allocate is not.
 
     Attributes:
         num_parameters: elements of all parameters.
@@ -143,6 +149,9 @@ class Forecast:
         events: what the rank sends in a step, from the second one on, as `handle.comm_log` has it: event -> how often.
         file_bytes: of the rank's file in a checkpoint.
         checkpoint_bytes: of all files, without the manifest.
+        trace: of one micro-batch, if there is a workload.
+        moments: with it, a step over time.
+        training: the units and their layouts.
     """
 
     configuration: Configuration
@@ -154,6 +163,9 @@ class Forecast:
     events: Mapping[CommEvent, int]
     file_bytes: int
     checkpoint_bytes: int
+    training: Training = field(repr=False)
+    trace: Trace | None = None
+    moments: tuple[Moment, ...] = ()
 
     @property
     def at_rest(self) -> Bytes:
@@ -167,8 +179,36 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """The most bytes in a step."""
+        """The most bytes that the engine holds in a step."""
         return self.phases[self.busiest].num_bytes
+
+    @property
+    def whole_peak(self) -> int:
+        """The most bytes in a step, with the activations and inputs of the workload, if there is one."""
+        return max((moment.num_bytes for moment in self.moments), default=self.peak)
+
+    def time(self, machine: Machine | str, tokens: int | None = None) -> StepTime:
+        """How long a step takes, by a model (see `time_model.py`); nothing was measured.
+
+        Args:
+            machine: rates, or the name of a preset.
+            tokens: in a micro-batch of this rank; None: those of the workload.
+
+        Raises:
+            ValueError: an unknown preset; no tokens.
+        """
+        workload = self.configuration.workload
+        tokens = tokens or (workload.num_tokens if workload is not None else 0)
+        if not tokens:
+            raise ValueError("the time of a step depends on the tokens of a micro-batch: pass tokens=...")
+        return step_time(
+            self.training,
+            self.events,
+            machine_named(machine) if isinstance(machine, str) else machine,
+            tokens=tokens,
+            micro_batches=self.configuration.micro_batches,
+            recompute=workload is not None and workload.recompute,
+        )
 
     @property
     def sent(self) -> int:
@@ -208,17 +248,29 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     file = checkpoint.file(found.rank)
     plain = sum(parameter.nbytes for parameter in parameters.values())
     full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
+    phases = _phases(training, found, Copies(plain, full, sum(item.num_bytes for item in file.items)))
+    trace = found.workload.trace(model, specs, found.precision) if found.workload is not None else None
     return Forecast(
         configuration=found,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_units=len(specs),
-        phases=_phases(training, found, Copies(plain, full, sum(item.num_bytes for item in file.items))),
+        phases=phases,
         state=_state_by_entry(training, needs),
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         events=step_events(training, _schedule(training, needs, found)),
         file_bytes=file.num_bytes,
         checkpoint_bytes=checkpoint.num_bytes(found.rank),
+        training=training,
+        trace=trace,
+        moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
     )
+
+
+def _moments(
+    training: Training, trace: Trace, phases: Mapping[str, Phase], configuration: Configuration
+) -> Iterator[Moment]:
+    held = {name: phase.held for name, phase in phases.items()}
+    return moments(training, trace, held, accumulates=configuration.micro_batches > 1)
 
 
 class Copies(NamedTuple):

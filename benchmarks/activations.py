@@ -1,0 +1,129 @@
+"""The planned peak of a step, with activations, beside the measured one: the resident set of a process above its start.
+
+    python benchmarks/activations.py
+
+The engine runs as rank 0 of 8 in a dry run, so that one process holds what a rank of 8 does. Each case has a process of
+its own; the second step is measured. Needs Linux, zeroshard[train] and transformers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from zeroshard.planning import Configuration, Workload, dry_run
+from zeroshard.testing import run_ranks
+
+RANKS, VOCABULARY, LENGTH = 8, 512, 256
+PLANS = ("zero1", "zero3")
+BATCHES = (4, 8, 16)
+_M_MMAP_THRESHOLD = -3
+
+
+def gpt() -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, Any], Tensor]]:
+    from zeroshard.train.config import ModelConfig
+    from zeroshard.train.model import GPT, Block
+
+    config = ModelConfig(layers=4, width=256, heads=4, context=LENGTH)
+    return GPT(config, VOCABULARY), Block, lambda model, tokens: model(tokens, tokens)
+
+
+def gpt2() -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, Any], Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    config = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config), GPT2Block, lambda model, tokens: model(tokens, labels=tokens).loss
+
+
+def llama() -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, Any], Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=256,
+        intermediate_size=704,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    )
+    return LlamaForCausalLM(config), LlamaDecoderLayer, lambda model, tokens: model(tokens, labels=tokens).loss
+
+
+def measured(build: Callable[[], Any], plan: str, batch: int, recompute: bool) -> int:
+    """Bytes: the most in a step, above what there was before the model."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once
+    with dry_run(RANKS) as mesh:
+        train(build, plan, 1, recompute, mesh)  # the code that a step runs is resident, too, once it has run
+        gc.collect()
+        start = _resident("VmRSS")
+        train(build, plan, batch, recompute, mesh)
+        return _resident("VmHWM") - start
+
+
+def train(build: Callable[[], Any], plan: str, batch: int, recompute: bool, mesh: Any) -> None:
+    """Two steps; the peak is that of the second one."""
+    model, block, loss_of = build()
+    for module in model.modules() if recompute else ():
+        if isinstance(module, block):
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    handle = zeroshard.shard(model, plan, units=block, mesh=mesh)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", fused=True)
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        tokens = torch.randint(VOCABULARY, (batch, LENGTH))
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.close()
+
+
+def _resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def planned(build: Callable[[], Any], plan: str, batch: int, recompute: bool) -> zeroshard.planning.Forecast:
+    with torch.device("meta"):
+        model, block, loss_of = build()
+    workload = Workload(lambda: torch.randint(VOCABULARY, (batch, LENGTH)), loss_of, recompute)
+    configuration = Configuration(
+        plan=plan, ranks=RANKS, units=block, device="cpu", transport="native", workload=workload
+    )
+    return zeroshard.plan(model, configuration)
+
+
+def case(rank: int, *arguments: Any) -> tuple[int, int, int]:
+    dist.destroy_process_group()
+    forecast = planned(*arguments)
+    found = forecast.peak, forecast.whole_peak, measured(*arguments)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def main() -> None:
+    print("| model | plan | recomputed | sequences | engine MB | planned MB | measured MB | planned / measured |")
+    print("|---|---|---|---|---|---|---|---|")
+    for build, recompute, batch, plan in itertools.product((gpt, gpt2, llama), (False, True), BATCHES, PLANS):
+        ((engine, whole, found),) = run_ranks(case, 1, build, plan, batch, recompute)
+        columns = (build.__name__, plan, "blocks" if recompute else "", batch)
+        print(
+            "|", " | ".join(map(str, columns)), f"| {engine / 1e6:.1f} | {whole / 1e6:.1f} | {found / 1e6:.1f} |",
+            f"{whole / found:.3f} |", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The time of a step, by a model: small cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.planning import MACHINES, Configuration, Machine, StepTime
+
+SLOW = Machine(flops=1e9, memory=1e12, latency=0.0, bandwidth=1e6)
+
+
+def time(plan: str, machine: Machine | str = SLOW, tokens: int = 1000, **options: object) -> StepTime:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    configuration = Configuration(plan=plan, ranks=4, units=nn.Linear, device="cpu", transport="native", **options)
+    return zeroshard.plan(model, configuration).time(machine, tokens)
+
+
+UNIT = 256 * 256
+SECONDS = UNIT * 4 * 3 / 4 / 1e6
+"""To gather a unit, or to reduce it."""
+
+
+def test_compute_and_messages_by_hand() -> None:
+    found = time("zero3")
+    assert found.compute == pytest.approx(6 * 4 * UNIT * 1000 / 1e9)
+    gathers = 4 + 2  # in backward two of four are still there
+    assert found.communication == pytest.approx((gathers + 4) * SECONDS, rel=0.01)
+    assert found.total == found.compute + found.update + found.exposed
+
+
+def test_what_nothing_hides() -> None:
+    """Messages that take longer than all computation: only that hides, and a first gather and a last reduction do not
+    hide behind anything."""
+    slow = time("zero3", tokens=1)
+    assert slow.exposed == pytest.approx(slow.communication, rel=0.6) and slow.exposed < slow.communication
+    quick = time("zero3", tokens=1_000_000)
+    assert quick.exposed == pytest.approx(2 * SECONDS, rel=0.01)
+    assert time("zero1", tokens=1_000_000).exposed == pytest.approx(2 * SECONDS, rel=0.01)
+    assert time("ddp", tokens=1_000_000).exposed < 3 * SECONDS
+
+
+def test_a_machine_that_does_not_overlap_exposes_everything() -> None:
+    machine = Machine(flops=1e9, memory=1e12, latency=1e-3, bandwidth=1e6, overlaps=False)
+    found = time("zero2", machine)
+    assert found.exposed == found.communication > time("zero2").communication
+
+
+def test_micro_batches_and_recomputation() -> None:
+    one, three = time("zero2"), time("zero2", micro_batches=3)
+    assert three.compute == pytest.approx(3 * one.compute)
+    assert three.communication == pytest.approx(one.communication), "reduced once"
+
+
+def test_far_ranks_and_presets() -> None:
+    machine = MACHINES["nodes-400"]
+    assert machine.seconds(10**9, 16) > 5 * machine.seconds(10**9, 8)
+    assert machine.seconds(10**9, 1) == 0
+    assert all(time("zero3", name).total > 0 for name in MACHINES)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match=r"machine must be one of node, .*'abacus'"):
+        time("zero3", "abacus")
+    with pytest.raises(ValueError, match="pass tokens="):
+        time("zero3", tokens=0)
+    with pytest.raises(ValueError, match="flops of a machine must be positive"):
+        Machine(flops=0, memory=1, latency=0, bandwidth=1)

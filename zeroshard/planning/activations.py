@@ -1,0 +1,234 @@
+"""What a micro-batch holds beside the engine: forward and backward of the user's own model, on tensors without values.
+
+Counted is every storage that an operator makes, from then until nobody refers to it: what autograd saves, what is
+recomputed, gradients on their way to a bucket, and the inputs. What kernels take and give back inside of one operator
+is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
+from zeroshard.model.units import UnitSpec, plain_name
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """One micro-batch, as the loop of the user computes it.
+
+    Attributes:
+        inputs: makes them; no values are computed.
+        loss: model, inputs -> the loss. Nothing may depend on values (`.item()`, `if loss > 3`).
+        recompute: whether the modules that are units are called by `torch.utils.checkpoint`. (What the model does by
+            itself is traced as it is.)
+        num_tokens: for the time model; 0: not known.
+    """
+
+    inputs: Callable[[], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    recompute: bool = False
+    num_tokens: int = 0
+    _traces: dict[Any, Trace] = field(default_factory=dict, repr=False)
+
+    def trace(self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions) -> Trace:
+        """Once for each precision and choice of units.
+
+        Raises:
+            ValueError: it cannot be traced.
+        """
+        key = id(model), repr(precision), tuple(spec.name for spec in specs), self.recompute
+        if key not in self._traces:
+            self._traces[key] = _trace(self, model, specs, precision)
+        return self._traces[key]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes at once.
+
+    Attributes:
+        inputs: of the micro-batch.
+        forward: the most in forward; saved: at the end of it; backward: the most in backward. With the inputs.
+        modules: path -> what is held behind its forward, and was not before.
+        gradients: name of a parameter, and the most since the gradient before it came, in the order of backward.
+        rest: the most after the last one.
+    """
+
+    inputs: int
+    forward: int
+    saved: int
+    backward: int
+    modules: Mapping[str, int]
+    gradients: tuple[tuple[str, int], ...]
+    rest: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward)
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Counts the bytes of the storages that operators make while it is active. `now`: of those alive; `most`: at once,
+    since the last `mark`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        return result
+
+    def note(self, tensor: Tensor, *, counted: bool = True) -> None:
+        """A tensor that is there. Not `counted`: what lies in its storage is somebody else's."""
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes() * counted
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._gone(key, num_bytes))
+            self.now += num_bytes
+            self.most = max(self.most, self.now)
+
+    def mark(self) -> int:
+        """The most since the last mark."""
+        most, self.most = self.most, self.now
+        return most
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        del self._known[key]
+        self.now -= num_bytes
+
+
+def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions) -> Trace:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    live, modules, gradients = Live(), dict[str, int](), list[tuple[str, int]]()
+    with ExitStack() as stack:
+        # CUDA tensors without values need a torch that is built for it; the same operators run on a CPU's.
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.device("cpu"))
+        dtypes = {plain_name(name): spec.weight_dtype for spec in specs for name in spec.names}
+        fakes = stack.enter_context(_without_values(model, dtypes, mode))
+        calls = [path for spec in specs for path in spec.calls]
+        for remove in attach_casts(casts_of(model, Rules.of(precision), calls)):
+            stack.callback(remove)
+        for path in dict.fromkeys(calls) if workload.recompute else ():
+            stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
+        stack.enter_context(_measured(model, live, modules))
+        stack.enter_context(live)
+        grad_dtypes = {plain_name(name): spec.precision.grad for spec in specs for name in spec.names}
+        for name, parameter in fakes.items():
+            live.note(parameter, counted=False)
+            _collect(parameter, name, live, gradients, grad_dtypes.get(name))
+        try:
+            inputs = workload.inputs()
+            of_inputs = live.now
+            loss = workload.loss(model, inputs)
+            forward, saved = live.mark(), live.now
+            loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            lines = str(error).splitlines()
+            raise ValueError(
+                f"activations: one micro-batch cannot be traced without values: {type(error).__name__}: "
+                f"{lines[0] if lines else ''}"
+            ) from error
+        rest = live.mark()
+        backward = max([rest, *(num_bytes for _, num_bytes in gradients)])
+    return Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest)
+
+
+@contextmanager
+def _without_values(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype], mode: Any
+) -> Iterator[dict[str, nn.Parameter]]:
+    """Parameters and buffers are fake tensors meanwhile, parameters in these dtypes. Yields the parameters by name."""
+    fakes: dict[int, Any] = {}
+    named: dict[str, nn.Parameter] = {}
+    before = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is None:
+                    continue
+                full_name = plain_name(f"{path}.{name}" if path else name)
+                if id(tensor) not in fakes:
+                    dtype = dtypes.get(full_name, tensor.dtype)
+                    fake: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = named[full_name] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    fakes[id(tensor)] = fake
+                before.append((kind, name, tensor))
+    for kind, name, tensor in before:
+        kind[name] = fakes[id(tensor)]
+    try:
+        yield named
+    finally:
+        for kind, name, tensor in before:
+            kind[name] = tensor
+
+
+@contextmanager
+def _recomputed(module: nn.Module, *, is_root: bool) -> Iterator[None]:
+    from torch.utils.checkpoint import checkpoint
+
+    if is_root:
+        yield
+        return
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextmanager
+def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[None]:
+    """`found` gets what the first forward of each module leaves."""
+    handles, open_calls = [], dict[str, int]()
+
+    def begin(path: str, module: nn.Module, args: Any) -> None:
+        if path not in found:
+            open_calls.setdefault(path, live.now)
+
+    def end(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if path in open_calls:
+            found[path] = live.now - open_calls.pop(path)
+
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(begin, path), prepend=True))
+        handles.append(module.register_forward_hook(partial(end, path)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _collect(
+    parameter: nn.Parameter, name: str, live: Live, found: list[tuple[str, int]], dtype: torch.dtype | None
+) -> None:
+    """A gradient goes into its bucket as soon as it has come."""
+    if not parameter.requires_grad:
+        return
+    if dtype is not None and dtype.itemsize > parameter.element_size():
+        parameter.grad_dtype = dtype
+
+    def take(one: Tensor) -> None:
+        one.grad = None
+        found.append((name, live.mark()))
+
+    parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]

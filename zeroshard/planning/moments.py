@@ -1,0 +1,98 @@
+"""A step over time: what the engine holds while gradients come, and what the model's own tensors take beside it.
+
+forward       weights, main, state, gathered units      + inputs and what autograd saves, more and more
+backward      the same, buckets and reduced gradients   + what is left of it, less and less
+step          no full gathered gradients any more       + inputs
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from zeroshard.layout.pool_plan import PoolPlan
+from zeroshard.placement import SHARDED
+from zeroshard.planner import Bytes, PlannedUnit, Training
+from zeroshard.planning.activations import Trace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of a step, and the most that one rank holds in it.
+
+    Attributes:
+        phase: "forward", "backward" or "step".
+        until: the parameter whose gradient ends it; empty: the end of the phase.
+        engine: as `handle.memory()` counts it.
+        activations: bytes of the model's own tensors, inputs included.
+    """
+
+    phase: str
+    until: str
+    engine: Bytes
+    activations: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.engine.sum + self.activations
+
+
+def moments(training: Training, trace: Trace, held: Mapping[str, Bytes], *, accumulates: bool) -> Iterator[Moment]:
+    """
+    Args:
+        held: by the engine, in each phase of a step.
+        accumulates: over several micro-batches. Traced is the last one, when the gradients of those before are there.
+    """
+    engine = held["backward"] if accumulates else held["forward"]
+    yield Moment("forward", "", engine, trace.forward)
+    growing = _Backward(training, engine, held["backward"])
+    for name, activations in trace.gradients:
+        engine = growing.after(name)
+        yield Moment("backward", name, engine, activations)
+    yield Moment("backward", "", engine, trace.rest)
+    yield Moment("step", "", held["step"], trace.inputs)
+
+
+class _Backward:
+    """What the engine holds as one gradient after the other comes. `most`: in the end."""
+
+    def __init__(self, training: Training, engine: Bytes, most: Bytes) -> None:
+        self._engine, self._most = engine, most
+        self._unit_of = {slot.name: unit for unit in training.units for slot in unit.layout.slots if unit.is_reduced}
+        self._missing = Counter[int](id(unit) for unit in self._unit_of.values())
+        self._borrows = training.plan.grads is SHARDED and training.topology.num_shards > 1
+        self._takes_shards = training.plan.grads is SHARDED and engine.grads < most.grads
+        reads_peers = training.topology.transport.reads_peers
+        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in training.units if unit.is_reduced]
+        self._buckets = PoolPlan.for_gradients(requests if self._borrows else [], reads_peers=reads_peers)
+        self._opened = Counter[Hashable]()
+        self._own = 0
+
+    def after(self, name: str) -> Bytes:
+        unit = self._unit_of.get(name)
+        if unit is None:  # the engine leaves it alone
+            return self._engine
+        is_first = self._missing[id(unit)] == len(unit.layout.slots)
+        self._missing[id(unit)] -= 1
+        is_last = not self._missing[id(unit)]
+        if is_first and self._borrows:
+            self._open(unit)
+        if self._takes_shards and (is_last if self._borrows else is_first):
+            grads = self._engine.grads + unit.layout.shard_numel * unit.spec.precision.grad.itemsize
+            self._engine = replace(self._engine, grads=min(grads, self._most.grads))
+        if is_last:
+            self._engine = replace(self._engine, scratch=self._most.scratch)
+        return self._engine
+
+    def _open(self, unit: PlannedUnit) -> None:
+        request = unit.spec.bucket_request(unit.layout.numel)
+        if request.alone:
+            self._own += request.num_bytes
+        else:
+            self._opened[request.queue] += 1
+        in_turns = sum(
+            min(number, self._opened[queue]) * num_bytes for queue, (number, num_bytes) in self._buckets.shared.items()
+        )
+        buckets = min(max(self._engine.buckets, self._own + in_turns), self._most.buckets)
+        self._engine = replace(self._engine, buckets=buckets)
