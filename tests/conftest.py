@@ -15,6 +15,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.huge_pages import collapse
+
 # The same examples on every run; a failure in continuous integration is then a failure on the desk.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("repeatable")
@@ -54,6 +56,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+    collapse()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,7 +21,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.model.absent import as_tensors, is_absent
-from zeroshard.testing import RankError, expect_same_logs, run_ranks
+from zeroshard.testing import expect_same_logs, run_ranks
 
 
 class WithBuffers(Net):
@@ -241,8 +241,7 @@ def test_without_unsharded_a_rank_that_runs_more_waits_and_says_so(tmp_path: Pat
                 loss_of_tokens(model, rank, 0, 1)
             (tmp_path / "told").touch()
 
-    with pytest.raises(RankError):  # rank 0 has gone on
-        run_ranks(check, 2, collective_timeout=5)
+    run_ranks(check, 2, collective_timeout=5)
     assert (tmp_path / "told").exists()
 
 
