@@ -19,8 +19,8 @@ STAMP := $(VENV)/.installed
 SITE_STAMP := $(VENV)/.site-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Tests side by side. Many wait, and each has up to 4 ranks.
-JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 8 ] && n=8; [ $$n -lt 2 ] && n=2; echo $$n)
+# Tests side by side, one more than cores: many wait. Each has up to 4 ranks.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 7 ] && n=7; echo $$((n + 1)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
 .PHONY: env train test test-everything test-faults test-settings lint docs

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
 import pickle
-import platform
 import select
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -30,9 +27,6 @@ from zeroshard.comm.comm_log import CommLog
 
 BACKEND = "gloo"
 """Of the groups that `run_ranks` makes."""
-
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-_SLICE_NANOSECONDS = 20_000_000
 
 
 class RankError(RuntimeError):
@@ -89,14 +83,14 @@ def _rank_main(
     os.register_at_fork(after_in_child=done.close)  # a worker of a DataLoader may outlive `fn`
     gc.freeze()  # what came with the fork is shared until a collection writes to it, and takes long to search
     try:
-        _keep_the_core_while_sending()
+        _never_take_a_core_from_another_rank()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         store = FileStore(str(folder / "store"), world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
         result = fn(rank, *args)
         _write(folder / f"result-{rank}", pickle.dumps(result))
-        _leave_together(all_done, done, timeout)
+        _leave_together(all_done, done)
         status = 0
     except BaseException:
         _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode())
@@ -106,25 +100,21 @@ def _rank_main(
         os._exit(status)
 
 
-def _leave_together(all_done: IO[str], done: IO[str], timeout: float) -> None:
+def _leave_together(all_done: IO[str], done: IO[str]) -> None:
     """Wait until every other rank has come here or has ended: connections of one that ends are closed to the others.
     Each rank holds the writing end of one pipe, which ends when the last of them is closed. (A collective would need a
     group that `fn` may have destroyed, or that was interrupted because a rank failed, as `fn` expected.)"""
     done.close()
-    if not select.select([all_done], [], [], timeout)[0]:
-        raise TimeoutError(f"this rank has returned; another has not, {timeout:g} s later")
+    all_done.read()
 
 
-def _keep_the_core_while_sending() -> None:
-    """A rank that sends holds a lock of gloo's. Where a message wakes a thread that takes the core from it, its own
-    gloo thread then tries that lock in a busy loop (`Pair::handleEvents`, gloo/transport/tcp/pair.cc) until its slice
-    is over: where ranks outnumber cores, a third of all time. Threads of SCHED_BATCH wait until a core is free; with
-    slices longer than what a rank computes between two waits, a core is free when the rank waits (Linux 6.12)."""
-    if sys.platform.startswith("linux"):
-        attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_BATCH, 0, 0, 0, _SLICE_NANOSECONDS, 0, 0)
-        if ctypes.CDLL(None).syscall(_SCHED_SETATTR.get(platform.machine(), -1), 0, attributes, 0):
-            with suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+def _never_take_a_core_from_another_rank() -> None:
+    """A message that arrives wakes a thread of gloo's, which may take the core from a thread that is sending and holds
+    gloo's lock; whoever then waits for that lock does so in a busy loop (`Pair::handleEvents`). Where ranks outnumber
+    cores that is a quarter of all time. Threads of this class wait until a core is free."""
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _write(path: Path, data: bytes) -> None:
