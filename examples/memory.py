@@ -14,7 +14,7 @@ def network(width: int, blocks: int) -> nn.Sequential:
     return nn.Sequential(*(block() for _ in range(blocks)))
 
 
-zeroshard.init()
+device = zeroshard.init()
 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 if rank == 0:
@@ -28,12 +28,12 @@ if rank == 0:
         transient = sum(planned[kind] for kind in ("ring", "buckets", "scratch"))
         print(f"{plan}  {(sum(planned.values()) - transient) / 1e9:8.2f}  {transient / 1e9:6.2f}")
 
-model = network(width=256, blocks=4)
+model = network(width=256, blocks=4).to(device)
 at_rest = plan_memory(model, "zero3", world_size, units=nn.Sequential, rank=rank)
 at_most = plan_memory(model, "zero3", world_size, units=nn.Sequential, rank=rank, peak=True)
 handle = zeroshard.shard(model, "zero3", units=nn.Sequential)
 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-3)
-optimizer.backward(model(torch.randn(8, 256)).square().mean())
+optimizer.backward(model(torch.randn(8, 256, device=device)).square().mean())
 optimizer.step()
 assert handle.memory() == at_rest, (handle.memory(), at_rest)
 assert handle.memory(peak=True) == at_most, (handle.memory(peak=True), at_most)

@@ -3,13 +3,15 @@
 import torch
 from torch import nn
 
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 1))
+model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 data = torch.Generator().manual_seed(1)
 
 for step in range(1, 101):
-    x = torch.randn(64, 32, generator=data)
+    x = torch.randn(64, 32, generator=data).to(device)
     y = torch.sin(x).sum(1, keepdim=True)
 
     optimizer.zero_grad()

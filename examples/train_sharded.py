@@ -5,15 +5,16 @@ from torch import nn
 
 import zeroshard
 
-zeroshard.init()
+device = zeroshard.init()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 1))
+model.to(device)
 handle = zeroshard.shard(model, "zero3")
 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-3)
 data = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
 
 for step in range(1, 101):
-    x = torch.randn(64, 32, generator=data)
+    x = torch.randn(64, 32, generator=data).to(device)
     y = torch.sin(x).sum(1, keepdim=True)
 
     optimizer.zero_grad()

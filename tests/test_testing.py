@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +65,37 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
 def test_init_without_a_launcher_is_a_world_of_one() -> None:
     def run(rank: int) -> bool:
         dist.destroy_process_group()
-        zeroshard.init(timeout=10)
-        zeroshard.init()  # a second time does nothing
+        assert zeroshard.init(timeout=10) == torch.device("cpu")
+        assert zeroshard.init() == torch.device("cpu")  # a second time does nothing else
         assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
         alone = train(Job(), zeroshard.ZERO3, 0)
         return same_bits(alone.weights, train_reference(Job(), 1)[0].weights)
 
     assert run_ranks(run, 1) == [True]
+
+
+def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The five lines are the same with GPUs: `model.to(zeroshard.init())`. (These are make-believe: no GPU is here.)"""
+
+    def run(rank: int) -> list[Any]:
+        chosen: list[int] = []
+        join = dist.init_process_group
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+        monkeypatch.setattr(
+            dist, "init_process_group", lambda name, **kwargs: join(name.replace("nccl", "fake"), **kwargs)
+        )
+        found: list[Any] = []
+        for backend in ("gloo", None):
+            dist.destroy_process_group()
+            found += [zeroshard.init(backend), zeroshard.init()]
+        model = torch.nn.Linear(3, 2)  # stays on the CPU, and trains there all the same
+        handle = zeroshard.shard(model, "zero3")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        assert optimizer.step().applied
+        return [*map(str, found), chosen]
+
+    assert run_ranks(run, 1) == [["cpu", "cpu", "cuda:3", "cuda:3", [3]]]

@@ -25,7 +25,6 @@ from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
 from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, give_back, load_full_state
 from zeroshard.runtime.hooks import NotCopied
 from zeroshard.runtime.join import join
-from zeroshard.runtime.life import Life
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.unsharded import Part, units_of, unsharded, written
 from zeroshard.storage.unit import Unit
@@ -51,8 +50,8 @@ class Handle(NotTheModel, NotCopied):
 
     def __repr__(self) -> str:
         """In one line: plan, units, parameters, ranks, precision."""
-        if self.engine.life is Life.CLOSED:
-            return "Handle(closed)"
+        if self.engine.life.is_over:
+            return f"Handle({self.engine.life.value})"
         units, mesh = self.engine.units, self.engine.collectives.mesh
         numel = sum(slot.world.numel for unit in units for slot in unit.layout.slots)
         ranks = f"{mesh.world.size} rank{'s' * (mesh.world.size > 1)}"
@@ -294,13 +293,26 @@ class Handle(NotTheModel, NotCopied):
     @torch.no_grad()
     def close(self) -> None:
         """Make the model a plain one again: every parameter gets its own full storage, in its dtype before `shard`,
-        with main's values. Collective. The handle and its optimizers raise afterwards; a second close does nothing."""
-        if self.engine.life is Life.CLOSED:
+        with main's values. Collective. The handle and its optimizers raise afterwards; a second close does nothing,
+        nor does one after `abandon`."""
+        if self.engine.life.is_over:
             return
         engine = self._open("close")
         engine.finish_background()
         give_back(engine)
-        self._release()
+        self._let_go_of_parameters()
+        engine.release()
+
+    def abandon(self) -> None:
+        """Let go of the model and of all memory, without the other ranks: what `close` is after a failure, of this rank
+        or of another. Not collective; waits for nobody, whatever is under way; a second one does nothing.
+
+        The model has no hooks any more. Parameters whose values are all on this rank keep them, in the dtype that they
+        compute in; the others (all of them under ZeRO-3 on several ranks) raise when they are read. The handle and its
+        optimizers raise. The process group is not fit for further use: messages of what was under way may be left in
+        it."""
+        self._let_go_of_parameters()
+        self.engine.abandon()
 
     def finish_background(self) -> None:
         """Wait for a save in the background, if there is one. Raises its error if it failed."""
@@ -343,12 +355,11 @@ class Handle(NotTheModel, NotCopied):
             "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights too"
         )
 
-    def _release(self) -> None:
+    def _let_go_of_parameters(self) -> None:
         for unit in self.engine.units:
             give_up_parameters(unit.parameters)
         for guard in self._guards:
             guard.remove()
-        self.engine.release()
 
 
 def handle_of(parameter: nn.Parameter) -> Handle | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from zeroshard.external import shard_parameters
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.right_call import expect_class, expect_parameters
+from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
 from zeroshard.runtime.loss_ledger import LossAccount
+from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
 from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control
@@ -107,6 +108,48 @@ class ShardedOptimizer(TorchOptimizer):
         self.clipping = Clipping()
         self._uneven_inputs = UnevenInputs(self.engine)
         self._is_built = True
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        handle: Handle,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_scale: LossScalePolicy | float | Literal["dynamic"] | None = None,
+        non_finite: NonFinite | None = None,
+        skip_norm_above: float | None = None,
+        elementwise: bool | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """Take over a plain optimizer that was made before, over parameters of the handle's model: its class, param
+        groups with the hyper-parameters of now, hooks and, if it has stepped, its state. Both share the param groups,
+        so schedulers that were made for it keep working. It raises from now on where it would step. Collective.
+
+        Args:
+            arguments: of the class's constructor, where the optimizer does not keep what it was made with.
+
+        Raises:
+            TypeError: a class, or something else, in place of the optimizer or the handle.
+            ValueError: parameters that are not the handle's; what the optimizer was made with cannot be found, or
+                ranks have other state. The optimizer is as it was.
+        """
+        expect_handle(handle, "ShardedOptimizer.from_optimizer(handle, optimizer)")
+        expect_instance(optimizer, is_sharded=isinstance(optimizer, ShardedOptimizer))
+        for number, group in enumerate(optimizer.param_groups):
+            _expect_of_handle(handle, number, group["params"])
+        taken_over.expect_to_step_itself(optimizer)
+        made = cls(
+            taken_over.groups_of(optimizer),
+            type(optimizer),
+            loss_scale=loss_scale,
+            non_finite=non_finite,
+            skip_norm_above=skip_norm_above,
+            elementwise=elementwise,
+            **taken_over.arguments_of(optimizer, arguments),
+        )
+        made._state_dicts().load(taken_over.state_dict_of(optimizer), made.adopt)
+        taken_over.hand_over(optimizer, made)
+        return made
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -322,6 +365,26 @@ class ShardedOptimizer(TorchOptimizer):
     def joined(self) -> JoinedOptimizer:
         """As a join sees it."""
         return JoinedOptimizer(self)
+
+
+def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Parameter]) -> None:
+    """Of param group `number`.
+
+    Raises:
+        ValueError: a parameter that is not.
+    """
+    for parameter in parameters:
+        other = handle_of(parameter)
+        if other is not None and other is not handle:
+            raise ValueError(
+                f"from_optimizer: param group {number} has a parameter of another handle, {other}: pass that one"
+            )
+        if other is None:
+            raise ValueError(
+                f"from_optimizer: param group {number} has a parameter of shape {tuple(parameter.shape)} that this "
+                "handle does not manage: make the optimizer over parameters of the model that shard() has got (and a "
+                "plain one, which stays plain, over those in ignored=)"
+            )
 
 
 def _find_handle(

@@ -37,16 +37,23 @@ SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
 """Names of the two axes: plain, and as PyTorch's pages and torchtitan have them."""
 
 
-def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
+def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> torch.device:
     """Join the process group of the launcher (`torchrun` sets its environment); without a launcher, a world of one.
 
+        device = zeroshard.init()
+        model.to(device)
+
     Args:
-        backend: "gloo" or "nccl"; by default nccl where CUDA is available, else gloo.
+        backend: "gloo" or "nccl"; by default gloo for CPU tensors and, where CUDA is available, NCCL for CUDA's.
         timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the ranks that wait
             (gloo). NCCL cannot raise there: torch's watchdog writes to the log and ends the process.
 
     If `torch.distributed` is initialised already, its group and timeout are kept. In both cases a watch starts: when a
     rank fails, the other ranks exit within seconds instead of waiting for the timeout.
+
+    Returns:
+        Where this rank's model and data belong: the current CUDA device where the group moves CUDA tensors, else the
+        CPU. On CUDA, `init` has made it the current one, by LOCAL_RANK, unless the group was there before.
 
     Raises:
         ValueError: a timeout that is not positive.
@@ -57,11 +64,13 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     if not dist.is_initialized():
         _join(backend, timeout)
     watch.start()
+    return device_for(_default_group(), None)
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend == "nccl":
+    # With both, a model that stays on the CPU of a machine with GPUs trains as well.
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -76,7 +76,7 @@ class AbsentTensor(Tensor):
                 parameter.home.bring()
         for parameter in operands:
             if is_absent(parameter):
-                raise RuntimeError(f"{what}: {not_here(_name_of(parameter), parameter.unit)}")
+                raise RuntimeError(f"{what}: {parameter.home.explain(_name_of(parameter))}")
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -109,7 +109,8 @@ class AbsentTensor(Tensor):
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         shape = f"shape {tuple(self.shape)}, {self.dtype}, on {self.device}"
-        return f"parameter {_name_of(self)}: {shape}; its values are not here (`with handle.unsharded():` shows them)"
+        where = "lost" if self.home.is_lost else "not here (`with handle.unsharded():` shows them)"
+        return f"parameter {_name_of(self)}: {shape}; its values are {where}"
 
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
@@ -121,6 +122,7 @@ class Absent:
     Attributes:
         bring: get the values without the other ranks, and `give` them, if that is possible.
         pointers: where the placeholders lie.
+        is_lost: whether the values come no more.
     """
 
     bring: Callable[[], None]
@@ -134,15 +136,29 @@ class Absent:
         self._unit, self._names = unit, tuple(slot.name for slot in slots)
         self._classes: dict[type, type[AbsentTensor]] = {}
         self.bring = lambda: None
+        self.is_lost = False
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """They are absent from now on, until `give`."""
         for parameter, view in zip(parameters, self._views, strict=True):
-            plain = type(parameter)
-            if plain not in self._classes:
-                self._classes[plain] = _class_of(plain, self._unit, self._names, self)
-            parameter.data = view
-            parameter.__class__ = self._classes[plain]
+            self._take(parameter, view)
+
+    def _take(self, parameter: Tensor, view: Tensor) -> None:
+        plain = type(parameter)
+        if plain not in self._classes:
+            self._classes[plain] = _class_of(plain, self._unit, self._names, self)
+        parameter.data = view
+        parameter.__class__ = self._classes[plain]
+
+    def lose(self, index: int, parameter: Tensor) -> None:
+        """That of slot `index` is absent for good, and so are those that are absent already."""
+        self.is_lost, self.bring = True, lambda: None
+        if not is_absent(parameter):
+            self._take(parameter, self._views[index])
+
+    def explain(self, name: str) -> str:
+        """What has happened to the values of a parameter, and what to write instead."""
+        return _lost(name) if self.is_lost else not_here(name, self._unit)
 
     def give(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """They have these values from now on, and are what they were."""
@@ -193,6 +209,13 @@ def not_here(name: str, unit: str) -> str:
         "forward, choose units= whose modules contain all uses of what they own (name the transformer block), or "
         "register the method that is called in place of forward with "
         "handle.register_forward_method"
+    )
+
+
+def _lost(name: str) -> str:
+    return (
+        f"the values of parameter {name} are lost: its handle was abandoned while they were divided over the ranks. "
+        "Build the model anew, and load a checkpoint"
     )
 
 

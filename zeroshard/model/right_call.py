@@ -64,9 +64,11 @@ def expect_class(found: object) -> None:
         return
     name = "torch.optim.AdamW"
     if isinstance(found, torch.optim.Optimizer):
-        name = type(found).__name__
-        name = f"torch.optim.{name}" if getattr(torch.optim, name, None) is type(found) else name
-    elif isinstance(found, str):
+        raise TypeError(
+            f"optimizer_class must be a class of optimizers, found {_kind(found)}: write "
+            "ShardedOptimizer.from_optimizer(handle, optimizer), which takes it over as it is"
+        )
+    if isinstance(found, str):
         known = {one.lower(): one for one in dir(torch.optim) if isinstance(getattr(torch.optim, one), type)}
         name = f"torch.optim.{known.get(found.lower(), 'AdamW')}"
     what = f"the text {found!r}" if isinstance(found, str) else _kind(found)
@@ -74,6 +76,24 @@ def expect_class(found: object) -> None:
         f"optimizer_class must be a class of optimizers, found {what}: write ShardedOptimizer(handle, {name}, lr=...), "
         "with the arguments of the class behind it; it is built over the parts of the parameters that a rank has"
     )
+
+
+def expect_instance(found: object, *, is_sharded: bool) -> None:
+    """Of a plain optimizer, to be taken over. `is_sharded`: it is a ShardedOptimizer.
+
+    Raises:
+        TypeError: a class, a sharded optimizer, or something else.
+    """
+    if isinstance(found, torch.optim.Optimizer) and not is_sharded:
+        return
+    remedy = "make it over model.parameters() first"
+    if isinstance(found, type):
+        remedy = f"write ShardedOptimizer(handle, {found.__name__}, lr=...), with the arguments of the class behind it"
+    elif is_sharded:
+        remedy = "it is what from_optimizer returns"
+    elif isinstance(found, NotTheModel):
+        remedy = "the handle comes first, from_optimizer(handle, optimizer)"
+    raise TypeError(f"from_optimizer takes a plain optimizer that is made already, found {_kind(found)}: {remedy}")
 
 
 def _kind(found: object) -> str:

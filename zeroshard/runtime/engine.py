@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.managed import EVERYTHING, Managed
 from zeroshard.model.transforms import outside_transforms
@@ -49,8 +50,8 @@ class Engine(NotCopied):
         claims: which optimizer has which parameters.
         background: a checkpoint that is still being written.
         untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by their names.
-        life: open, parked or closed.
-        units: in registration order; none once it is closed.
+        life: open, parked, closed or abandoned.
+        units: in registration order; none once that is over.
         pool: full-size buffers for weights, gradients and scratch.
         gatherer: who brings the weights, and hides them.
         reducer: who accumulates gradients, and reduces them.
@@ -298,5 +299,25 @@ class Engine(NotCopied):
     def release(self) -> None:
         """Let go of the model, and of all memory."""
         self.life = self.life.after("close")
+        self._let_go()
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """See `Handle.abandon`."""
+        if self.life.is_over:
+            return
+        self.life = self.life.after("abandon")
+        # [Note: nobody waits for what was abandoned]
+        # What is under way waits for its peers when it is dropped (`Pending.__del__`), unless something has failed.
+        self.collectives.messages.failed = True
+        self.background = None  # it goes on: whoever called save() has it
+        for unit in self.units:
+            with as_tensors():
+                for parameter in unit.parameters:
+                    parameter.grad = None
+            unit.weights.abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.schedule.detach()
         self._hold(())

@@ -1,6 +1,7 @@
 """The life of a sharded model, and what is refused in it.
 
 OPEN --park()--> PARKED --unpark()--> OPEN --close()--> CLOSED
+OPEN, PARKED --abandon()--> ABANDONED
 """
 
 from __future__ import annotations
@@ -13,21 +14,32 @@ class Life(Enum):
     OPEN = "open"
     PARKED = "parked"
     CLOSED = "closed"
+    ABANDONED = "abandoned"
+
+    @property
+    def is_over(self) -> bool:
+        return self in (Life.CLOSED, Life.ABANDONED)
 
     def expect_open(self, what: str) -> None:
         """Raises:
         RuntimeError: it is not, and `what` needs that."""
         if self is Life.CLOSED:
             raise RuntimeError(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
+        if self is Life.ABANDONED:
+            raise RuntimeError(
+                f"{what}: this handle was abandoned; build and shard() the model anew, load a checkpoint"
+            )
         if self is Life.PARKED:
             raise RuntimeError(f"{what}: this handle is parked; call unpark() first")
 
-    def after(self, what: Literal["park", "unpark", "close"]) -> Life:
+    def after(self, what: Literal["park", "unpark", "close", "abandon"]) -> Life:
         """Where that leads.
 
         Raises:
             RuntimeError: it is not possible now.
         """
+        if what == "abandon":
+            return self if self.is_over else Life.ABANDONED  # a teardown may come at any time, and twice
         begins, ends = _EDGES[what]
         if begins is Life.OPEN:
             self.expect_open(what)

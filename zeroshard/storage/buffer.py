@@ -220,6 +220,10 @@ class FlatBuffer:
         self._pending.wait(stale=stale)
         self.is_arriving = False
 
+    def abandon(self) -> None:
+        """Nobody waits any more for what is under way, or needs the values."""
+        self._pending, self.is_arriving, self.placement = Pending(), False, None
+
     def release(self) -> None:
         """The same, and wait until the peers have read what this rank gave: only then may it be written to."""
         self._pending.release()

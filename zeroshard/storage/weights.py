@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.model.absent import Absent, as_tensors
+from zeroshard.model.absent import Absent, as_tensors, give
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer
 
@@ -164,6 +164,23 @@ class Weights:
             self.expect_in_place()
             self.absent.take(self._parameters)
             self.shown, self._pointers = False, self.absent.pointers
+
+    def abandon(self) -> None:
+        """Nobody moves them any more. Values that rest here in full, and are all here, stay with the parameters; the
+        others are lost, and a read says so. What the user has replaced is left alone."""
+        buffer = self.buffer
+        are_here = buffer.rests_in_full and buffer.placement is REPLICATED and not buffer.is_arriving
+        with as_tensors():
+            found = [parameter.data_ptr() for parameter in self._parameters]
+        for index, parameter in enumerate(self._parameters):
+            if parameter.numel() and found[index] != self._pointers[index]:
+                continue
+            if are_here:
+                give(parameter, buffer.views()[index])
+            else:
+                self.absent.lose(index, parameter)
+        self.shown, self._pointers = False, self.absent.pointers
+        buffer.abandon()
 
     @property
     def is_passing(self) -> bool:

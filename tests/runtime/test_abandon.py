@@ -1,0 +1,172 @@
+"""`handle.abandon()`: a framework's teardown after a failure, which must not wait for anybody.
+
+A run hung for 200 seconds in `close()`, which gathers the weights, after one rank had raised; and what was under way
+was waited for once more when it was dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.failures.common import Ranks
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from zeroshard.runtime.life import Life
+from zeroshard.testing import run_ranks
+
+
+class Fails(Block):
+    """When told to, as user code does: in forward, or in backward."""
+
+    where = ""
+
+    def forward(self, x: Any) -> Any:
+        if self.where == "forward":
+            raise KeyError("a batch without labels")
+        y = super().forward(x)
+        if self.where == "backward":
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, grad: Any) -> None:
+        raise KeyError("a batch without labels")
+
+
+def begin(plan: Any, **options: Any) -> tuple[Any, Any, Any]:
+    def build() -> nn.Module:
+        model = Net(blocks=3)
+        model.blocks = nn.ModuleList(Fails() for _ in range(3))
+        return model
+
+    model = make(build)
+    handle = zeroshard.shard(model, plan, units=Block, **options)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
+    return model, handle, optimizer
+
+
+LONG = timedelta(seconds=60)
+
+
+def flag(name: str) -> str:
+    return f"abandoned {name}"
+
+
+def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
+    """Rank 1 goes no further before rank 0 has abandoned: whoever waits for it waits for ever."""
+
+    def check(rank: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        # Of their own: what has been abandoned leaves messages in its group.
+        cases = [(plan, where) for plan in PLANS for where in ("forward", "backward", "step")]
+        groups = [dist.new_group([0, 1]) for _ in cases]
+        for (plan, where), group in zip(cases, groups, strict=True):
+            name = flag(f"{plan.name} {where}")
+            model, handle, optimizer = begin(plan, mesh=group)
+            loss_of_tokens(model, rank, 0, 0).backward()
+            optimizer.step()
+            if where != "step":
+                # Rank 1 has failed a block before: what rank 0 has begun in advance has no answer.
+                model.blocks[1 - rank if where == "forward" else 1 + rank].where = where
+                with pytest.raises(KeyError, match="without labels"):
+                    loss_of_tokens(model, rank, 0, 1).backward()
+            if rank == 1:
+                store.wait([name], LONG)
+            handle.abandon()
+            handle.abandon()
+            handle.close()  # teardowns do both
+            store.set(name, "")
+            assert repr(handle) == "Handle(abandoned)" and not any(handle.engine.units)
+            for call in (optimizer.step, handle.full_state_dict, lambda h=handle: zeroshard.save("x", h, step=1)):
+                with pytest.raises(RuntimeError, match=r"this handle was abandoned; build and shard\(\) the model"):
+                    call()
+            assert all(p.grad is None for p in model.parameters())
+            gone = weakref.ref(handle.engine.collectives)
+            del handle, optimizer, call
+            gc.collect()
+            assert gone() is None
+
+    run_ranks(check, 2, collective_timeout=60.0)
+
+
+def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it() -> None:
+    """The negative control: the same moment, without `abandon`."""
+
+    def check(rank: int) -> str:
+        store = dist.distributed_c10d._get_default_store()
+        _, handle, _ = begin("zero3", mesh=dist.new_group([0, 1], timeout=timedelta(seconds=1)))
+        if rank == 1:
+            store.wait(["over"], LONG)
+        with pytest.raises(RuntimeError) if rank == 0 else nullcontext() as error:
+            if rank == 0:
+                handle.close()
+        handle.abandon()
+        store.set("over", "")
+        return str(error.value) if rank == 0 else ""
+
+    assert "Timed out waiting" in run_ranks(check, 2)[0]
+
+
+def test_what_becomes_of_the_values() -> None:
+    def check(rank: int) -> None:
+        for plan, precision in [("ddp", None), ("zero1", None), ("zero2", "bf16"), ("zero3", None)]:
+            model, handle, _ = begin(plan, precision=precision)
+            before = handle.full_state_dict()
+            replaced = next(iter(model.head.parameters()))
+            dist.barrier()
+            handle.abandon()
+            if plan != "zero3":
+                assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+                (model(torch.zeros(1, 2, dtype=torch.long)).float().sum()).backward()
+                assert replaced.grad is not None and type(replaced) is nn.Parameter
+                continue
+            told = r"the values of parameter head\.weight are lost: its handle was abandoned .* load a checkpoint"
+            with pytest.raises(RuntimeError, match=told):
+                replaced.norm()
+            with pytest.raises(RuntimeError, match="are lost"):
+                model(torch.zeros(1, 2, dtype=torch.long))
+            assert "its values are lost" in repr(replaced) and replaced.shape == before["head.weight"].shape
+        for begin_parked in (True, False):
+            model, handle, _ = begin("zero1")
+            if begin_parked:
+                handle.park()
+            else:
+                with torch.no_grad(), handle.unsharded("head"):
+                    handle.abandon()  # with a scope around it
+            handle.abandon()
+            with pytest.raises(RuntimeError, match=r"are lost") if begin_parked else torch.no_grad():
+                model.head.weight.norm()
+
+    run_ranks(check, 2)
+    assert Life.PARKED.after("abandon") is Life.OPEN.after("abandon") is Life.ABANDONED
+    assert Life.CLOSED.after("abandon") is Life.CLOSED
+
+
+def test_all_ranks_leave_when_one_has_failed() -> None:
+    """A rank that waits is woken by the watch, abandons, and its process ends by itself."""
+
+    def check(rank: int, mark: Any) -> None:
+        zeroshard.init()
+        model, handle, optimizer = begin("zero3")
+        try:
+            if rank == 1:
+                mark()
+                raise KeyError("a batch without labels")
+            loss_of_tokens(model, rank, 0, 0).backward()
+        except (KeyError, RuntimeError) as error:
+            zeroshard.abort(error, quiet=True)
+            handle.abandon()
+            del model, handle, optimizer
+            gc.collect()
+            os._exit(7)  # reached: nobody has ended this process
+
+    assert Ranks(check, 3).finish(60).statuses == [7, 7, 7]

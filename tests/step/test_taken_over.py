@@ -1,0 +1,178 @@
+"""`ShardedOptimizer.from_optimizer`: what a plain optimizer was made with, has become, and has kept, goes on.
+
+Trainers make the optimizer and its scheduler first. To make both anew lost what had been set on them since, and a
+scheduler that was kept set the learning rate of an optimizer that nobody stepped.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.step.taken_over import arguments_of
+from zeroshard.testing import expect_same_logs, run_ranks
+
+ShardedOptimizer: Any = zeroshard.ShardedOptimizer
+RANKS = 2
+
+
+class Decaying(torch.optim.SGD):
+    """Passes on its arguments, and keeps one of its own."""
+
+    def __init__(self, params: Any, *, factor: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(self.factor)
+        return super().step(closure)
+
+
+class Silent(torch.optim.SGD):
+    """Keeps nothing under the name that it got it by."""
+
+    def __init__(self, params: Any, lr: float, rule: float = 1.0, *, must: float) -> None:
+        super().__init__(params, lr=lr * rule * must)
+
+
+MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.9), "foreach": False}),
+    "AdamW, a tensor": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "amsgrad": True, "foreach": False}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": False}),
+    "its own": (Decaying, {"lr": 0.1, "momentum": 0.9, "foreach": False, "factor": 0.9}),
+}
+PLANS = {"AdamW": "zero3", "AdamW, a tensor": "zero1", "SGD": "ddp", "its own": "zero2"}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": matrices, "weight_decay": 0.2}, {"params": [p for p in model.parameters() if p.ndim <= 1]}]
+
+
+def plain_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
+    """The mean of all ranks' gradients, summed in their order."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    for rank in range(RANKS):
+        optimizer.zero_grad()
+        loss_of_tokens(model, rank, 0, number).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
+    for p, total in sums.items():
+        p.grad = total / RANKS
+    optimizer.step()
+    scheduler.step()
+
+
+def begin(name: str, before: int) -> tuple[nn.Module, Any, Any]:
+    """With `before` steps done as plain torch does them, and hyper-parameters changed since."""
+    of_class, options = MADE[name]
+    model = make(lambda: Net(blocks=1))
+    optimizer: Any = of_class(groups_of(model), **copy.deepcopy(options))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for number in range(before):
+        plain_step(model, optimizer, scheduler, number)
+    optimizer.param_groups[1]["weight_decay"] = 0.3
+    return model, optimizer, scheduler
+
+
+@pytest.mark.filterwarnings("error")  # schedulers warn of an optimizer that has not stepped
+def test_it_goes_on_as_the_plain_one_with_the_scheduler_that_there_was() -> None:
+    def check(rank: int) -> list[Any]:
+        found = []
+        for name, before in [(name, 2) for name in MADE] + [("AdamW", 0)]:
+            model, optimizer, scheduler = begin(name, before)
+            twin, plain, of_twin = begin(name, before)
+            seen: list[str] = []
+            optimizer.register_step_pre_hook(lambda made, *_, seen=seen: seen.append(type(made).__name__))
+            handle = zeroshard.shard(model, PLANS[name], units=Block)
+            sharded = ShardedOptimizer.from_optimizer(handle, optimizer)
+            assert not optimizer.state and optimizer.param_groups is sharded.param_groups
+            for number in range(before, before + 2):
+                sharded.zero_grad()
+                loss_of_tokens(model, rank, 0, number).backward()
+                sharded.step()
+                scheduler.step()
+                plain_step(twin, plain, of_twin, number)
+            assert seen == ["ShardedOptimizer"] * 2
+            assert same_bits(handle.full_state_dict(), twin.state_dict()), (name, before)
+            mine, theirs = sharded.state_dict(), plain.state_dict()
+            assert repr(mine["param_groups"]) == repr(theirs["param_groups"]), name
+            assert mine["param_groups"][1]["weight_decay"] == 0.3
+            assert float(mine["param_groups"][0]["lr"]) == pytest.approx(MADE[name][1]["lr"] / (3 + before))
+            for number, items in theirs["state"].items():
+                assert all(torch.equal(mine["state"][number][key], v) for key, v in items.items() if v is not None)
+            for call in (optimizer.step, optimizer.state_dict, lambda made=optimizer: made.add_param_group({})):
+                with pytest.raises(RuntimeError, match=r"has been taken over: call .* of what from_optimizer"):
+                    call()
+            found.append(handle.comm_log)
+        return found
+
+    for logs in zip(*run_ranks(check, RANKS), strict=True):
+        expect_same_logs(logs)
+
+
+def test_controls() -> None:
+    """What is built from the same groups does not have the scheduler, and other arguments train otherwise."""
+
+    def check(rank: int) -> None:
+        model, optimizer, scheduler = begin("AdamW", 0)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        sharded = ShardedOptimizer(optimizer.param_groups, torch.optim.AdamW, lr=1e-2)
+        model(torch.ones(1, 3, dtype=torch.long)).sum().backward()
+        sharded.step()
+        with pytest.warns(UserWarning, match="before `optimizer.step"):
+            scheduler.step()
+        assert sharded.param_groups[0]["lr"] == 1e-2 != optimizer.param_groups[0]["lr"]
+        del handle
+
+    run_ranks(check, 1)
+    model = make(lambda: Net(blocks=1))
+    optimizer = Decaying(model.parameters(), lr=0.1, momentum=0.5, factor=0.9)
+    assert {"lr": 0.1, "momentum": 0.5, "factor": 0.9}.items() <= arguments_of(optimizer, {}).items()
+    silent: Any = Silent(model.parameters(), 0.1, 3.0, must=1.0)
+    with pytest.raises(ValueError, match=r"Silent does not tell with which must it was made: .*must=\.\.\.\)"):
+        arguments_of(silent, {})
+    with pytest.raises(ValueError, match=r"the default lr is 0\.3\d*, and 0\.9\d* in a Silent that is made anew"):
+        arguments_of(silent, {"must": 1.0, "rule": 3.0})
+    assert arguments_of(silent, {"lr": 0.1, "must": 1.0, "rule": 3.0}) == {"lr": 0.1, "must": 1.0, "rule": 3.0}
+
+
+def test_what_cannot_be_taken_over_is_told() -> None:
+    def check(rank: int) -> None:
+        def refused(kind: type[Exception], told: str, *args: Any, **kwargs: Any) -> None:
+            with pytest.raises(kind, match=told):
+                ShardedOptimizer.from_optimizer(*args, **kwargs)
+
+        model, other = make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), make(lambda: nn.Linear(4, 4))
+        adam, of_other = torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(other.parameters())
+        handle = zeroshard.shard(model, "zero2", ignored=["1"])
+        refused(TypeError, r"that shard\(\) has returned, found a module .*from_optimizer\(handle", model, adam)
+        refused(TypeError, r"found the class AdamW: write ShardedOptimizer\(handle, AdamW", handle, torch.optim.AdamW)
+        refused(TypeError, "found an object of type Handle: the handle comes first", handle, handle)
+        refused(TypeError, r"found an object of type list: make it over model\.parameters", handle, [adam])
+        told = r"param group 0 has a parameter of shape \(4, 4\) that this handle does not manage"
+        refused(ValueError, told, handle, of_other)
+        refused(ValueError, told, handle, torch.optim.SGD(model[1].parameters()))
+        second = zeroshard.shard(other, "zero1")
+        refused(ValueError, r"of another handle, Handle\(zero1.*: pass that one", handle, of_other)
+        adam.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        refused(ValueError, "other values than on rank 0 in 'lr' of param group 0", handle, adam)
+        adam.param_groups[0]["lr"] = 0.1
+        sharded = ShardedOptimizer.from_optimizer(handle, adam)  # nothing was claimed
+        refused(TypeError, "found an optimizer that is made already .ShardedOptimizer.: it is what", handle, sharded)
+        wrapped: Any = torch.optim.SGD(other.parameters())
+        wrapped.step = lambda: None
+        refused(ValueError, r"the step\(\) of this SGD has been replaced", second, wrapped)
+
+    run_ranks(check, RANKS)

@@ -1,0 +1,162 @@
+"""An optimizer that is made already, as `ShardedOptimizer.from_optimizer` takes it over.
+
+Its class is made anew over the parts of main that a rank has, so the arguments that it was made with must be found.
+They are among its defaults or its attributes, under the names that its constructor has for them; and whether a new one
+is like it is then looked at. Its param groups, and their dicts, are shared: a scheduler that was made for it sets the
+learning rates that the sharded optimizer steps with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.settings import plain
+from zeroshard.step.assignment import OptimizerClass, Options
+
+_HOOKS = tuple(
+    f"_optimizer_{when}_hooks"
+    for when in (
+        *("step_pre", "step_post", "state_dict_pre", "state_dict_post"),
+        *("load_state_dict_pre", "load_state_dict_post"),
+    )
+)
+_OF_TORCH = {"defaults", "state", "param_groups", "step"}
+"""Attributes that every optimizer has (or a scheduler gives it), and that are taken over otherwise."""
+
+
+def arguments_of(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> Options:
+    """What the class was made with.
+
+    Args:
+        given: the arguments that the user names; they count.
+
+    Raises:
+        ValueError: an argument that cannot be found; a new optimizer of the class, made with these arguments, is not
+            like this one.
+    """
+    of_class, found = type(optimizer), dict[str, Any]()
+    for name, parameter in _parameters(of_class).items():
+        if name in given:
+            continue
+        if name in optimizer.defaults:
+            found[name] = optimizer.defaults[name]
+        elif not name.startswith("_") and name in vars(optimizer):
+            found[name] = vars(optimizer)[name]
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"from_optimizer: {of_class.__name__} does not tell with which {name} it was made: "
+                f"from_optimizer(handle, optimizer, {name}=...)"
+            )
+    found |= given
+    _expect_alike(optimizer, found)
+    return found
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[Options]:
+    """Its param groups, each a dict of its own."""
+    return [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+
+
+def state_dict_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As its `state_dict()`, which would run hooks of the user; nothing is copied."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = iter(range(len(params)))
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    state = {number: optimizer.state[p] for number, p in enumerate(params) if optimizer.state.get(p)}
+    return {"state": state, "param_groups": groups}
+
+
+def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:
+    """Raises:
+    ValueError: somebody has put another `step` in the place of the class's, which would be lost. (Schedulers put one
+        there that only counts.)"""
+    step = vars(optimizer).get("step")
+    if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
+        raise ValueError(
+            f"from_optimizer: the step() of this {type(optimizer).__name__} has been replaced by another function: "
+            "take the optimizer over before it is wrapped"
+        )
+
+
+def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> None:
+    """From now on both have the same param groups and hooks; the one that is taken over has no state, and raises where
+    it would step, save or load."""
+    for mine, theirs in zip(to.param_groups, optimizer.param_groups, strict=True):
+        theirs.update({**mine, **theirs})
+    to.param_groups[:] = optimizer.param_groups
+    optimizer.param_groups = to.param_groups
+    for hooks in _HOOKS:
+        setattr(to, hooks, getattr(optimizer, hooks))
+    optimizer.state.clear()
+    for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
+        setattr(optimizer, name, _handed_over(name))
+    # A scheduler warns if the optimizer that it was made for has never stepped.
+    to.register_step_post_hook(partial(_note_step, weakref.ref(optimizer)))
+
+
+def _handed_over(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned"
+        )
+
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as far as its schedulers are concerned
+    return refuse
+
+
+def _note_step(optimizer: weakref.ref[Any], *_: object) -> None:
+    if (alive := optimizer()) is not None:
+        alive._opt_called = True
+
+
+def _parameters(of_class: OptimizerClass) -> dict[str, inspect.Parameter]:
+    """The named arguments of the constructor but `params`, and of those that it passes its `**kwargs` on to."""
+    found: dict[str, inspect.Parameter] = {}
+    for kind in of_class.__mro__:
+        if "__init__" not in vars(kind):
+            continue
+        parameters = list(inspect.signature(vars(kind)["__init__"]).parameters.values())[2:]
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        found = {p.name: p for p in named} | found
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    found.pop("params", None)
+    return found
+
+
+def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
+    """Raises:
+    ValueError: a new one, made with these arguments, has other defaults or attributes."""
+    name = type(optimizer).__name__
+    try:
+        new = type(optimizer)([torch.zeros(2, 2)], **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"
+        ) from error
+    for what, mine, theirs in (
+        ("the default", optimizer.defaults, new.defaults),
+        ("the attribute", _attributes(optimizer), _attributes(new)),
+    ):
+        for key in mine.keys() & theirs.keys():
+            if plain(mine[key]) != plain(theirs[key]):
+                raise ValueError(
+                    f"from_optimizer: {what} {key} is {_short(mine[key])}, and {_short(theirs[key])} in a {name} that "
+                    "is made anew, as the one that steps: name the argument that it comes from, "
+                    "from_optimizer(handle, optimizer, ...=...)"
+                )
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> Options:
+    return {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in _OF_TORCH}
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() > 1 else repr(value)
