@@ -1,31 +1,75 @@
 """zeroshard: sharded data-parallel training for PyTorch. One engine, in which a stage is data."""
 
-from zeroshard import planner as planner
-from zeroshard import testing as testing
-from zeroshard.checkpoint import CheckpointError as CheckpointError
-from zeroshard.checkpoint import load as load
-from zeroshard.checkpoint import prune as prune
-from zeroshard.checkpoint import save as save
-from zeroshard.checkpoint import verify as verify
-from zeroshard.comm.mesh import init as init
-from zeroshard.comm.patience import wait_for_all as wait_for_all
-from zeroshard.comm.watch import LostPeer as LostPeer
-from zeroshard.comm.watch import abort as abort
-from zeroshard.comm.watch import abort_on_error as abort_on_error
-from zeroshard.handle import Handle as Handle
-from zeroshard.loss_scale import ConstantScale as ConstantScale
-from zeroshard.loss_scale import DynamicScale as DynamicScale
-from zeroshard.loss_scale import LossScaler as LossScaler
-from zeroshard.optimizer import ShardedOptimizer as ShardedOptimizer
-from zeroshard.optimizer import StepResult as StepResult
-from zeroshard.placement import DDP as DDP
-from zeroshard.placement import OPTIMIZER_ONLY as OPTIMIZER_ONLY
-from zeroshard.placement import ZERO1 as ZERO1
-from zeroshard.placement import ZERO2 as ZERO2
-from zeroshard.placement import ZERO3 as ZERO3
-from zeroshard.placement import Plan as Plan
-from zeroshard.planning import plan as plan
-from zeroshard.precision import MixedPrecision as MixedPrecision
-from zeroshard.shard import shard as shard
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from zeroshard import checkpoint, errors, planner, planning, testing
+from zeroshard.checkpoint import CheckpointError, load, prune, save, verify
+from zeroshard.comm.mesh import init
+from zeroshard.comm.patience import wait_for_all
+from zeroshard.comm.watch import LostPeer, abort, abort_on_error
+from zeroshard.errors import Error
+from zeroshard.handle import Handle
+from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
+from zeroshard.optimizer import ShardedOptimizer, StepResult
+from zeroshard.placement import DDP, OPTIMIZER_ONLY, ZERO1, ZERO2, ZERO3, Plan
+from zeroshard.planning import plan
+from zeroshard.precision import MixedPrecision
+from zeroshard.shard import shard
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DDP",
+    "OPTIMIZER_ONLY",
+    "ZERO1",
+    "ZERO2",
+    "ZERO3",
+    "CheckpointError",
+    "ConstantScale",
+    "DynamicScale",
+    "Error",
+    "Handle",
+    "LossScaler",
+    "LostPeer",
+    "MixedPrecision",
+    "Plan",
+    "ShardedOptimizer",
+    "StepResult",
+    "__version__",
+    "abort",
+    "abort_on_error",
+    "checkpoint",
+    "errors",
+    "exchange",
+    "init",
+    "load",
+    "optim",
+    "plan",
+    "planner",
+    "planning",
+    "prune",
+    "reference",
+    "save",
+    "shard",
+    "testing",
+    "verify",
+    "wait_for_all",
+]
+
+_IMPORTED_WHEN_ASKED_FOR = ("exchange", "optim", "reference")
+
+logging.getLogger("zeroshard").addHandler(logging.NullHandler())  # who wants the messages adds a handler
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # a checker is to find misspelt names by itself
+
+    def __getattr__(name: str) -> Any:
+        if name in _IMPORTED_WHEN_ASKED_FOR:
+            return importlib.import_module(f"zeroshard.{name}")
+        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")

@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
-from zeroshard.precision import in_words
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
 from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, give_back, load_full_state
 from zeroshard.runtime.hooks import NotCopied
 from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
+from zeroshard.runtime.summary import in_one_line, table
 from zeroshard.runtime.unsharded import Part, units_of, unsharded, written
 from zeroshard.storage.unit import Unit
 
@@ -46,20 +45,12 @@ class Handle(NotTheModel, NotCopied):
         self.engine = engine
         claim_parameters(self, (parameter for unit in engine.units for parameter in unit.parameters))
         # Bound methods: they keep the handle, which `handle_of` must find for as long as the model lives.
-        self._guards: list[RemovableHandle] = engine.plain.guard(self._before_state_dict, self._before_load_state_dict)
+        self._guards = engine.plain.guard(self._before_state_dict, self._before_load_state_dict)
+        self._guards += engine.plain.describe(lambda: f"sharded by zeroshard: {in_one_line(engine)}")
 
     def __repr__(self) -> str:
         """In one line: plan, units, parameters, ranks, precision."""
-        if self.engine.life.is_over:
-            return f"Handle({self.engine.life.value})"
-        units, mesh = self.engine.units, self.engine.collectives.mesh
-        numel = sum(slot.world.numel for unit in units for slot in unit.layout.slots)
-        ranks = f"{mesh.world.size} rank{'s' * (mesh.world.size > 1)}"
-        if mesh.replicate.size > 1:
-            ranks += f" ({mesh.replicate.size} replicas of {mesh.shard.size} shards)"
-        kinds = ", ".join(sorted({in_words(unit.spec.precision) for unit in units})) or "no parameters"
-        how_many = f"{len(units)} unit{'s' * (len(units) != 1)}"
-        return f"Handle({self.plan.name}, {how_many}, {numel:,} parameters on {ranks}, {kinds})"
+        return f"Handle({in_one_line(self.engine)})"
 
     @property
     def plan(self) -> Plan:
@@ -275,6 +266,11 @@ class Handle(NotTheModel, NotCopied):
         return NaN. For this thread only; costs about ten microseconds per operation."""
         return ReadsRaise(self._open("find_reads").units)
 
+    def summary(self) -> str:
+        """A table to print: of each unit its parameters, the dtype and resting placement of weights, gradients and
+        main, and the bytes that this rank holds of them; then what it holds in all, by kind. Not collective."""
+        return table(self._open("summary"))
+
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
         buffers of weights; buckets: of gradients; scratch). Memory mapped from another rank is counted by that rank.
@@ -350,16 +346,25 @@ class Handle(NotTheModel, NotCopied):
                 "or model.state_dict() inside `with handle.unsharded():`"
             )
 
-    def _before_load_state_dict(self, module: nn.Module, *args: object) -> None:
-        raise RuntimeError(
-            "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights too"
-        )
+    def _before_load_state_dict(
+        self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *args: object
+    ) -> None:
+        if not all(unit.weights.writers for unit in self.engine.units):
+            raise RuntimeError(
+                "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights "
+                "too, or model.load_state_dict() inside `with handle.unsharded(write=True):`"
+            )
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would put other parameters into the model, which nobody trains: leave "
+                "out assign=True"
+            )
 
     def _let_go_of_parameters(self) -> None:
         for unit in self.engine.units:
             give_up_parameters(unit.parameters)
-        for guard in self._guards:
-            guard.remove()
+        while self._guards:
+            self._guards.pop()()
 
 
 def handle_of(parameter: nn.Parameter) -> Handle | None:

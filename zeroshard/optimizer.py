@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zeroshard.comm.profiling import phase
 from zeroshard.external import shard_parameters
 from zeroshard.handle import Handle, handle_of
+from zeroshard.io.logger import tell
 from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
@@ -251,6 +252,9 @@ class ShardedOptimizer(TorchOptimizer):
             with self.agreement.updating():
                 update, active = self.clipping.update(mean), self.agreement.active(control)
                 self._state.steppers.step(self.param_groups, active, update, arguments)
+        else:
+            rank = self.engine.collectives.mesh.world.rank
+            tell(rank, "a step is skipped: gradient norm %s, loss scale %s", control.norm * mean, scale)
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)

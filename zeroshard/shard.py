@@ -19,10 +19,12 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.handle import Handle
+from zeroshard.io.logger import tell
 from zeroshard.model.absent import give
 from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
+from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
@@ -55,9 +57,9 @@ def shard(
     Args:
         model: on the device where it is to train, or on the meta device. It is called, and named, as before.
         plan: DDP, ZERO1, ZERO2 or ZERO3, or its name: "zero3", 3, "full_shard".
-        units: what is gathered, reduced and freed together: module classes, and groups of modules or names that are one
-            unit (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number of bytes. None groups
-            neighbouring modules up to 32 MiB. The rest of the model is the root unit.
+        units: what is gathered, reduced and freed together: module classes or their names ("Block"), and groups of
+            modules or names that are one unit (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number
+            of bytes. None groups neighbouring modules up to 32 MiB. The rest of the model is the root unit.
         precision: a `MixedPrecision`, "fp32", "bf16" or torch.bfloat16, "bf16-mixed", ..., or None: as the model is.
             Or one for each pattern, in the order in which they count:
             `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
@@ -76,10 +78,12 @@ def shard(
             and `?`; True: all. They are gathered once per step, and each needs a full-size buffer of its own.
 
     Raises:
-        ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a limit
-            that cannot be kept. On every rank alike; the model is as it was before.
+        TypeError: something else in place of the model.
+        ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a model that
+            torch DDP wraps, a limit that cannot be kept. On every rank alike; the model is as it was before.
         RuntimeError: `zeroshard.init()` has not been called.
     """
+    expect_module(model)
     collectives = Collectives(Mesh.of(mesh, device_of(model.parameters())), CommLog())
     collectives.expect_grid()
     options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
@@ -87,6 +91,8 @@ def shard(
     _expect_same(chosen, options, collectives)
     handle = Handle(_build_or_undo(chosen, options, collectives))
     collectives.map_peers()
+    name, way = type(model).__name__, collectives.transport.name
+    tell(collectives.mesh.world.rank, "%s is sharded: %r, %s transport", name, handle, way)
     return handle
 
 
@@ -137,6 +143,7 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
             "ShardedOptimizer, without shard()"
         )
     managed = Managed.without(model, options.ignored)
+    expect_unwrapped(model, managed.parameters(model).values())
     expect_kept(model, options.precision, managed)
     specs = _choose_units(model, plan, managed, options, Topology.of(collectives))
     expect_ready(model, managed, collectives.device, options.materialize)

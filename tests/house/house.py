@@ -34,7 +34,7 @@ ROOMS = [
     "cli",
 ]
 """A file imports from its own room and from those before it. (`zeroshard/__init__.py` names what is public.)"""
-LEAVES = {"placement", "precision", "loss_scale", "step_result"}
+LEAVES = {"errors", "placement", "precision", "loss_scale", "step_result"}
 """Files of the package itself that every room may import: what users pass in, and what they get."""
 
 

@@ -127,6 +127,36 @@ def _missing(walks: str) -> list[str]:
     ]
 
 
+PLAIN = {
+    "AssertionError": "our own invariants",
+    "AttributeError": "what Python says of any object",
+    "KeyError": "what Python says of a mapping",
+    "OSError": "caught where it is raised, and told as a CheckpointError",
+}
+"""What may be raised that is no `zeroshard.Error`, and why."""
+
+
+def _raised(tree: ast.AST) -> set[str]:
+    """The names of classes that are made and raised."""
+    calls = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def test_what_is_raised_is_an_error_of_ours() -> None:
+    """`except zeroshard.Error` catches all of it."""
+    ours, bases = {"Error"}, dict[str, set[str]]()
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    while new := {name for name, of in bases.items() if of & ours} - ours:
+        ours |= new
+    wrong = [f"{m.name} raises {name}" for m in modules().values() for name in _raised(m.tree) - ours - PLAIN.keys()]
+    assert not wrong, "\n".join(["use InvalidValue, InvalidType, InvalidState, ... of zeroshard/errors.py:", *wrong])
+    assert _raised(ast.parse("raise ValueError('no')")) == {"ValueError"}
+    assert len(ours) > 10
+
+
 def test_the_walks_name_what_exists() -> None:
     _, _, rest = PAGE.read_text().partition("## Four walks\n")
     walks, _, _ = rest.partition("\n## ")

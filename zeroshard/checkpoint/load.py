@@ -20,6 +20,7 @@ from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import on_all_ranks
 from zeroshard.comm.profiling import phase
+from zeroshard.io.logger import tell
 from zeroshard.handle import Handle
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
@@ -82,6 +83,7 @@ def load(
         loading.restore_sharded(reader, Meeting(engine.collectives, unique))
         loading.restore_the_rest(reader)
         unused = tuple(found.missing), tuple(found.unexpected)
+        tell(engine.collectives.mesh.world.rank, "step %d is loaded from %s", reader.manifest.step, reader.folder)
         return Loaded(reader.manifest.step, reader.folder, *unused, reader.num_bytes)
 
 

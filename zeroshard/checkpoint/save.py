@@ -41,6 +41,7 @@ from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.together import tell_together
+from zeroshard.io.logger import tell
 from zeroshard.handle import Handle
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
@@ -147,6 +148,8 @@ def save(
     job = _Save(engine, optimizers, extra, Path(directory).absolute(), step).prepare(copy=background)
     saving = Saving(step, job.run)
     saving.start(background=background)
+    rank, how = engine.collectives.mesh.world.rank, "is being saved" if background else "is saved"
+    tell(rank, "step %d %s in %s", step, how, directory)
     if background:
         engine.background = saving
     return saving

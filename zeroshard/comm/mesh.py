@@ -31,6 +31,7 @@ from zeroshard.comm.backends import (
     has_tagged_messages,
     timeout_of,
 )
+from zeroshard.io.logger import tell
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
@@ -64,7 +65,10 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     if not dist.is_initialized():
         _join(backend, timeout)
     watch.start()
-    return device_for(_default_group(), None)
+    device = device_for(_default_group(), None)
+    rank, group = dist.get_rank(), dist.get_backend_config(_default_group())
+    tell(rank, "%d ranks by %s, each on its %s", dist.get_world_size(), group, device.type)
+    return device
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:

@@ -3,6 +3,7 @@ in place of its handle."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,6 +35,64 @@ def expect_handle(found: object, call: str) -> None:
     if not isinstance(found, NotTheModel):
         hint = f". {_RETURNS}" if isinstance(found, nn.Module) else ""
         raise TypeError(f"expected the handle that shard() has returned, found {_kind(found)}: write {call}{hint}")
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "and reduces gradients as well",
+    "DataParallel": "and copies it to other devices at each forward",
+    "FullyShardedDataParallel": "and sharded already",
+    "DeepSpeedEngine": "and trained by it",
+}
+"""Modules around a module that do what shard() does."""
+
+
+def expect_module(found: object) -> None:
+    """Raises:
+    TypeError: `shard` was given something else."""
+    if isinstance(found, nn.Module):
+        return
+    hint = ": the model comes first, shard(model, 'zero3')"
+    if isinstance(found, torch.optim.Optimizer):
+        hint += ", then ShardedOptimizer.from_optimizer(handle, optimizer)"
+    elif isinstance(found, NotTheModel):
+        hint = f": it is sharded already. {_RETURNS}"
+    elif isinstance(found, type) and issubclass(found, nn.Module):
+        hint = f": build the model first, {found.__name__}(...)"
+    raise TypeError(f"shard takes a module, found {_kind(found)}{hint}")
+
+
+def expect_unwrapped(model: nn.Module, managed: Collection[nn.Parameter]) -> None:
+    """`managed`: the parameters that are to be sharded.
+
+    Raises:
+        ValueError: another library's wrapper has some of them.
+    """
+    mine = set(map(id, managed))
+    for path, module in model.named_modules():
+        of_torch = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.split(".")[0] in _LIBRARIES]
+        wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
+        if wrapper is not None and any(id(parameter) in mine for parameter in module.parameters()):
+            raise ValueError(
+                f"{path or 'the model'} is wrapped in {wrapper}, {_WRAPPERS[wrapper]}: shard a model that has never "
+                "been wrapped. (To keep torch DDP, pass its parameters to ShardedOptimizer, without shard())"
+            )
+
+
+_LIBRARIES = ("torch", "deepspeed", "apex", "fairscale")
+
+
+def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
+    """A forward begins.
+
+    Raises:
+        RuntimeError: it is that of a DistributedDataParallel that has some of these parameters.
+    """
+    ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is not None and not {id(p) for p in ddp.parameters()}.isdisjoint(map(id, parameters)):
+        raise RuntimeError(
+            "DistributedDataParallel is around this model, and its parameters are sharded: both would reduce the "
+            "gradients. Build the model anew without DistributedDataParallel, shard() it, and call it itself"
+        )
 
 
 def expect_parameters(found: object) -> None:

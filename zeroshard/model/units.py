@@ -5,6 +5,7 @@ Arithmetic on names, shapes and dtypes: it runs on the meta device, for the plan
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from zeroshard.model.readers import has_forward, is_whole, readers
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 
 Group = Sequence[nn.Module | str]
-UnitPolicy = type[nn.Module] | Sequence[type[nn.Module] | Group] | Callable[[nn.Module], bool] | int | None
+UnitPolicy = type[nn.Module] | str | Sequence[type[nn.Module] | str | Group] | Callable[[nn.Module], bool] | int | None
 KeepGathered = bool | Sequence[Pattern]
 DEFAULT_UNIT_BYTES = 32 << 20
 
@@ -90,9 +91,9 @@ def choose_units(
     """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
 
     Args:
-        policy: a module class or several (each instance is a unit), and among them groups of modules or names (each
-            group is one unit); a callable `module -> bool`; a number of bytes (neighbouring modules are grouped up to
-            that size; what fits is not divided); or None (a number of bytes that suits most models).
+        policy: a module class, or its name, or several (each instance is a unit), and among them groups of modules or
+            names (each group is one unit); a callable `module -> bool`; a number of bytes (neighbouring modules are
+            grouped up to that size; what fits is not divided); or None (a number of bytes that suits most models).
         keep_gathered: patterns of units (classes, or names with `*` and `?`) that keep their weights from forward to
             backward; True: all.
 
@@ -114,7 +115,7 @@ def choose_units(
     if not parameters:
         return []
     read_by = readers(model)
-    division = Division(model, *_modules_by_unit(model, policy, read_by), read_by)
+    division = Division(model, *_modules_by_unit(model, with_classes(policy, model), read_by), read_by)
     regions = Rules.of(precision).parameters(model)
     members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -188,7 +189,7 @@ def _modules_by_unit(
     """Path of each module -> the unit that its own parameters belong to ("" is the root unit); and unit -> paths of the
     modules whose call needs the whole unit."""
     if isinstance(policy, bool):
-        raise TypeError("units must be module classes, a callable or a number of bytes, found a bool")
+        raise TypeError("units must be module classes or their names, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
         return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
     matches = _matcher(policy)
@@ -218,6 +219,41 @@ def _modules_by_unit(
     return groups, whole
 
 
+def with_classes(policy: UnitPolicy, model: nn.Module) -> UnitPolicy:
+    """The same, with classes of the model's modules (or classes that these extend) in place of their names, which may
+    have their module in front, and be several, separated by commas.
+
+    Raises:
+        ValueError: the name of no such class, with the nearest one.
+    """
+    if isinstance(policy, str):
+        return _classes_named(policy, model)
+    if isinstance(policy, (list, tuple)) and any(isinstance(item, str) for item in policy):
+        named = [_classes_named(item, model) if isinstance(item, str) else [item] for item in policy]
+        return [item for items in named for item in items]
+    return policy
+
+
+def _classes_named(text: str, model: nn.Module) -> list[type[nn.Module]]:
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    classes = [kind for kind in kinds if issubclass(kind, nn.Module) and kind is not nn.Module]
+    found: list[type[nn.Module]] = []
+    for name in (part.strip() for part in text.split(",")):
+        matching = [kind for kind in classes if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")]
+        if not matching:
+            known = sorted({type(module).__name__ for path, module in model.named_modules() if path})
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name in dict(model.named_modules()):
+                hint = f". To name a module, and not its class: units=[({name!r},)]"
+            raise ValueError(
+                f"units={text!r}: {type(model).__name__} has no module of a class {name!r}; its modules are of the "
+                f"classes {', '.join(known) or '(none)'}{hint}"
+            )
+        found += matching
+    return found
+
+
 def _matcher(policy: object) -> Callable[[nn.Module], bool]:
     """Which modules are units by themselves."""
     items = policy if isinstance(policy, (list, tuple)) else [policy]
@@ -227,8 +263,8 @@ def _matcher(policy: object) -> Callable[[nn.Module], bool]:
         return lambda module: isinstance(module, classes)
     if isinstance(policy, (list, tuple)) or not callable(policy):
         raise TypeError(
-            "units must be module classes, groups of modules or names, a callable or a number of bytes, found "
-            f"{policy!r}"
+            "units must be module classes or their names, groups of modules or names, a callable or a number of bytes, "
+            f"found {policy!r}"
         )
     return policy
 

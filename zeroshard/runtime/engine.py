@@ -16,6 +16,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.managed import EVERYTHING, Managed
+from zeroshard.model.right_call import expect_no_ddp_around
 from zeroshard.model.transforms import outside_transforms
 from zeroshard.placement import Plan
 from zeroshard.runtime.claims import Claims
@@ -262,10 +263,11 @@ class Engine(NotCopied):
         """The model is about to be called: agree on what trains, and look at what the user may have done since.
 
         Raises:
-            RuntimeError: closed or parked; a parameter that is new, or whose data somebody has replaced; gradients that
-                no optimizer uses; as `unfreeze`.
+            RuntimeError: closed or parked; torch DDP is around the model; a parameter that is new, or whose data
+                somebody has replaced; gradients that no optimizer uses; as `unfreeze`.
         """
         self.check_open("forward")
+        expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)
         self.schedule.come_first()  # the user may have registered hooks since, with `prepend=True`
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
         if orders is not None and not in_use:

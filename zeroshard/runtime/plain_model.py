@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zeroshard.model.managed import Managed, has_only
 from zeroshard.model.units import plain_name
 from zeroshard.storage.unit import Unit
+
+Undo = Callable[[], None]
 
 
 class PlainModel:
@@ -40,14 +41,35 @@ class PlainModel:
             raise RuntimeError("the model of this handle is gone (or it was built from parameters only)")
         return module
 
-    def guard(self, before_saving: Callable[..., None], before_loading: Callable[..., None]) -> list[RemovableHandle]:
+    def guard(self, before_saving: Callable[..., None], before_loading: Callable[..., None]) -> list[Undo]:
         """Let these be called before its `state_dict()` and `load_state_dict()`."""
         if self._model is None:
             return []
         return [
-            self.module.register_state_dict_pre_hook(before_saving),  # type: ignore[no-untyped-call]
-            self.module.register_load_state_dict_pre_hook(before_loading),  # type: ignore[no-untyped-call]
+            self.module.register_state_dict_pre_hook(before_saving).remove,  # type: ignore[no-untyped-call]
+            self.module.register_load_state_dict_pre_hook(before_loading).remove,  # type: ignore[no-untyped-call]
         ]
+
+    def describe(self, words: Callable[[], str]) -> list[Undo]:
+        """Let `print(model)` say so, in front of the modules inside."""
+        if self._model is None:
+            return []
+        model, module = self._model, self.module
+        own = vars(module).get("extra_repr")  # of this very module
+
+        def extra_repr() -> str:
+            alive = model()
+            said = own() if own is not None else "" if alive is None else type(alive).extra_repr(alive)
+            return "\n".join(filter(None, [said, words()]))
+
+        def undo() -> None:
+            if (alive := model()) is not None:
+                vars(alive).pop("extra_repr", None)
+                vars(alive).update({"extra_repr": own} if own is not None else {})
+
+        # Past `__setattr__`, which a module that torch.compile has made passes on to the one inside.
+        vars(module)["extra_repr"] = extra_repr
+        return [undo]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that are managed."""

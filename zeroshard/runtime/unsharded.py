@@ -92,7 +92,8 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
             raise ValueError("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
         try:
-            yield
+            with _open_for_writing(units):
+                yield
             if modifier_rank is not None:
                 collectives.broadcast([unit.weights.full for unit in units], source=modifier_rank)
             else:
@@ -121,6 +122,17 @@ def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
             unit.weights.in_use -= 1
             if not unit.weights.in_use:
                 unit.weights.rest()
+
+
+@contextmanager
+def _open_for_writing(units: Sequence[Unit]) -> Iterator[None]:
+    for unit in units:
+        unit.weights.writers += 1
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.weights.writers -= 1
 
 
 def _before(unit: Unit) -> Tensor:

@@ -47,6 +47,7 @@ class Weights:
         absent: what the parameters are while they are hidden.
         buffer: the flat buffer, in the compute dtype.
         in_use: how many forwards that need these weights, and scopes that show them, are under way.
+        writers: how many of these scopes allow writes.
         shown: whether the parameters point into the full buffer (else they are absent).
     """
 
@@ -58,7 +59,7 @@ class Weights:
         self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
         self.buffer = buffer
         buffer.become(SHARDED)  # until they are filled
-        self.in_use = 0
+        self.in_use = self.writers = 0
         self.shown = False
 
     @property

@@ -1,0 +1,72 @@
+"""What a sharded model is, in words: in one line, and unit by unit in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.precision import in_words
+from zeroshard.runtime.engine import Engine
+from zeroshard.storage.buffer import live_bytes
+from zeroshard.storage.external_gradients import NoGradients
+from zeroshard.storage.unit import Unit
+
+_COLUMNS = ("unit", "parameters", "weights", "gradients", "main", "bytes here")
+
+
+def in_one_line(engine: Engine) -> str:
+    """Plan, units, parameters, ranks, precision; or that it is over."""
+    if engine.life.is_over:
+        return engine.life.value
+    units, mesh = engine.units, engine.collectives.mesh
+    ranks = f"{mesh.world.size} rank{'s' * (mesh.world.size > 1)}"
+    if mesh.replicate.size > 1:
+        ranks += f" ({mesh.replicate.size} replicas of {mesh.shard.size} shards)"
+    kinds = ", ".join(sorted({in_words(unit.spec.precision) for unit in units})) or "no parameters"
+    how_many = f"{len(units)} unit{'s' * (len(units) != 1)}"
+    return f"{engine.plan.name}, {how_many}, {sum(map(_numel, units)):,} parameters on {ranks}, {kinds}"
+
+
+def table(engine: Engine) -> str:
+    """One row for each unit: its parameters, in which dtype its three buffers are and where they rest, and the bytes
+    that this rank holds of them now; a row for all of them; and what this rank holds in all, by kind."""
+    held = [live_bytes([t for kind in unit.tensors().values() for t in kind]) for unit in engine.units]
+    rows = [(*_row(unit), f"{num_bytes:,}") for unit, num_bytes in zip(engine.units, held, strict=True)]
+    total = ("all", f"{sum(map(_numel, engine.units)):,}", "", "", "", f"{sum(held):,}")
+    kinds = ", ".join(f"{kind} {num_bytes:,}" for kind, num_bytes in engine.memory().items() if num_bytes)
+    lines = [in_one_line(engine), "", *_aligned([_COLUMNS, *rows, total]), "", f"bytes on this rank: {kinds or 'none'}"]
+    return "\n".join(lines)
+
+
+def _row(unit: Unit) -> tuple[str, ...]:
+    weights, grads, main = unit.plan.weights.value, unit.plan.grads.value, unit.plan.main.value
+    name, numel = unit.name, f"{_numel(unit):,}"
+    shown = f"{_short(unit.weights.buffer.dtype)} {weights}"
+    if isinstance(unit.grads, NoGradients):
+        return name, numel, shown, "frozen", ""
+    precision = unit.spec.precision
+    kept = "the weights" if precision.weights_are_main else f"{_main(precision.main)} {main}"
+    return name, numel, shown, f"{_short(precision.grad)} {grads}", kept
+
+
+def _main(main: torch.dtype | str) -> str:
+    return f"{main} (int16)" if isinstance(main, str) else _short(main)
+
+
+def _numel(unit: Unit) -> int:
+    return sum(slot.world.numel for slot in unit.layout.slots)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Numbers to the right."""
+    columns = []
+    for name, *cells in zip(*rows, strict=True):
+        width = max(map(len, [name, *cells]))
+        is_number = name in ("parameters", "bytes here")
+        columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (name, *cells)])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
