@@ -1,4 +1,4 @@
-"""The errors of zeroshard: each is an `Error`, and also the class of Python's own that says what kind of mistake it is."""
+"""The errors of zeroshard: each is an `Error`, and also the class of Python's own that tells the kind of mistake."""
 
 
 class Error(Exception):

@@ -1,5 +1,5 @@
-"""Messages that are no errors: by Python's logging, under the name `zeroshard`. (Lines about ranks that have failed go to
-stderr: `comm/watch.py`.)"""
+"""Messages that are no errors: by Python's logging, under the name `zeroshard`. (Lines about ranks that have failed go
+to stderr: `comm/watch.py`.)"""
 
 from __future__ import annotations
 
