@@ -47,7 +47,7 @@ def test_print_shows_that_a_model_is_sharded_and_what_of_it() -> None:
         assert "sharded" not in repr(model)
         with pytest.raises(RuntimeError, match=r"^summary: this handle was abandoned"):
             handle.summary()
-        compiled = torch.compile(make(lambda: nn.Sequential(nn.Linear(4, 4))))
+        compiled = torch.compile(make(lambda: nn.Sequential(nn.Linear(4, 4))), backend="eager")
         handle = zeroshard.shard(compiled, "zero3")  # type: ignore[arg-type]
         assert repr(compiled).count("sharded by zeroshard") == 1
         handle.close()
@@ -111,10 +111,10 @@ def test_weights_are_loaded_and_initialised_where_they_may_be_written() -> None:
             with handle.unsharded("blocks", write=True), pytest.raises(RuntimeError, match=refused):
                 model.load_state_dict(state)  # not all of it may be written
             with handle.unsharded(write=True), pytest.raises(RuntimeError, match="leave out assign=True"):
-                model.load_state_dict(state, assign=True)
+                model.load_state_dict(dict(state), assign=True)  # torch notes it in the metadata
             with pytest.raises(RuntimeError, match=refused):  # the scopes have ended
                 model.load_state_dict(state)
-        with pytest.raises(RuntimeError, match=r"zeros_: the values of parameter head\.bias .*unsharded\(write=True\)"):
+        with pytest.raises(RuntimeError, match=r"zero_: the values of parameter head\.bias .*unsharded\(write=True\)"):
             nn.init.zeros_(model.head.bias)
 
     run_ranks(check, 2)

@@ -18,6 +18,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.together import together
+from zeroshard.errors import InvalidValue
 from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.model.units import UnitSpec, refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
@@ -71,7 +72,7 @@ class EngineOfParameters(Engine):
             _refuse_unready(name, parameter, self.collectives)
         devices = {*(unit.weights.own().device for unit in self.units), *(p.device for p in new.values())}
         if len(devices) > 1:
-            raise ValueError(
+            raise InvalidValue(
                 f"parameters on several devices ({', '.join(sorted(map(str, devices)))}): one for each rank"
             )
 
@@ -139,7 +140,7 @@ def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, n
     ):
         if theirs != found[0]:
             name = f"parameter number {min({*theirs} ^ {*found[0]}, key=int)}"
-            raise ValueError(
+            raise InvalidValue(
                 f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on both. "
                 "Freeze and unfreeze on every rank alike"
             )
@@ -169,8 +170,8 @@ def _specs(named: dict[str, nn.Parameter], *, is_first: bool) -> Iterable[UnitSp
 def _refuse_unready(name: str, parameter: nn.Parameter, collectives: Collectives) -> None:
     refuse_unsupported(name, parameter)
     if not parameter.is_floating_point():
-        raise ValueError(f"parameter {name} is {parameter.dtype}: optimizers train floating-point numbers")
+        raise InvalidValue(f"parameter {name} is {parameter.dtype}: optimizers train floating-point numbers")
     if parameter.device.type != collectives.device.type:
-        raise ValueError(
+        raise InvalidValue(
             f"parameter {name} is on {parameter.device}, and this process group moves {collectives.device.type} tensors"
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
 from zeroshard.runtime.engine import Engine
@@ -125,7 +126,7 @@ class Handle(NotTheModel, NotCopied):
         engines = [handle._open("join") for handle in (self, *others)]
         for engine in engines:
             if engine.plan.external_gradients:
-                raise ValueError(
+                raise InvalidValue(
                     "join: under OPTIMIZER_ONLY someone else reduces the gradients: use "
                     "torch.distributed.algorithms.Join([ddp, optimizer])"
                 )
@@ -341,7 +342,7 @@ class Handle(NotTheModel, NotCopied):
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.engine.gatherer.settle()
         if not self.engine.plain.is_read and not all(unit.weights.shown for unit in self.engine.units):
-            raise RuntimeError(
+            raise InvalidState(
                 "the parameters of this model are sharded, and their values not here: call handle.full_state_dict(), "
                 "or model.state_dict() inside `with handle.unsharded():`"
             )
@@ -350,12 +351,12 @@ class Handle(NotTheModel, NotCopied):
         self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *args: object
     ) -> None:
         if not all(unit.weights.writers for unit in self.engine.units):
-            raise RuntimeError(
+            raise InvalidState(
                 "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights "
                 "too, or model.load_state_dict() inside `with handle.unsharded(write=True):`"
             )
         if metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
+            raise InvalidState(
                 "load_state_dict(assign=True) would put other parameters into the model, which nobody trains: leave "
                 "out assign=True"
             )

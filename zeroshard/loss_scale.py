@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
+from zeroshard.errors import InvalidValue
+
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FP32_MIN = 2.0**-149
 
@@ -108,14 +110,14 @@ class DynamicScale:
         for field in ("init", "floor", "max_scale"):
             _expect_scale(field, getattr(self, field))
         if not self.floor <= self.init <= self.max_scale:
-            raise ValueError(
+            raise InvalidValue(
                 f"loss scale: expected floor <= init <= max_scale, found {self.floor} <= {self.init} <= "
                 f"{self.max_scale}. Move init, or the bound that it crosses"
             )
         if not 1.0 < self.growth_factor < math.inf:
-            raise ValueError(f"loss scale: growth_factor must be above 1 (2 is usual), found {self.growth_factor}")
+            raise InvalidValue(f"loss scale: growth_factor must be above 1 (2 is usual), found {self.growth_factor}")
         if not 0.0 < self.backoff_factor < 1.0:
-            raise ValueError(
+            raise InvalidValue(
                 f"loss scale: backoff_factor must lie between 0 and 1 (0.5 is usual), found {self.backoff_factor}"
             )
         _expect_count("growth_interval", self.growth_interval, at_least=1)
@@ -165,7 +167,7 @@ def as_policy(
         return None if loss_scale == 1 else ConstantScale(float(loss_scale))
     if isinstance(loss_scale, (ConstantScale, DynamicScale)):
         return loss_scale
-    raise ValueError(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
+    raise InvalidValue(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
 
 
 class LossScaler:
@@ -204,7 +206,7 @@ class LossScaler:
         """
         expected = {field.name for field in fields(ScaleState)}
         if set(state_dict) != expected:
-            raise ValueError(
+            raise InvalidValue(
                 f"loss scale: a state has the keys {sorted(expected)}, found {sorted(map(str, state_dict))}. "
                 "Pass what LossScaler.state_dict() returned"
             )
@@ -221,14 +223,14 @@ def _fp32(value: float) -> float:
 
 def _expect_scale(field: str, value: float) -> None:
     if not FP32_MIN <= value <= FP32_MAX:
-        raise ValueError(
+        raise InvalidValue(
             f"loss scale: {field} must be positive and finite in fp32, found {value!r}. Use 1.0 for no scaling"
         )
 
 
 def _expect_count(field: str, value: int, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"loss scale: {field} must be an integer from {at_least}, found {value!r}")
+        raise InvalidValue(f"loss scale: {field} must be an integer from {at_least}, found {value!r}")
 
 
 def _expect_max_skips(max_skips: int | None) -> None:

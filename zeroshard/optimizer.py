@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm.profiling import phase
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.external import shard_parameters
 from zeroshard.handle import Handle, handle_of
 from zeroshard.io.logger import tell
@@ -91,7 +92,7 @@ class ShardedOptimizer(TorchOptimizer):
         else:
             params = list(handle_or_params)  # type: ignore[arg-type]
         if not params:
-            raise ValueError("ShardedOptimizer got an empty parameter list")
+            raise InvalidValue("ShardedOptimizer got an empty parameter list")
         self._classes = Classes(optimizer_class, defaults, elementwise)
         super().__init__(params, defaults_of(optimizer_class, defaults))
         self.handle = _find_handle(handle, [p for group in self.param_groups for p in group["params"]], process_group)
@@ -172,13 +173,13 @@ class ShardedOptimizer(TorchOptimizer):
         """
         self.engine.check_open("backward")
         if loss.numel() != 1 and "gradient" not in kwargs:
-            raise ValueError(
+            raise InvalidValue(
                 f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="
             )
         if weight is not None and not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a loss must be a finite number from 0, found {weight}")
+            raise InvalidValue(f"the weight of a loss must be a finite number from 0, found {weight}")
         if not loss.requires_grad:
-            raise RuntimeError("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
+            raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
         with self.scaling.backward(scaler, weight, anew=self.engine.reducer.begins_anew()) as factor:
             self.engine.reducer.expect_backward()
             scaled = loss if factor == 1.0 else loss.float() * factor
@@ -195,12 +196,12 @@ class ShardedOptimizer(TorchOptimizer):
             RuntimeError: as `step`; a norm that is not finite, if asked.
         """
         if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, found {max_norm}")
+            raise InvalidValue(f"max_norm must be positive, found {max_norm}")
         self.clipping.asked = float(max_norm), float(norm_type)
         control = self.agree(float(norm_type))
         norm = control.norm * self.agreement.mean_factor(control)
         if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
+            raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
         self.clipping.limit(norm, max_norm)
         return torch.tensor(norm, dtype=torch.float64)
 
@@ -211,7 +212,7 @@ class ShardedOptimizer(TorchOptimizer):
             ValueError: a clip_value that is not positive.
         """
         if not clip_value > 0:
-            raise ValueError(f"clip_value must be positive, found {clip_value}")
+            raise InvalidValue(f"clip_value must be positive, found {clip_value}")
         self.clipping.value = clip_value
 
     @torch.no_grad()
@@ -302,7 +303,7 @@ class ShardedOptimizer(TorchOptimizer):
         group, of_group = self._classes.completed(param_group)
         lr = group.get("lr", self.defaults.get("lr", 0.0))
         if not 0.0 <= float(lr) < math.inf:
-            raise ValueError(f"the learning rate must be a finite number from 0, found {lr}")
+            raise InvalidValue(f"the learning rate must be a finite number from 0, found {lr}")
         super().add_param_group(group)
         self._classes.of_groups.append(of_group)
         if not self._is_built:
@@ -310,7 +311,7 @@ class ShardedOptimizer(TorchOptimizer):
         before = self._state.steppers
         try:
             if not all(map(self.engine.admits, group["params"])):
-                raise ValueError(
+                raise InvalidValue(
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
             with self.engine.claims.claimed(group["params"], self):
@@ -380,11 +381,11 @@ def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Param
     for parameter in parameters:
         other = handle_of(parameter)
         if other is not None and other is not handle:
-            raise ValueError(
+            raise InvalidValue(
                 f"from_optimizer: param group {number} has a parameter of another handle, {other}: pass that one"
             )
         if other is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"from_optimizer: param group {number} has a parameter of shape {tuple(parameter.shape)} that this "
                 "handle does not manage: make the optimizer over parameters of the model that shard() has got (and a "
                 "plain one, which stays plain, over those in ignored=)"
@@ -397,12 +398,12 @@ def _find_handle(
     if handle is None:
         handles = {id(one): one for one in map(handle_of, parameters)}
         if len(handles) > 1:
-            raise ValueError(
+            raise InvalidValue(
                 "the parameters belong to different handles (or some to none): build one ShardedOptimizer per handle"
             )
         handle = next(iter(handles.values()), None)
         if handle is None:
             return shard_parameters(parameters, process_group)
     if process_group is not None:
-        raise ValueError("process_group is for parameters without a handle; these have the mesh of theirs")
+        raise InvalidValue("process_group is for parameters without a handle; these have the mesh of theirs")
     return handle

@@ -19,6 +19,8 @@ import difflib
 from dataclasses import dataclass
 from enum import Enum
 
+from zeroshard.errors import InvalidValue
+
 
 class Placement(Enum):
     """Which values of a flat buffer are valid on a rank."""
@@ -56,7 +58,7 @@ def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
         return ()
     path = TRANSITIONS.get((before, after))
     if path is None:
-        raise ValueError(f"{before.value} values cannot become {after.value}")
+        raise InvalidValue(f"{before.value} values cannot become {after.value}")
     return path
 
 
@@ -93,7 +95,7 @@ class Plan:
             problem = "to update all of main, a rank needs all gradients: shard main as well, or do not shard these"
         if problem:
             placements = f"weights {self.weights.value}, gradients {self.grads.value}, main {self.main.value}"
-            raise ValueError(f"plan {self.name!r} ({placements}) is impossible: {problem}")
+            raise InvalidValue(f"plan {self.name!r} ({placements}) is impossible: {problem}")
 
 
 DDP = Plan("ddp", REPLICATED, REPLICATED, REPLICATED)
@@ -139,10 +141,10 @@ def as_plan(plan: Plan | str | int) -> Plan:
             if _in_letters(name) == _in_letters(plan):
                 return known
     if _in_letters(plan) in map(_in_letters, _HYBRID):
-        raise ValueError(
+        raise InvalidValue(
             f"plan {plan!r}: hybrid sharding is a plan over a mesh of two axes: shard(model, 'zero3', mesh="
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('dp_replicate', 'dp_shard')))"
         )
     near = difflib.get_close_matches(str(plan).lower(), PLANS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(map(repr, PLANS))}{hint}")
+    raise InvalidValue(f"unknown plan {plan!r}: expected one of {', '.join(map(repr, PLANS))}{hint}")

@@ -17,6 +17,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.transport import Transport, TransportName
 from zeroshard.comm.transports import transport_named
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import BATCH_NUMEL, Pattern, count, most_in_a_batch
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot
@@ -435,7 +436,7 @@ def expect_within(limit: int, plan: Plan, topology: Topology, specs: Sequence[Un
     ValueError: the transients of these units exceed `limit`, with the number of bytes needed."""
     needed = transient_bytes(specs, plan, topology)
     if needed > limit:
-        raise ValueError(
+        raise InvalidValue(
             f"max_transient_bytes={limit}: these units need {needed} bytes of full-size buffers, buckets and scratch. "
             "Allow that much, or choose smaller units (the largest parameter sets the least)"
         )

@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from zeroshard.errors import InvalidValue
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -49,20 +51,22 @@ class MixedPrecision:
             value = getattr(self, field)
             optional = (field in ("reduce", "output") and value is None) or (field == "main" and value == "remainder")
             if not optional and value not in FLOATS:
-                raise ValueError(f"precision: {field} must be one of {', '.join(map(str, FLOATS))}, found {value!r}")
+                raise InvalidValue(f"precision: {field} must be one of {', '.join(map(str, FLOATS))}, found {value!r}")
         for item in self.keep:
             if not (isinstance(item, type) and issubclass(item, nn.Module)):
-                raise ValueError(f"precision: keep takes classes of modules, found {item!r}")
+                raise InvalidValue(f"precision: keep takes classes of modules, found {item!r}")
         if self.main == "remainder" and self.param != torch.bfloat16:
-            raise ValueError(
+            raise InvalidValue(
                 f"precision: the 16-bit remainder completes bf16 weights to fp32; weights are {self.param}. "
                 "Use param=torch.bfloat16, or main=torch.float32"
             )
         halves = {dtype for dtype in (self.param, self.grad, self.reduce, self.main) if dtype in HALVES}
         if len(halves) > 1:
-            raise ValueError(f"precision: bfloat16 and float16 hold different numbers, found both in {self}")
+            raise InvalidValue(f"precision: bfloat16 and float16 hold different numbers, found both in {self}")
         if isinstance(self.main, torch.dtype) and self.main.itemsize < self.param.itemsize:
-            raise ValueError(f"precision: main {self.main} is narrower than the weights {self.param}; use {self.param}")
+            raise InvalidValue(
+                f"precision: main {self.main} is narrower than the weights {self.param}; use {self.param}"
+            )
 
     @property
     def wire(self) -> torch.dtype:
@@ -129,7 +133,7 @@ def as_precision(precision: MixedPrecision | str | torch.dtype | None) -> MixedP
         return known[name]
     near = difflib.get_close_matches(str(precision), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown precision {precision!r}: expected one of {', '.join(map(repr, NAMED))}{hint}")
+    raise InvalidValue(f"unknown precision {precision!r}: expected one of {', '.join(map(repr, NAMED))}{hint}")
 
 
 def precision_for(parameter_dtype: torch.dtype, precision: MixedPrecision | None) -> MixedPrecision:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.managed import Managed
 from zeroshard.model.units import UnitSpec
@@ -33,25 +34,25 @@ def expect_ready(model: nn.Module, managed: Managed, device: torch.device, mater
     parameters = managed.parameters(model)
     on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
     if on_meta and materialize is None:
-        raise ValueError(
+        raise InvalidValue(
             f"{on_meta[0]} is on the meta device: pass materialize= a function that initialises a module, or a "
             "safetensors file"
         )
     if materialize is not None and len(on_meta) < len(parameters):
-        raise ValueError("materialize= is for models on the meta device; this one has values already")
+        raise InvalidValue("materialize= is for models on the meta device; this one has values already")
     for name, parameter in managed.left_alone(model).items():
         if parameter.is_meta:
-            raise ValueError(f"{name} is ignored, and on the meta device: give it values before shard()")
+            raise InvalidValue(f"{name} is ignored, and on the meta device: give it values before shard()")
     for name, parameter in parameters.items():
         if taken := _taken(parameter):
-            raise ValueError(f"parameter {name} {taken}")
+            raise InvalidValue(f"parameter {name} {taken}")
         if parameter.device.type not in (device.type, "meta"):
-            raise ValueError(
+            raise InvalidValue(
                 f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "
                 f"call model.to({device.type!r}) first, or zeroshard.init with another backend"
             )
         if parameter.device not in (device, META):
-            raise ValueError(
+            raise InvalidValue(
                 f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
                 "A rank has the whole model on one device"
             )
@@ -84,4 +85,4 @@ def expect_same_model(
         if theirs != by_rank[0]:
             pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
             mine, other = next((a, b) for a, b in pairs if a != b)
-            raise ValueError(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
+            raise InvalidValue(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")

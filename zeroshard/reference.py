@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.units import UnitPolicy, choose_units
 from zeroshard.precision import MixedPrecision, precision_for
@@ -86,7 +87,7 @@ class Reference:
 
     def _adopt(self, parameter: nn.Parameter, precision: MixedPrecision) -> None:
         if precision.wire.itemsize < precision.grad.itemsize:
-            raise ValueError(f"reference: the wire {precision.wire} is narrower than the gradient {precision.grad}")
+            raise InvalidValue(f"reference: the wire {precision.wire} is narrower than the gradient {precision.grad}")
         self.precisions[parameter] = precision
         if precision.grad.itemsize > precision.param.itemsize:
             parameter.grad_dtype = precision.grad  # autograd adds the uses within one backward in it, too

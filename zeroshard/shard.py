@@ -18,6 +18,7 @@ from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
+from zeroshard.errors import InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.absent import give
@@ -138,7 +139,7 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
     ValueError, TypeError: arguments that are wrong, or do not fit the model."""
     plan = as_plan(plan)
     if plan.external_gradients:
-        raise ValueError(
+        raise InvalidValue(
             "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "
             "ShardedOptimizer, without shard()"
         )
@@ -148,7 +149,7 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
     specs = _choose_units(model, plan, managed, options, Topology.of(collectives))
     expect_ready(model, managed, collectives.device, options.materialize)
     if options.values not in ("broadcast", "check"):
-        raise ValueError(f"values must be 'broadcast' or 'check', found {options.values!r}")
+        raise InvalidValue(f"values must be 'broadcast' or 'check', found {options.values!r}")
     on_meta = is_on_meta([*managed.parameters(model).values(), *managed.buffers(model).values()])
     return _Chosen(model, plan, managed, specs, on_meta)
 

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zeroshard.errors import InvalidType
+
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
@@ -65,7 +67,7 @@ class StepResult:
 
     def _the_loss(self) -> Any:
         if self.loss is None:
-            raise TypeError("this step has no loss: step() was called without a closure that returns one")
+            raise InvalidType("this step has no loss: step() was called without a closure that returns one")
         return self.loss
 
 

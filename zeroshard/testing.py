@@ -24,12 +24,13 @@ from torch._C._distributed_c10d import FileStore
 
 from zeroshard.comm import watch
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.errors import Error, TookTooLong
 
 BACKEND = "gloo"
 """Of the groups that `run_ranks` makes."""
 
 
-class RankError(RuntimeError):
+class RankError(Error, RuntimeError):
     """A rank raised; the message holds its traceback. `rank`: which."""
 
     def __init__(self, rank: int, text: str) -> None:
@@ -141,7 +142,7 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
     if errors:
         raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text())
     if running:
-        raise TimeoutError(f"ranks {sorted(running.values())} were still running at the timeout and have been killed")
+        raise TookTooLong(f"ranks {sorted(running.values())} were still running at the timeout and have been killed")
 
 
 def _wait_for_one(pids: Iterable[int], deadline: float) -> dict[int, int]:

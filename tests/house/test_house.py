@@ -132,6 +132,8 @@ PLAIN = {
     "AttributeError": "what Python says of any object",
     "KeyError": "what Python says of a mapping",
     "OSError": "caught where it is raised, and told as a CheckpointError",
+    "_NeedsValues": "caught in its file",
+    "Damaged": "click's: a status of the command line",
 }
 """What may be raised that is no `zeroshard.Error`, and why."""
 

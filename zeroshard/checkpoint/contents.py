@@ -23,6 +23,7 @@ from torch import Tensor
 from zeroshard.checkpoint.rank_state import blob, number, whole
 from zeroshard.checkpoint.saved_state import StateKinds, names_of
 from zeroshard.checkpoint.writer import Item
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
@@ -47,13 +48,13 @@ def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
     """Raises:
     TypeError: something else."""
     if optimizer is not None and not isinstance(optimizer, (torch.optim.Optimizer, Sequence)):
-        raise TypeError(
+        raise InvalidType(
             f"expected a ShardedOptimizer, or a list of them, found an object of type {type(optimizer).__name__}"
         )
     found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     for one in found:
         if not isinstance(one, ShardedOptimizer):
-            raise TypeError(
+            raise InvalidType(
                 f"expected a ShardedOptimizer, found an object of type {type(one).__name__}: the optimizer of a "
                 "sharded model is built as ShardedOptimizer(handle, torch.optim.AdamW, ...)"
             )
@@ -65,7 +66,7 @@ def expect_stateful(extra: Extra) -> None:
     ValueError: something without `state_dict` and `load_state_dict`."""
     for name, one in (extra or {}).items():
         if isinstance(one, type) or not all(callable(getattr(one, f, None)) for f in ("state_dict", "load_state_dict")):
-            raise ValueError(
+            raise InvalidValue(
                 f"extra {name!r} is of type {type(one).__name__}: extra takes objects with state_dict() and "
                 "load_state_dict(), as schedulers have them. Give a number or a dict a small class with these two "
                 "methods; a count of steps is step= already, and load returns it as .step"
@@ -135,7 +136,7 @@ def state_item(entry: StateEntry) -> Item:
 def _state_name(kind: str, entry: StateEntry) -> str:
     """See `saved_state.py`."""
     if not isinstance(entry.key, str) or "/" in entry.key:
-        raise ValueError(f"optimizer state {entry.key!r} of {entry.parameter}: its name must be a text without '/'")
+        raise InvalidValue(f"optimizer state {entry.key!r} of {entry.parameter}: its name must be a text without '/'")
     return f"{kind}/{entry.key}/{entry.parameter}"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError, digest_of
+from zeroshard.errors import InvalidValue
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})(?:\.old-[0-9a-f]+)?")
@@ -35,7 +36,7 @@ def expect_step(step: object) -> None:
     """Raises:
     ValueError: no number that a step can have."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
-        raise ValueError(f"step must be an integer from 0, found {step!r}")
+        raise InvalidValue(f"step must be an integer from 0, found {step!r}")
 
 
 def temporary_name(step: int, unique: str) -> str:
@@ -204,7 +205,7 @@ def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None =
 def to_prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
     """The steps that `prune` would remove."""
     if keep_last < 1 or (keep_every is not None and keep_every < 1):
-        raise ValueError(f"keep_last and keep_every must be at least 1, found {keep_last} and {keep_every}")
+        raise InvalidValue(f"keep_last and keep_every must be at least 1, found {keep_last} and {keep_every}")
     known = steps(directory)
     kept = {*list(known)[-keep_last:], latest(Path(directory))}
     return [step for step in known if step not in kept and (keep_every is None or step % keep_every)]

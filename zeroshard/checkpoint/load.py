@@ -20,8 +20,9 @@ from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import on_all_ranks
 from zeroshard.comm.profiling import phase
-from zeroshard.io.logger import tell
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
+from zeroshard.io.logger import tell
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -99,7 +100,7 @@ class _Load:
     def find(self, step: int | None) -> tuple[Path, str]:
         """The folder that rank 0 has chosen; and a new id."""
         _, ((name, unique), *_) = on_all_ranks(
-            self.engine, "load", partial(self._find, step), (RuntimeError, ValueError)
+            self.engine, "load", partial(self._find, step), (InvalidState, InvalidValue)
         )
         return self.directory / name, unique
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import Item
+from zeroshard.errors import InvalidValue
 from zeroshard.io.tensor_file import bytes_of
 from zeroshard.io.values import decode, encode
 from zeroshard.layout.interval import Interval
@@ -30,7 +31,7 @@ def number(name: str, value: bool | int | float) -> Item:
     """A Python number as a tensor."""
     dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{name} is {value}, which needs more than 64 bits")
+        raise InvalidValue(f"{name} is {value}, which needs more than 64 bits")
     return whole(name, torch.tensor(value, dtype=dtype))
 
 

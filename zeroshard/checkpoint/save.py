@@ -41,8 +41,9 @@ from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.together import tell_together
-from zeroshard.io.logger import tell
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
+from zeroshard.io.logger import tell
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -191,13 +192,13 @@ class _Save:
         """
         world = self.engine.collectives.mesh.world
         # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
-        own, found = on_all_ranks(self.engine, "save", self._collect, (ValueError, RuntimeError))
+        own, found = on_all_ranks(self.engine, "save", self._collect, (InvalidValue, InvalidState))
         if len({of_rank[0] for of_rank in found}) > 1:
-            raise ValueError(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
+            raise InvalidValue(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
         unique = found[0][1]
         same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
         # 2. Everybody knows to the byte what it will write.
-        file, sizes = on_all_ranks(self.engine, "save", partial(self._plan, own, same, unique, copy), (ValueError,))
+        file, sizes = on_all_ranks(self.engine, "save", partial(self._plan, own, same, unique, copy), (InvalidValue,))
         values = {**own.values, "extra": own.extra.values, "world_size": world.size}
         base = Manifest(self.step, unique, (), {}, values, versions())
         # 3. There is room.
@@ -212,9 +213,9 @@ class _Save:
         expect_stateful(self.extra)
         names, rank = names_of(self.engine), self.engine.collectives.mesh.world.rank
         if any(one.engine is not self.engine for one in self.optimizers):
-            raise ValueError("the optimizer belongs to another handle")
+            raise InvalidValue("the optimizer belongs to another handle")
         if self.optimizers and len(self.engine.claims.owners()) > len(self.optimizers):
-            raise ValueError("this model has several optimizers: pass all of them in a list (or none)")
+            raise InvalidValue("this model has several optimizers: pass all of them in a list (or none)")
         states = {name: stateful.state_dict() for name, stateful in (self.extra or {}).items()}
         values = {"optimizers": [optimizer_values(one, names) for one in self.optimizers], "tied": self.engine.tied()}
         own = _Own(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
+from zeroshard.errors import InvalidValue
 from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
 from zeroshard.layout.interval import Interval, round_up
 
@@ -47,7 +48,7 @@ class Item:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{self.name} has the dtype {self.dtype}, which safetensors files do not have")
+            raise InvalidValue(f"{self.name} has the dtype {self.dtype}, which safetensors files do not have")
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +103,7 @@ class FilePlan:
         text = json.dumps(header).encode()
         text = text.ljust(round_up(len(text), 8))
         if len(text) > MAX_HEADER_BYTES:
-            raise ValueError(
+            raise InvalidValue(
                 f"a file of {len(ordered)} tensors would have a header of {len(text)} bytes, and safetensors files "
                 f"{MAX_HEADER_BYTES} at most: save on more ranks, or fewer tensors"
             )

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from zeroshard.errors import InvalidValue
+
 DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
@@ -73,7 +75,7 @@ def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:
         found = _through_store(group, "\n".join([device.type, _hardware(device), _not_current(device)]))
         problem = _shared_or_mixed([tuple(text.split("\n")) for text in found])
     if problem:
-        raise ValueError(problem)
+        raise InvalidValue(problem)
 
 
 def _not_current(device: torch.device) -> str:

@@ -46,6 +46,7 @@ from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
 
@@ -355,7 +356,7 @@ class Collectives:
         if self.mesh.replicate.size > 1:
             problem = problem_of(dict(self.exchange_objects(self.mesh.place())))
             if problem:
-                raise ValueError(f"mesh: {problem}")
+                raise InvalidValue(f"mesh: {problem}")
 
     def meet_at(self, point: str) -> None:
         """All ranks come to the same point of the program. One that gathers or reduces meanwhile raises, as do those

@@ -31,6 +31,7 @@ from zeroshard.comm.backends import (
     has_tagged_messages,
     timeout_of,
 )
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.io.logger import tell
 
 REPLICATE = ("replicate", "dp_replicate")
@@ -61,7 +62,7 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, found {timeout.total_seconds()} s")
+        raise InvalidValue(f"timeout must be positive, found {timeout.total_seconds()} s")
     if not dist.is_initialized():
         _join(backend, timeout)
     watch.start()
@@ -169,14 +170,14 @@ class Mesh:
             ValueError: a mesh of more than two axes, or with other names; a device that the ranks cannot use so.
         """
         if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
+            raise InvalidState("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
             replicate_dim, shard_dim = _dims(mesh.mesh_dim_names)
             shard, replicate = Axis.of(mesh.get_group(shard_dim)), Axis.of(mesh.get_group(replicate_dim))
             device = device_for(shard.group, device)
             world = Axis.of(_group_of(tuple(mesh.mesh.flatten().tolist()), shard.group, device))
         elif isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
-            raise ValueError(
+            raise InvalidValue(
                 f"expected a mesh of one axis (shard) or two (replicate, shard), found {mesh.ndim}: pass the part of "
                 'it that the model is sharded over, mesh["dp_replicate", "dp_shard"] for example'
             )
@@ -228,7 +229,7 @@ def _dims(names: Sequence[str] | None) -> tuple[int, int]:
     for replicate, shard in ((0, 1), (1, 0)):
         if names[replicate] in REPLICATE and names[shard] in SHARD:
             return replicate, shard
-    raise ValueError(
+    raise InvalidValue(
         "a 2-D mesh needs the axes 'replicate' and 'shard' (or 'dp_replicate' and 'dp_shard'), found "
         f"{tuple(names)}: use these names, or pass the part of the mesh that the model is sharded over"
     )

@@ -16,6 +16,7 @@ from zeroshard.comm import watch
 from zeroshard.comm.mesh import Axis
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.shared_memory import NOWHERE, Location
+from zeroshard.errors import Error
 
 _TAGS = {
     "all_gather": 1,
@@ -65,7 +66,7 @@ class Announcement:
             self.works.pop().wait()
 
 
-class OutOfOrder(RuntimeError):
+class OutOfOrder(Error, RuntimeError):
     """This rank and a peer are not at the same unit."""
 
 

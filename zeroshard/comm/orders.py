@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeroshard.comm import watch
 from zeroshard.comm.positions import HERE, Wait
+from zeroshard.errors import InvalidState
 
 
 class Orders:
@@ -70,7 +71,7 @@ class Orders:
                 if current is not None:
                     current.expect_alive([self._ranks[self.leader]])
                 elif time.monotonic() - since > self._timeout:
-                    raise RuntimeError(
+                    raise InvalidState(
                         f"join: rank {self._ranks[self.leader]} has inputs left, and has sent no order for "
                         f"{self._timeout:.0f} s (zeroshard.init() would report the reason)"
                     )
@@ -106,7 +107,7 @@ class Orders:
         RuntimeError: there are followers, who would not take part in this."""
         if self.speaks:
             ranks = ", ".join(str(self._ranks[rank]) for rank in self.followers)
-            raise RuntimeError(
+            raise InvalidState(
                 f"{what} inside `with handle.join():`, while rank {ranks} has run out of inputs and takes part in "
                 "forward, backward, clip_grad_norm_ and step only: do it after the join, or before any rank has run out"
             )
@@ -145,7 +146,7 @@ class Voice:
             RuntimeError: one that is no optimizer's own, and a follower does not know.
         """
         if self._orders.speaks and any(id(scaler) not in self.scalers for scaler in used):
-            raise RuntimeError(
+            raise InvalidState(
                 "join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: scale "
                 "losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
             )
@@ -160,7 +161,7 @@ class Voice:
         """Raises:
         RuntimeError: somebody has changed reduced gradients, and a follower has not."""
         if self._orders.speaks and self.version not in (None, version):
-            raise RuntimeError(
+            raise InvalidState(
                 "join: p.grad has been changed, and a rank that has run out of inputs cannot do the same: use "
                 "optimizer.clip_grad_norm_ or optimizer.clip_grad_value_"
             )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.alike import BITS, WIDTH, are_alike, as_terms
+from zeroshard.errors import Error
 
 _TEXT_BYTES, _SIZE_BYTES = 104, 8
 ROOM = 505
@@ -29,11 +30,11 @@ ROOM_BYTES = 192
 """Of an object, beside its size."""
 
 
-class Elsewhere(RuntimeError):
+class Elsewhere(Error, RuntimeError):
     """The ranks are in different exchanges."""
 
 
-class Uneven(RuntimeError):
+class Uneven(Error, RuntimeError):
     """The ranks are in the same exchange, with rows of different lengths. All of them have heard so, and can go on."""
 
 

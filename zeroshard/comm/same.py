@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import InvalidValue
 from zeroshard.io.values import encode
 from zeroshard.layout.digest import digest
 
@@ -35,7 +36,9 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
     by_rank = collectives.exchange_objects(mine, what)
     found = differing(by_rank)
     names = ", ".join(f"{name} (rank {', '.join(map(str, ranks))})" for name, ranks in list(found.items())[:SHOWN])
-    raise ValueError(f"{what}: other values than on rank 0 in {names}{' and others' * (len(found) > SHOWN)}. {instead}")
+    raise InvalidValue(
+        f"{what}: other values than on rank 0 in {names}{' and others' * (len(found) > SHOWN)}. {instead}"
+    )
 
 
 def differing(by_rank: list[dict[str, str]]) -> dict[str, list[int]]:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.errors import SystemRefused
+
 
 class Location(NamedTuple):
     """Where some bytes lie, for a peer. `segment` is unique in its process; `fd` is not, over time."""
@@ -173,7 +175,7 @@ def _map_labelled(process: Process, location: Location) -> Tensor:
 def _expect(label: str, path: str) -> None:
     found = os.readlink(path)
     if not found.startswith(f"/memfd:{label} "):
-        raise OSError(f"{path}: expected the segment {label} of a peer, found {found}")
+        raise SystemRefused(f"{path}: expected the segment {label} of a peer, found {found}")
 
 
 class Segment:

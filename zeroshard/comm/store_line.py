@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from zeroshard.errors import Error
+
 T = TypeVar("T")
 
 
-class Silent(RuntimeError):
+class Silent(Error, RuntimeError):
     """The store has not answered in time, or is gone."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import InvalidValue
 from zeroshard.io.checked import CheckpointError
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ def tell_together(
     what: str,
     work: Callable[[], tuple[T, Any]],
     *,
-    errors: Errors = (ValueError,),
+    errors: Errors = (InvalidValue,),
     words: Words = in_words,
     patient: bool = False,
     tell: bool = True,
@@ -63,8 +64,10 @@ def tell_together(
     try:
         kept, told = work()
     except Exception as error:  # whatever it is: the others wait
-        text = str(error) if type(error) in errors else words(error)
-        problem, failure = [type(error).__name__, text.removeprefix(f"{what}: ")], error
+        # What torch or the user's code raises is raised as the class of ours that is of the same kind.
+        kind = next((one.__name__ for one in errors if type(error) in (one, *one.__bases__)), "")
+        text = str(error) if kind else words(error)
+        problem, failure = [kind, text.removeprefix(f"{what}: ")], error
     if patient:
         collectives.wait_for_all()
     if not tell and not collectives.count(problem is not None, what):

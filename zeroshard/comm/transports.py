@@ -13,6 +13,7 @@ from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.transport import Transport, TransportName
+from zeroshard.errors import InvalidValue
 
 TRANSPORTS: dict[TransportName, type[Transport]] = {
     transport.name: transport for transport in (SharedTransport, PairwiseTransport, NativeTransport)
@@ -26,5 +27,5 @@ def transport_named(name: TransportName) -> type[Transport]:
         ValueError: there is none of that name.
     """
     if name not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, found {name!r}")
+        raise InvalidValue(f"transport must be one of {', '.join(TRANSPORTS)}, found {name!r}")
     return TRANSPORTS[name]

@@ -39,6 +39,7 @@ from zeroshard.comm.peers import Peers
 from zeroshard.comm.positions import HERE
 from zeroshard.comm.store_line import Silent, StoreLine
 from zeroshard.comm.whereabouts import waits_in_vain, where
+from zeroshard.errors import Error
 
 BEAT_SECONDS = 0.5
 """Between two times that a rank says that it runs: to its watch, and to those with whom it saves."""
@@ -61,7 +62,7 @@ T = TypeVar("T")
 _current: Watch | None = None
 
 
-class LostPeer(RuntimeError):
+class LostPeer(Error, RuntimeError):
     """This rank has waited in vain for another one; the message says for whom, and why.
 
     Attributes:

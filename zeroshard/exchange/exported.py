@@ -18,6 +18,7 @@ from zeroshard.checkpoint.folders import new_id
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import FilePlan, Item, write_file
+from zeroshard.errors import AlreadyExists
 from zeroshard.io.tensor_file import INDEX, SINGLE
 from zeroshard.layout.interval import Interval
 
@@ -90,7 +91,7 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
     files.make_folders(out)
     old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
     if old and not force:
-        raise FileExistsError(f"{out} holds {old[0]} already (--force replaces it)")
+        raise AlreadyExists(f"{out} holds {old[0]} already (--force replaces it)")
     unique, last = new_id(), list(work)[-1]
     temporary = {name: out / f".{name}.tmp-{unique}" for name in work}
     try:

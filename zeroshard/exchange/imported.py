@@ -18,6 +18,7 @@ from zeroshard.checkpoint.rank_state import blob, number
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.together import in_words
+from zeroshard.errors import AlreadyExists, InvalidValue
 from zeroshard.exchange.dcp_folder import Box, DcpFolder
 from zeroshard.io.tensor_file import open_model
 from zeroshard.io.values import encode, no_tensors
@@ -214,7 +215,7 @@ def _option(folder: DcpFolder, there: str) -> Any:
     """
     if there in folder.tensors:
         if folder.tensors[there].numel != 1:
-            raise ValueError("a tensor")
+            raise InvalidValue("a tensor")
         return encode(folder.read(there, Interval(0, 1)).item(), no_tensors, there)
     return _as_json(folder, there)
 
@@ -236,7 +237,7 @@ def _as_json(folder: DcpFolder, there: str) -> Any:
     try:
         return encode(value, no_tensors, there)
     except RecursionError:
-        raise ValueError("too deep") from None
+        raise InvalidValue("too deep") from None
 
 
 def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict[str, Any], *, force: bool) -> Path:
@@ -249,7 +250,7 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
     directory = directory.absolute()
     folders.expect_step(step)
     if step in folders.steps(directory) and not force:
-        raise FileExistsError(f"{directory} holds step {step} already (--force replaces it)")
+        raise AlreadyExists(f"{directory} holds step {step} already (--force replaces it)")
     unique = folders.new_id()
     plan = FilePlan.of(items, 0, file_metadata(step, unique, 0))
     base = Manifest(step, unique, (), {}, {**values, "extra": {}, "world_size": 1}, versions())

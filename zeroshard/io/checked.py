@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zeroshard.errors import Error, InvalidValue
+
 MAX_DIMS = 64
 MAX_NUMEL = 1 << 48
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Error, RuntimeError):
     """A checkpoint that cannot be saved, or is not what it should be: what was expected and found, in which file."""
 
 
@@ -76,9 +78,9 @@ def short(value: Any) -> str:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a name twice in one object")
+        raise InvalidValue("a name twice in one object")
     return dict(pairs)
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
+    raise InvalidValue(f"{text} is not JSON")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import InvalidValue
 from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import DTYPE_NAMES
 
@@ -34,14 +35,16 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-            raise ValueError(f"{where} is a {type(value).__name__} of layout {value.layout}: only dense, plain tensors")
+            raise InvalidValue(
+                f"{where} is a {type(value).__name__} of layout {value.layout}: only dense, plain tensors"
+            )
         if value.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{where} has the dtype {value.dtype}, which safetensors files do not have")
+            raise InvalidValue(f"{where} has the dtype {value.dtype}, which safetensors files do not have")
         return {"$tensor": store(value.detach())}
     if isinstance(value, dict):
         items = [[key, encode(item, store, f"{where}[{key!r}]")] for key, item in value.items()]
         if any(not isinstance(key, (str, int, float, bool, type(None))) for key in value):
-            raise ValueError(f"{where} has keys that are neither texts nor numbers")
+            raise InvalidValue(f"{where} has keys that are neither texts nor numbers")
         if isinstance(value, Counter):
             return {"$counter": items}
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
@@ -50,7 +53,7 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
     if type(value) in (list, tuple):
         items = [encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
-    raise ValueError(
+    raise InvalidValue(
         f"{where} is of type {type(value).__name__}: a checkpoint holds numbers, texts, lists, tuples, dicts and "
         "tensors; let its state_dict() give these"
     )
@@ -86,4 +89,4 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def no_tensors(value: Tensor) -> str:
-    raise ValueError(f"a tensor of shape {tuple(value.shape)} where a plain number is expected")
+    raise InvalidValue(f"a tensor of shape {tuple(value.shape)} where a plain number is expected")

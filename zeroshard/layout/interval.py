@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.errors import InvalidValue
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Interval:
@@ -14,7 +16,7 @@ class Interval:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"an interval needs 0 <= start <= stop, found [{self.start}, {self.stop})")
+            raise InvalidValue(f"an interval needs 0 <= start <= stop, found [{self.start}, {self.stop})")
 
     @property
     def numel(self) -> int:

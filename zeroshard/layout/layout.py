@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.portions import Portions, everything
 
@@ -64,14 +65,14 @@ class BufferLayout:
 
     def __post_init__(self) -> None:
         if self.num_shards < 1 or self.numel % self.num_shards:
-            raise ValueError(f"{self.numel} elements cannot be cut into {self.num_shards} equal shards")
+            raise InvalidValue(f"{self.numel} elements cannot be cut into {self.num_shards} equal shards")
         end = 0
         for slot in self.slots:
             if slot.world.start < end or slot.world.numel != math.prod(slot.shape):
-                raise ValueError(f"slot {slot.name} {slot.shape} must lie behind {end}, found {slot.world}")
+                raise InvalidValue(f"slot {slot.name} {slot.shape} must lie behind {end}, found {slot.world}")
             end = slot.world.stop
         if end > self.numel:
-            raise ValueError(f"the slots need {end} elements, the buffer has {self.numel}")
+            raise InvalidValue(f"the slots need {end} elements, the buffer has {self.numel}")
 
     @classmethod
     def pack(
@@ -135,7 +136,7 @@ class BufferLayout:
     def shard(self, rank: int) -> Interval:
         """World range of the shard of `rank`."""
         if not 0 <= rank < self.num_shards:
-            raise ValueError(f"rank must be in [0, {self.num_shards}), found {rank}")
+            raise InvalidValue(f"rank must be in [0, {self.num_shards}), found {rank}")
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:

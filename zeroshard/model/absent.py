@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from zeroshard.errors import InvalidState
 from zeroshard.layout.layout import Slot
 
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -76,7 +77,7 @@ class AbsentTensor(Tensor):
                 parameter.home.bring()
         for parameter in operands:
             if is_absent(parameter):
-                raise RuntimeError(f"{what}: {parameter.home.explain(_name_of(parameter))}")
+                raise InvalidState(f"{what}: {parameter.home.explain(_name_of(parameter))}")
         return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules
 from zeroshard.model.managed import Managed
 from zeroshard.precision import HALVES
@@ -39,7 +40,7 @@ def expect_kept(model: nn.Module, precisions: Precisions, managed: Managed) -> N
     write = f"MixedPrecision(param={dtype.param}, keep=({', '.join(classes)},))"
     if not isinstance(precisions, (str, type(dtype))):
         write = "{" + ", ".join(f'{one}: "fp32"' for one in classes) + ", ...}, in front of the other patterns"
-    raise ValueError(
+    raise InvalidValue(
         f"precision: torch's batch norm takes no weights in {dtype.param} beside running statistics in "
         f"{found[names[0]].running_mean.dtype}, and buffers stay as they are: keep "
         f"{', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' * (len(names) > SHOWN)} in fp32, with "

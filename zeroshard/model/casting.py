@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.errors import InvalidValue
 from zeroshard.model.trees import map_tensors
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
@@ -57,10 +58,10 @@ class Rules:
         rules = []
         for pattern, precision in precisions.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
-                raise ValueError(f"precision: a pattern is a text or a class of modules, found {pattern!r}")
+                raise InvalidValue(f"precision: a pattern is a text or a class of modules, found {pattern!r}")
             record = as_precision(precision)
             if record is not None and record.keep:
-                raise ValueError(
+                raise InvalidValue(
                     "precision: beside patterns, name what is kept in fp32 by a pattern of its own, in front"
                 )
             rules.append((pattern, pattern if isinstance(pattern, str) else pattern.__name__, record))
@@ -85,7 +86,7 @@ class Rules:
             unmatched -= {pattern for pattern, _ in matching if isinstance(pattern, str)}
             found[path] = min([around, *(region for _, region in matching)], key=lambda region: region.number)
         if unmatched:
-            raise ValueError(f"precision: {sorted(unmatched)[0]!r} matches no module of {type(model).__name__}")
+            raise InvalidValue(f"precision: {sorted(unmatched)[0]!r} matches no module of {type(model).__name__}")
         return found
 
     def parameters(self, model: nn.Module) -> dict[int, Region]:

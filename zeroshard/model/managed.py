@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from zeroshard.errors import InvalidType, InvalidValue
+
 Ignored = Iterable[str | nn.Module | nn.Parameter]
 
 
@@ -67,13 +69,13 @@ def _tensors_of(one: str | nn.Module | nn.Parameter, model: nn.Module) -> list[T
     if isinstance(one, str):
         found = {**dict(_named(model)), **dict(model.named_modules(remove_duplicate=False))}.get(one)
         if found is None:
-            raise ValueError(f"ignored: the model has no parameter, buffer or module of the name {one!r}")
+            raise InvalidValue(f"ignored: the model has no parameter, buffer or module of the name {one!r}")
     if isinstance(found, nn.Module):
         if not any(found is module for module in model.modules()):
-            raise ValueError(f"ignored: a {type(found).__name__} that is not in the model")
+            raise InvalidValue(f"ignored: a {type(found).__name__} that is not in the model")
         return [*found.parameters(), *found.buffers()]
     if not isinstance(found, Tensor):
-        raise TypeError(f"ignored takes names, modules and parameters, found {found!r}")
+        raise InvalidType(f"ignored takes names, modules and parameters, found {found!r}")
     if not any(found is tensor for _, tensor in _named(model)):
-        raise ValueError(f"ignored: a tensor of shape {tuple(found.shape)} that is not in the model")
+        raise InvalidValue(f"ignored: a tensor of shape {tuple(found.shape)} that is not in the model")
     return [found]

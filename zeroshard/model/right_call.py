@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+
 _RETURNS = "shard() returns a handle, and the model stays the object it was: `handle = zeroshard.shard(model, ...)`"
 
 
@@ -16,7 +18,7 @@ class NotTheModel:
     """What a module can do and this cannot raises with the right call: `handle(x)`, `handle.parameters()`, ..."""
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be called. {_RETURNS}, then model(...)")
+        raise InvalidType(f"a {type(self).__name__} cannot be called. {_RETURNS}, then model(...)")
 
     if not TYPE_CHECKING:  # a checker is to find misspelt names by itself
 
@@ -34,7 +36,7 @@ def expect_handle(found: object, call: str) -> None:
     TypeError: it is none. `call`: how to write it, with `handle` in its place."""
     if not isinstance(found, NotTheModel):
         hint = f". {_RETURNS}" if isinstance(found, nn.Module) else ""
-        raise TypeError(f"expected the handle that shard() has returned, found {_kind(found)}: write {call}{hint}")
+        raise InvalidType(f"expected the handle that shard() has returned, found {_kind(found)}: write {call}{hint}")
 
 
 _WRAPPERS = {
@@ -58,7 +60,7 @@ def expect_module(found: object) -> None:
         hint = f": it is sharded already. {_RETURNS}"
     elif isinstance(found, type) and issubclass(found, nn.Module):
         hint = f": build the model first, {found.__name__}(...)"
-    raise TypeError(f"shard takes a module, found {_kind(found)}{hint}")
+    raise InvalidType(f"shard takes a module, found {_kind(found)}{hint}")
 
 
 def expect_unwrapped(model: nn.Module, managed: Collection[nn.Parameter]) -> None:
@@ -72,7 +74,7 @@ def expect_unwrapped(model: nn.Module, managed: Collection[nn.Parameter]) -> Non
         of_torch = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.split(".")[0] in _LIBRARIES]
         wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
         if wrapper is not None and any(id(parameter) in mine for parameter in module.parameters()):
-            raise ValueError(
+            raise InvalidValue(
                 f"{path or 'the model'} is wrapped in {wrapper}, {_WRAPPERS[wrapper]}: shard a model that has never "
                 "been wrapped. (To keep torch DDP, pass its parameters to ShardedOptimizer, without shard())"
             )
@@ -89,7 +91,7 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
     """
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if ddp is not None and not {id(p) for p in ddp.parameters()}.isdisjoint(map(id, parameters)):
-        raise RuntimeError(
+        raise InvalidState(
             "DistributedDataParallel is around this model, and its parameters are sharded: both would reduce the "
             "gradients. Build the model anew without DistributedDataParallel, shard() it, and call it itself"
         )
@@ -110,7 +112,7 @@ def expect_parameters(found: object) -> None:
         hint = ": put it in a list"
     elif isinstance(found, NotTheModel) or hasattr(found, "__iter__"):
         return
-    raise TypeError(f"params must be a handle, or an iterable of tensors or dicts, found {_kind(found)}{hint}")
+    raise InvalidType(f"params must be a handle, or an iterable of tensors or dicts, found {_kind(found)}{hint}")
 
 
 def expect_class(found: object) -> None:
@@ -123,7 +125,7 @@ def expect_class(found: object) -> None:
         return
     name = "torch.optim.AdamW"
     if isinstance(found, torch.optim.Optimizer):
-        raise TypeError(
+        raise InvalidType(
             f"optimizer_class must be a class of optimizers, found {_kind(found)}: write "
             "ShardedOptimizer.from_optimizer(handle, optimizer), which takes it over as it is"
         )
@@ -131,7 +133,7 @@ def expect_class(found: object) -> None:
         known = {one.lower(): one for one in dir(torch.optim) if isinstance(getattr(torch.optim, one), type)}
         name = f"torch.optim.{known.get(found.lower(), 'AdamW')}"
     what = f"the text {found!r}" if isinstance(found, str) else _kind(found)
-    raise TypeError(
+    raise InvalidType(
         f"optimizer_class must be a class of optimizers, found {what}: write ShardedOptimizer(handle, {name}, lr=...), "
         "with the arguments of the class behind it; it is built over the parts of the parameters that a rank has"
     )
@@ -152,7 +154,7 @@ def expect_instance(found: object, *, is_sharded: bool) -> None:
         remedy = "it is what from_optimizer returns"
     elif isinstance(found, NotTheModel):
         remedy = "the handle comes first, from_optimizer(handle, optimizer)"
-    raise TypeError(f"from_optimizer takes a plain optimizer that is made already, found {_kind(found)}: {remedy}")
+    raise InvalidType(f"from_optimizer takes a plain optimizer that is made already, found {_kind(found)}: {remedy}")
 
 
 def _kind(found: object) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.pool_plan import Request
 from zeroshard.model.absent import as_tensors
@@ -189,7 +190,7 @@ def _modules_by_unit(
     """Path of each module -> the unit that its own parameters belong to ("" is the root unit); and unit -> paths of the
     modules whose call needs the whole unit."""
     if isinstance(policy, bool):
-        raise TypeError("units must be module classes or their names, a callable or a number of bytes, found a bool")
+        raise InvalidType("units must be module classes or their names, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
         return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
     matches = _matcher(policy)
@@ -208,7 +209,7 @@ def _modules_by_unit(
         groups[path] = path if path and matching else groups.get(path.rpartition(".")[0], "")
     if not any_matches:
         classes_found = sorted({type(module).__name__ for path, module in model.named_modules() if path})
-        raise ValueError(
+        raise InvalidValue(
             f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
             f"{', '.join(classes_found) or '(none)'}"
         )
@@ -246,7 +247,7 @@ def _classes_named(text: str, model: nn.Module) -> list[type[nn.Module]]:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name in dict(model.named_modules()):
                 hint = f". To name a module, and not its class: units=[({name!r},)]"
-            raise ValueError(
+            raise InvalidValue(
                 f"units={text!r}: {type(model).__name__} has no module of a class {name!r}; its modules are of the "
                 f"classes {', '.join(known) or '(none)'}{hint}"
             )
@@ -262,7 +263,7 @@ def _matcher(policy: object) -> Callable[[nn.Module], bool]:
     if items and all(isinstance(item, (list, tuple)) for item in rest):
         return lambda module: isinstance(module, classes)
     if isinstance(policy, (list, tuple)) or not callable(policy):
-        raise TypeError(
+        raise InvalidType(
             "units must be module classes or their names, groups of modules or names, a callable or a number of bytes, "
             f"found {policy!r}"
         )
@@ -286,13 +287,13 @@ def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[i
             path = one if isinstance(one, str) else paths.get(id(one), "")
             if not path or path not in named:
                 shown = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
-                raise ValueError(f"units: {shown} in a group is no module inside {type(model).__name__}")
+                raise InvalidValue(f"units: {shown} in a group is no module inside {type(model).__name__}")
             members.append(read_by[path])  # a part of what cannot be divided stands for the whole
         if not members:
-            raise ValueError("units: a group without modules")
+            raise InvalidValue("units: a group without modules")
         for path in members:
             if found.setdefault(id(named[path]), " + ".join(members)) != " + ".join(members):
-                raise ValueError(f"units: {path} is in two groups")
+                raise InvalidValue(f"units: {path} is in two groups")
     return found
 
 
@@ -309,7 +310,7 @@ def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathere
     for pattern in keep:
         matching = [any(matches(pattern, path, modules[path]) for path in spec.calls) for spec in result]
         if not any(matching):
-            raise ValueError(f"keep_gathered: {pattern!r} matches no unit; units are {[spec.name for spec in specs]}")
+            raise InvalidValue(f"keep_gathered: {pattern!r} matches no unit; units are {[spec.name for spec in specs]}")
         result = [replace(spec, stays=spec.stays or hit) for spec, hit in zip(result, matching, strict=True)]
     return result
 
@@ -326,7 +327,7 @@ def _modules_by_size(
         Path of each module -> its unit; and unit -> the undivided modules in it.
     """
     if unit_bytes <= 0:
-        raise ValueError(f"units as a number of bytes must be positive, found {unit_bytes}")
+        raise InvalidValue(f"units as a number of bytes must be positive, found {unit_bytes}")
     own, inside = _bytes_by_module(model, read_by)
     groups: dict[str, str] = {}
     undivided: dict[str, list[str]] = {}
@@ -387,23 +388,23 @@ def refuse_unsupported(name: str, parameter: Tensor) -> None:
     """Raises:
     ValueError: a parameter whose values cannot lie in a flat buffer."""
     if is_lazy(parameter):
-        raise ValueError(f"parameter {name} has no shape yet: call the model once, with an input, before shard()")
+        raise InvalidValue(f"parameter {name} has no shape yet: call the model once, with an input, before shard()")
     if hasattr(parameter, "device_mesh"):
-        raise ValueError(
+        raise InvalidValue(
             f"parameter {name} is a DTensor, distributed already (by FSDP2's fully_shard, or for tensor parallelism): "
             "shard the plain model, or name the parameter in ignored= to leave it as it is"
         )
     with as_tensors():
         inner: Any = parameter.detach()  # a Parameter hides what it was made of
     if is_traceable_wrapper_subclass(inner):
-        raise ValueError(
+        raise InvalidValue(
             f"parameter {name} is a {type(inner).__name__}, made of several tensors (quantised, perhaps): "
             "only plain dense ones can be sharded; name it in ignored= to leave it as it is"
         )
     if parameter.is_complex():
-        raise ValueError(
+        raise InvalidValue(
             f"parameter {name} is {parameter.dtype}: complex parameters are not supported; register "
             "torch.view_as_real(parameter) as the parameter and view it as complex in forward"
         )
     if parameter.is_sparse or parameter.layout is not torch.strided:
-        raise ValueError(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")
+        raise InvalidValue(f"parameter {name} has layout {parameter.layout}: only dense parameters can be sharded")

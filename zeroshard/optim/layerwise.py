@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.norms import ROW_NUMEL, norms_of_rows
 
 
@@ -35,10 +36,10 @@ def expect(name: str, value: float | Tensor, *, below: float = math.inf) -> None
         ValueError: with the name, the range and the value.
     """
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} must be one number, found a tensor of shape {tuple(value.shape)}")
+        raise InvalidValue(f"{name} must be one number, found a tensor of shape {tuple(value.shape)}")
     if not 0.0 <= value < below:
         limit = "finite" if math.isinf(below) else f"below {below:g}"
-        raise ValueError(f"{name} must be at least 0 and {limit}, found {value}")
+        raise InvalidValue(f"{name} must be at least 0 and {limit}, found {value}")
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
@@ -77,7 +78,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if grad.is_sparse or parameter.is_complex():
             kind = "sparse gradients" if grad.is_sparse else "complex parameters"
-            raise ValueError(f"{type(self).__name__} does not support {kind}; use torch.optim.SGD for these")
+            raise InvalidValue(f"{type(self).__name__} does not support {kind}; use torch.optim.SGD for these")
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         weight = parameter.to(dtype)  # itself, unless it has 16 bits
         grad = grad.to(dtype)

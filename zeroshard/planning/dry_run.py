@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeroshard.errors import InvalidState
 from zeroshard.planning.forecast import expect_mesh
 
 
@@ -34,7 +35,7 @@ def dry_run(ranks: int, *, replicas: int = 1, rank: int = 0, device: str = "cpu"
     """
     expect_mesh(ranks, replicas, rank)
     if dist.is_initialized():
-        raise RuntimeError("dry_run: this process is in a process group already: start a dry run in one of its own")
+        raise InvalidState("dry_run: this process is in a process group already: start a dry run in one of its own")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend known
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions
 from zeroshard.placement import PLANS, SHARDED, Plan, as_plan
 from zeroshard.planning.forecast import Configuration, Forecast, plan
@@ -72,7 +73,7 @@ def fit(
         ValueError: a budget below 1; as `plan`.
     """
     if budget < 1:
-        raise ValueError(f"the budget must be at least one byte, found {budget}")
+        raise InvalidValue(f"the budget must be at least one byte, found {budget}")
     given, precisions = configuration or Configuration(), list(precisions)
     candidates = []
     for chosen in plans:

@@ -17,6 +17,7 @@ from zeroshard.checkpoint.manifest import BLOCK_BYTES
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
+from zeroshard.errors import InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.layout.cuts import BATCH_NUMEL
 from zeroshard.model.casting import Precisions
@@ -79,7 +80,7 @@ class Configuration:
         expect_number("micro_batches", self.micro_batches, 1)
         expect_mesh(self.ranks, self.replicas, self.rank)
         if self.device not in BATCH_NUMEL:
-            raise ValueError(f"device must be one of {', '.join(BATCH_NUMEL)}, found {self.device!r}")
+            raise InvalidValue(f"device must be one of {', '.join(BATCH_NUMEL)}, found {self.device!r}")
 
     @property
     def num_shards(self) -> int:
@@ -100,7 +101,7 @@ def expect_number(name: str, value: object, least: int) -> None:
     """Raises:
     ValueError: not a whole number from `least` on."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
-        raise ValueError(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
+        raise InvalidValue(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
 
 
 def expect_mesh(ranks: int, replicas: int, rank: int) -> None:
@@ -109,9 +110,9 @@ def expect_mesh(ranks: int, replicas: int, rank: int) -> None:
     for name, value, least in (("ranks", ranks, 1), ("replicas", replicas, 1), ("rank", rank, 0)):
         expect_number(name, value, least)
     if ranks % replicas:
-        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
+        raise InvalidValue(f"{ranks} ranks do not divide into {replicas} replicas")
     if rank >= ranks:
-        raise ValueError(f"rank must be below the number of ranks, {ranks}, found {rank}")
+        raise InvalidValue(f"rank must be below the number of ranks, {ranks}, found {rank}")
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     managed = Managed.without(model, found.ignored)
     parameters = managed.parameters(model)
     if any(handle_of(parameter) is not None for parameter in parameters.values()):
-        raise ValueError(
+        raise InvalidValue(
             "plan: this model is sharded already, and handle.memory() says what it holds: pass a plain one"
         )
     specs = choose_units(model, found.units, found.precision, managed, found.keep_gathered)

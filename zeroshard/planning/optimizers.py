@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard import optim
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.layout import Slot
 from zeroshard.model.units import plain_name
 from zeroshard.planner import Bytes, OptimizerNeeds, PlannedUnit
@@ -104,12 +105,12 @@ def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], gro
     whole = tuple(granularity_of(k.optimizer_class, k.options, None) is Granularity.PARAMETER for k in kinds)
     if not kinds or len({kind.optimizer_class for kind in kinds}) < len(kinds):
         names = ", ".join(kind.name for kind in kinds)
-        raise ValueError(f"expected one optimizer class, or several different ones, found {names or 'none'}")
+        raise InvalidValue(f"expected one optimizer class, or several different ones, found {names or 'none'}")
     kind_of, groups = {}, {}
     for name, parameter in parameters.items():
         number = next((number for number, kind in enumerate(kinds) if kind.takes(name, parameter)), None)
         if number is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"{kinds[0].name} does not take {name} of shape {tuple(parameter.shape)}: name an optimizer for the "
                 f"rest as well, '{kinds[0].name}+AdamW' for example"
             )
@@ -141,7 +142,7 @@ def _kind(optimizer: Optimizer) -> OptimizerKind:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([\w.]*)(?:\[(.*)\])?(?::(.*))?", given)
         if match is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"unknown optimizer {given!r}: expected a name, as in AdamW, SGD:momentum=0.9, SGD[embed.*]"
             )
         name, pattern, words = match[1], match[2] or "*", match[3] or ""
@@ -149,11 +150,11 @@ def _kind(optimizer: Optimizer) -> OptimizerKind:
     else:
         found = given
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ValueError(f"expected a class of optimizers, or the name of one, found {given!r}")
+        raise InvalidValue(f"expected a class of optimizers, or the name of one, found {given!r}")
     try:
         found([torch.empty(2, 2, device="meta")], **options)
     except TypeError as error:
-        raise ValueError(f"{found.__name__} does not take these options: {error}") from error
+        raise InvalidValue(f"{found.__name__} does not take these options: {error}") from error
     return OptimizerKind(found, dict(options), pattern)
 
 
@@ -163,7 +164,7 @@ def _class_named(name: str) -> OptimizerClass:
         try:
             found: OptimizerClass = getattr(importlib.import_module(module_name), last)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"optimizer {name!r} cannot be imported: {error}") from error
+            raise InvalidValue(f"optimizer {name!r} cannot be imported: {error}") from error
         return found
     known = _classes_of(optim, torch.optim)
     if name.lower() not in known and importlib.util.find_spec("torchao") is not None:
@@ -172,7 +173,7 @@ def _class_named(name: str) -> OptimizerClass:
         return known[name.lower()]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {known[near[0]].__name__}?" if near else ""
-    raise ValueError(
+    raise InvalidValue(
         f"unknown optimizer {name!r}: expected a class of torch.optim, zeroshard.optim or torchao.optim (pip install "
         f"'zeroshard[low-bit]'), or one with its module, as in mine.Optimizer{hint}"
     )
@@ -195,5 +196,5 @@ def _options(words: str) -> Options:
         try:
             options[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            raise ValueError(f"optimizer option {word!r}: expected name=value, as in SGD:momentum=0.9") from None
+            raise InvalidValue(f"optimizer option {word!r}: expected name=value, as in SGD:momentum=0.9") from None
     return options

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import PIECE_NUMEL
 from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
@@ -110,7 +111,7 @@ class OptimizerKind:
             ValueError: the class does not step it, or keeps what cannot be planned from shapes.
         """
         if num_dims > len(_SIZES):
-            raise ValueError(f"{self.name}: parameters of more than {len(_SIZES)} dimensions are not planned")
+            raise InvalidValue(f"{self.name}: parameters of more than {len(_SIZES)} dimensions are not planned")
         shape = _SIZES[:num_dims]
         return tuple(self._read(self._step(shape, dtype), shape))
 
@@ -130,7 +131,7 @@ class OptimizerKind:
                 parameter.grad = torch.ones_like(parameter)
                 run_step(optimizer)
             except Exception as error:
-                raise ValueError(
+                raise InvalidValue(
                     f"{self.name}: stepping a tiny parameter of shape {shape} raised {error!r}, so what it keeps of a "
                     "parameter is not known"
                 ) from error
@@ -144,7 +145,7 @@ class OptimizerKind:
             lengths, is_made_of_several = tuple(value.shape), bool(is_traceable_wrapper_subclass(value))
             fits = len(lengths) == len(shape) and all(m in (n, 1) for m, n in zip(lengths, shape, strict=True))
             if not fits or is_made_of_several:
-                raise ValueError(
+                raise InvalidValue(
                     f"{self.name}: for a parameter of shape {shape} its state {key!r} is a {type(value).__name__} of "
                     f"shape {lengths}, and from that its size for others does not follow"
                 )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from zeroshard.errors import InvalidValue
 from zeroshard.storage.buffer import live_bytes
 from zeroshard.storage.unit import Unit
 
@@ -46,7 +47,7 @@ class Claims:
             other = self.owner_of(parameter)
             if other is not None and other is not owner:
                 name_of = self._name_of()
-                raise ValueError(
+                raise InvalidValue(
                     f"parameter {'' if name_of is None else name_of(parameter)} belongs to another ShardedOptimizer: "
                     "give each its own parameters, or delete the other one first"
                 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.managed import EVERYTHING, Managed
@@ -174,7 +175,7 @@ class Engine(NotCopied):
         """Raises:
         RuntimeError: gradients are waiting for a step."""
         if self.has_gradients():
-            raise RuntimeError(
+            raise InvalidState(
                 f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
                 "between a step (or zero_grad) and the next backward"
             )
@@ -201,7 +202,7 @@ class Engine(NotCopied):
         if not frozen:
             return
         if self.has_gradients():
-            raise RuntimeError(
+            raise InvalidState(
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
             )
@@ -240,7 +241,7 @@ class Engine(NotCopied):
         """See `Handle.park`."""
         parked = self.life.after("park")
         if self.has_gradients():
-            raise RuntimeError("park: gradients are waiting for a step; call step() or zero_grad() first")
+            raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()
         self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
         self.pool.empty()
@@ -280,14 +281,14 @@ class Engine(NotCopied):
             self.expect_in_place()
             self.gatherer.begin_forward()
         if torch.is_grad_enabled() and not self.claims.has_any() and self.has_gradients(reduced=True):
-            raise RuntimeError(
+            raise InvalidState(
                 "gradients have been reduced, and no optimizer uses them: build a zeroshard.ShardedOptimizer over the "
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"
             )
 
     def _expect_known_parameters(self) -> None:
         for name in self.plain.newcomers(self.units):
-            raise RuntimeError(
+            raise InvalidState(
                 f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
                 "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "
                 "functional_call: pass tensors, `parameter.detach()`, not Parameters)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import InvalidValue
 from zeroshard.storage.unit import Unit
 
 _POINT = "a change of requires_grad"
@@ -45,7 +46,7 @@ class Freezing:
             theirs = [set(of_rank[number]) for of_rank, _ in found]
             for index in sorted(set().union(*theirs) - set.intersection(*theirs)):
                 ranks = ", ".join(str(rank) for rank, slots in enumerate(theirs) if index in slots)
-                raise ValueError(
+                raise InvalidValue(
                     f"parameter {unit.layout.slots[index].name} requires grad on rank {ranks} alone: let the same "
                     "parameters require grad on every rank"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeroshard.comm.same import expect_same
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.runtime.engine import Engine
 from zeroshard.storage.gradients import Gradients, GradState
@@ -21,7 +22,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
     if grads.state is not GradState.REDUCED:
-        raise RuntimeError(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
+        raise InvalidState(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
     own = unit.layout.slots[index].world & unit.own_shard()
     mean = unit.new_buffer(grads.buffer.dtype, SHARDED)
     grads.read(own, mean.own_part_of_full()[own.relative_to(unit.own_shard().start).slice])
@@ -41,7 +42,7 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     unit, index, _ = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape
     if tuple(values.shape) != shape:
-        raise ValueError(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
+        raise InvalidValue(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
     expect_same(engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks")
     engine.reducer.set_gradient(unit, index, values)
 
@@ -51,4 +52,4 @@ def _find(engine: Engine, name: str, what: str) -> tuple[Unit, int, Gradients]:
         for index, slot in enumerate(unit.layout.slots):
             if slot.name == name:
                 return unit, index, grads
-    raise ValueError(f"{what}: the model has no trainable parameter of the name {name!r}")
+    raise InvalidValue(f"{what}: the model has no trainable parameter of the name {name!r}")

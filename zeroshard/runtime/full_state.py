@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
+from zeroshard.errors import InvalidValue
 from zeroshard.model.absent import give
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
@@ -95,19 +96,19 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         if not has_state:
             return {}, IncompatibleKeys([], [])
         if not isinstance(state, (Mapping, type(None))):
-            raise ValueError(f"expected a dict of tensors, found a {type(state).__name__}")
+            raise InvalidValue(f"expected a dict of tensors, found a {type(state).__name__}")
         given = {plain_name(str(name)): value for name, value in (state or {}).items()}
         keys, problem = _compare(names, given, strict=strict)
         if problem and not given and not from_rank0:
             problem = "found an empty state dict. Where rank 0 alone has one, pass broadcast_from_rank0=True"
         if problem:
-            raise ValueError(problem)
+            raise InvalidValue(problem)
         return given, keys
 
     given, keys = together(collectives, "load_full_state_dict", look)
     found = [IncompatibleKeys(*of_rank) for of_rank in collectives.exchange_objects(list(keys))]
     if not from_rank0 and found.count(found[0]) < len(found):
-        raise ValueError(f"load_full_state_dict: the ranks have different state dicts. {PASS_THE_SAME}")
+        raise InvalidValue(f"load_full_state_dict: the ranks have different state dicts. {PASS_THE_SAME}")
     keys = found[0]
     missing = set(keys.missing_keys)
     sharded = {id(parameter) for unit in units for parameter in unit.parameters}

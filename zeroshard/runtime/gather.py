@@ -27,6 +27,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.profiling import of_unit, phase
+from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
 from zeroshard.storage.unit import Unit
@@ -117,7 +118,7 @@ class Gatherer:
         """
         for unit in units:
             if not self._turns.is_alone(unit):
-                raise RuntimeError(
+                raise InvalidState(
                     f"create_graph: a gradient of a gradient needs the weights of unit {unit.name} again, and under "
                     "this plan other units take turns in their place. Use a plan with replicated weights (zero2), or "
                     "units= a number of bytes that the whole model fits into"

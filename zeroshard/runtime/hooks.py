@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast, attach_casts, cast
 from zeroshard.model.transforms import given_tensors, outside_transforms, under_transform
@@ -43,13 +44,13 @@ class NotCopied:
     """Refuses to be copied and pickled; through it, what it hangs on. A copy would share buffers and process groups."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
+        raise InvalidType(
             "a sharded model cannot be copied: copy it before shard(), or build a new one and load "
             "handle.full_state_dict() into it"
         )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a sharded model cannot be pickled: save handle.full_state_dict() instead")
+        raise InvalidType("a sharded model cannot be pickled: save handle.full_state_dict() instead")
 
 
 class OutsideGraphs(NotCopied, partial[Any]):
@@ -267,7 +268,7 @@ class Schedule(NotCopied):
             return
         for unit in units:
             if unit.weights.is_passing:
-                raise RuntimeError(
+                raise InvalidState(
                     f"unit {unit.name} is called inside a torch.func transform (grad, vmap, jvp, ...), and under this "
                     "plan its weights are here for the time of the call only: transform inside `with "
                     "handle.unsharded():`, or use a plan with replicated weights (zero2); vmap and jvp alone also work "

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.orders import Orders, Voice
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import During
 from zeroshard.runtime.loss_ledger import Loss, LossAccount
@@ -57,11 +58,11 @@ def join(
 ) -> Iterator[None]:
     """See `Handle.join`."""
     if any(engine.collectives.orders is not None for engine in engines):
-        raise RuntimeError("join: this handle is inside of another `with handle.join():` already")
+        raise InvalidState("join: this handle is inside of another `with handle.join():` already")
     if len({id(engine) for engine in engines}) < len(engines):
-        raise ValueError("join: the same handle twice")
+        raise InvalidValue("join: the same handle twice")
     if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
-        raise ValueError("join: the handles have different ranks: all of them must have the same")
+        raise InvalidValue("join: the handles have different ranks: all of them must have the same")
     one = Join(engines, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield
@@ -122,7 +123,7 @@ class Join:
         self._orders.meet(followers)
         if self._throw and 0 < len(followers) < len(rows):
             ranks = ", ".join(str(collectives.mesh.world.ranks[rank]) for rank in followers)
-            raise RuntimeError(f"join: rank {ranks} has run out of inputs (throw_on_early_termination)")
+            raise InvalidState(f"join: rank {ranks} has run out of inputs (throw_on_early_termination)")
         return len(followers) < len(rows)
 
     def _follow_until_the_next_meeting(self) -> None:
@@ -177,7 +178,7 @@ class Part:
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._orders.followers and (len(args) > 1 or any(value is not None for value in kwargs.values())):
-                raise RuntimeError(
+                raise InvalidState(
                     "join: step(closure) cannot be followed, nor further arguments: call forward and backward before "
                     "step()"
                 )
@@ -252,7 +253,7 @@ def _expect_tellable(optimizer: JoinedOptimizer) -> None:
             try:
                 json.dumps(value)
             except TypeError:
-                raise ValueError(
+                raise InvalidValue(
                     f"join: the hyper-parameter {key!r} is a {type(value).__name__}, and ranks that have run out of "
                     "inputs step with what the others tell them: only numbers, texts and lists of these can be told"
                 ) from None

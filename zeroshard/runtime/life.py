@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal
 
+from zeroshard.errors import InvalidState
+
 
 class Life(Enum):
     OPEN = "open"
@@ -24,13 +26,13 @@ class Life(Enum):
         """Raises:
         RuntimeError: it is not, and `what` needs that."""
         if self is Life.CLOSED:
-            raise RuntimeError(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
+            raise InvalidState(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
         if self is Life.ABANDONED:
-            raise RuntimeError(
+            raise InvalidState(
                 f"{what}: this handle was abandoned; build and shard() the model anew, load a checkpoint"
             )
         if self is Life.PARKED:
-            raise RuntimeError(f"{what}: this handle is parked; call unpark() first")
+            raise InvalidState(f"{what}: this handle is parked; call unpark() first")
 
     def after(self, what: Literal["park", "unpark", "close", "abandon"]) -> Life:
         """Where that leads.
@@ -44,7 +46,7 @@ class Life(Enum):
         if begins is Life.OPEN:
             self.expect_open(what)
         if self is not begins:
-            raise RuntimeError(f"{what}: this handle is not {begins.value}")
+            raise InvalidState(f"{what}: this handle is not {begins.value}")
         return ends
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.loss_scale import LossScaler, ScaleState
 
 
@@ -117,7 +118,7 @@ class LossLedger:
         """Raises:
         ValueError: the loss at hand has another scale than those before, where nobody can multiply it as theirs."""
         if self._scale not in (None, self._loss.scale):
-            raise ValueError(
+            raise InvalidValue(
                 f"losses scaled by {self._scale} and by {self._loss.scale} would be mixed in p.grad, which plan "
                 "OPTIMIZER_ONLY leaves to others: use one scaler, or shard(model, plan)"
             )
@@ -168,7 +169,7 @@ class LossAccount:
         if anew:
             self._ledger.forget_losses()
         if any(account._losses and (weight is None) != (account.weight is None) for account in together):
-            raise RuntimeError("either all losses of a step have a weight, or none has")
+            raise InvalidState("either all losses of a step have a weight, or none has")
         used = scaler or self.default
         loss = Loss(used.scale if used is not None else 1.0, weight is not None, used, looked_at=scaler is not None)
         for account in together:
@@ -204,7 +205,7 @@ class LossAccount:
         """Raises:
         RuntimeError: there is a loss scale, and no loss of this step went through `backward`."""
         if self.default is not None and not self._used:
-            raise RuntimeError(
+            raise InvalidState(
                 "this optimizer scales losses, and this step's was not: call optimizer.backward(loss) instead of "
                 "loss.backward(), or pass loss_scale=1.0"
             )

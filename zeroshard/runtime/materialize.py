@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
+from zeroshard.errors import InvalidValue
 from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import TensorFile, open_model
 from zeroshard.layout.interval import Interval
@@ -117,7 +118,7 @@ def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed,
         try:
             _take(found, names, model, units)
         except CheckpointError as error:
-            raise ValueError(f"materialize: {error}") from None
+            raise InvalidValue(f"materialize: {error}") from None
 
 
 def _start_of(name: str, file: TensorFile) -> Tensor:
@@ -140,11 +141,11 @@ def _names_in(found: Mapping[str, TensorFile], model: nn.Module, path: Path, man
     missing = sorted(n for n, tensor in wanted.items() if id(tensor) not in found_as and n in persistent)
     unexpected = sorted(found.keys() - set(wanted) - set(map(plain_name, managed.ignored)))
     if missing or unexpected:
-        raise ValueError(f"{path}: missing {missing[:5] or 'nothing'}, unexpected {unexpected[:5] or 'nothing'}")
+        raise InvalidValue(f"{path}: missing {missing[:5] or 'nothing'}, unexpected {unexpected[:5] or 'nothing'}")
     for name, tensor in wanted.items():
         if name in found and found[name].tensors[name].shape != tuple(tensor.shape):
             expected, shape = tuple(tensor.shape), found[name].tensors[name].shape
-            raise ValueError(f"{path}, {name}: expected shape {expected}, found {shape}")
+            raise InvalidValue(f"{path}, {name}: expected shape {expected}, found {shape}")
     return found_as
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import SystemRefused
 from zeroshard.runtime.claims import Owner
 from zeroshard.storage.buffer import live_bytes, plain_parts
 from zeroshard.storage.unit import Unit
@@ -88,6 +89,6 @@ class Parking:
             if ctypes.CDLL(None).madvise(
                 ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), _MADV_REMOVE
             ):
-                raise OSError("park: the system does not give back shared memory (madvise)")
+                raise SystemRefused("park: the system does not give back shared memory (madvise)")
         else:
             storage.resize_(0)

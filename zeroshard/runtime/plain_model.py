@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from zeroshard.errors import InvalidState
 from zeroshard.model.managed import Managed, has_only
 from zeroshard.model.units import plain_name
 from zeroshard.storage.unit import Unit
@@ -38,7 +39,7 @@ class PlainModel:
         """
         module = None if self._model is None else self._model()
         if module is None:
-            raise RuntimeError("the model of this handle is gone (or it was built from parameters only)")
+            raise InvalidState("the model of this handle is gone (or it was built from parameters only)")
         return module
 
     def guard(self, before_saving: Callable[..., None], before_loading: Callable[..., None]) -> list[Undo]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.errors import InvalidState
 from zeroshard.model.absent import not_here
 from zeroshard.storage.unit import Unit
 
@@ -37,7 +38,7 @@ class ReadsRaise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for unit in self._units:
                 index = unit.weights.absent_index(operand)
                 if index is not None:
-                    raise RuntimeError(not_here(unit.layout.slots[index].name, unit.name))
+                    raise InvalidState(not_here(unit.layout.slots[index].name, unit.name))
 
 
 _OF_THE_TENSOR = {"_has_compatible_shallow_copy_type", "set_data", "_version", "result_type", "size", "stride"}

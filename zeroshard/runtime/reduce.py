@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.profiling import of_unit, phase
 from zeroshard.comm.transport import Reduction
+from zeroshard.errors import InvalidState
 from zeroshard.placement import PARTIAL
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
@@ -147,7 +148,7 @@ class Reducer:
         grads, world = self.grads[unit], unit.layout.slots[index].world
         self.notice()
         if not self.ledger.has_final and self.ledger.scale == 1.0:
-            raise RuntimeError("set_gradient: this step's losses were weighted, and the step divides by their weights")
+            raise InvalidState("set_gradient: this step's losses were weighted, and the step divides by their weights")
         held = (world & grads.held_interval).relative_to(world.start)
         self._assign(unit, index, values.reshape(-1)[held.slice] * self.ledger.scale)
         self.collectives.log.record("set gradient", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
@@ -191,12 +192,12 @@ class Reducer:
         name = unit.layout.slots[index].name
         position = self._position_of.get(unit)
         if position is None or index not in grads.summed:
-            raise RuntimeError(
+            raise InvalidState(
                 f"parameter {name} has a gradient, and did not require grad when the model was called last: let it "
                 "require grad before the model (not only a part of it) is called"
             )
         if position < self._cursor and unit not in self.local:
-            raise RuntimeError(
+            raise InvalidState(
                 f"{name} got a second gradient in one backward, after its unit has been reduced: its module runs in "
                 "several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) (torch DDP asks for the same)"
             )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.same import expect_same
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.storage.unit import Unit
 
@@ -42,12 +43,12 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
     if isinstance(part, str):
         named: dict[str, nn.Module | nn.Parameter] = {**dict(model.named_modules()), **dict(model.named_parameters())}
         if part not in named:
-            raise ValueError(f"{what}: the model has no parameter and no module of the name {part!r}")
+            raise InvalidValue(f"{what}: the model has no parameter and no module of the name {part!r}")
         part = named[part]
     found = list(part.parameters()) if isinstance(part, nn.Module) else [part]
     known = set(map(id, model.parameters()))  # those that are left alone, too: they are always here
     if not all(id(parameter) in known for parameter in found):
-        raise ValueError(f"{what}: a parameter that is not of this handle's model")
+        raise InvalidValue(f"{what}: a parameter that is not of this handle's model")
     return found
 
 
@@ -64,7 +65,7 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
         for unit, (edits, versions) in zip(units, before, strict=True):
             for parameter, slot, version in zip(unit.parameters, unit.layout.slots, versions, strict=True):
                 if parameter._version != version and unit.edits == edits:  # else a scope inside has taken it
-                    raise RuntimeError(
+                    raise InvalidState(
                         f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
                         "or modifier_rank= for the values of one rank; this write is lost, or on this rank alone"
                     )
@@ -85,11 +86,11 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
     collectives = gatherer.collectives
     size = collectives.mesh.world.size
     if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):
-        raise ValueError(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
+        raise InvalidValue(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
     with _shown(units, gatherer):
         # Nobody writes before everybody has read.
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
-            raise ValueError("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
+            raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
         try:
             with _open_for_writing(units):

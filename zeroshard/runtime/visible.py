@@ -31,6 +31,7 @@ from torch.linalg import vector_norm
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.settings import Items, plain
+from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.loss_ledger import LossLedger
@@ -247,14 +248,14 @@ class _Holder:
     def _visible(self) -> VisibleGradients:
         visible = self._visible_ref()
         if visible is None:
-            raise RuntimeError("the handle of this gradient is gone")
+            raise InvalidState("the handle of this gradient is gone")
         return visible
 
     @property
     def _unit(self) -> Unit:
         unit = self._unit_ref()
         if unit is None:
-            raise RuntimeError("the handle of this gradient is gone")
+            raise InvalidState("the handle of this gradient is gone")
         return unit
 
     def edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
@@ -269,11 +270,11 @@ class _Holder:
     def explain(self, what: str) -> NoReturn:
         name = self._unit.layout.slots[self._index].name
         if "_amp_" in what:
-            raise RuntimeError(
+            raise InvalidState(
                 f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
                 "loss_scale='dynamic' to ShardedOptimizer, and call optimizer.backward(loss) in place of the scaler"
             )
-        raise RuntimeError(
+        raise InvalidState(
             f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
             f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "
             "In place it can be multiplied, divided, clamped and zeroed, its norm can be taken, and torch.nn.utils can "
@@ -283,12 +284,12 @@ class _Holder:
     def _expect_final(self, what: str) -> None:
         state, name = self._unit.grads.state, self._unit.layout.slots[self._index].name
         if state is not GradState.REDUCED:
-            raise RuntimeError(
+            raise InvalidState(
                 f"{what} on the gradient of {name}, which is {state.value}: it can be used between a backward outside "
                 "of no_sync() and the step"
             )
         if not self._visible.final:
-            raise RuntimeError(
+            raise InvalidState(
                 f"{what} on the gradient of {name}: this step's losses were scaled or weighted, and so is the gradient "
                 "until the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
             )

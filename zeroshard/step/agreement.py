@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.settings import Settings, SettingsReport, plain
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
@@ -58,7 +59,7 @@ class Agreement:
         skip_norm_above: float | None,
     ) -> None:
         if non_finite not in ("raise", "skip", "ignore", None):
-            raise ValueError(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
+            raise InvalidValue(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
         self.follows = self.half_done = self.used_up = False
         self.losses = engine.ledger.open_account(scaler)
         self.same = SameGradients(engine.collectives) if engine.plan.mean is REPLICATED else None
@@ -134,7 +135,7 @@ class Agreement:
             yield
             return
         if id(self) not in orders.names:
-            raise RuntimeError("join: build the optimizer before `with handle.join():`")
+            raise InvalidState("join: build the optimizer before `with handle.join():`")
         orders.expect_no_edits(version)
         orders.give("agree", orders.names[id(self)], norm_type, self.situation(orders))
         with orders.told():
@@ -182,9 +183,9 @@ class Agreement:
             if status in control.status:
                 found = self._engine.collectives.exchange_objects(self._last_status, CONTROL)
                 ranks = [rank for rank, of_rank in enumerate(found) if of_rank == status]
-                raise RuntimeError(f"step on rank {', '.join(map(str, ranks))}: {message}")
+                raise InvalidState(f"step on rank {', '.join(map(str, ranks))}: {message}")
         if control.weight == 0:
-            raise ValueError("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
+            raise InvalidValue("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
 
     def _settings(self, clipping: Clipping, arguments: Options) -> Settings:
         """What the step at hand depends on beside the gradients, and all ranks must be told alike."""
@@ -214,7 +215,7 @@ class Agreement:
         """Raises:
         ValueError: gradients of this optimizer are waiting for a step."""
         if self._engine.has_gradients(self.units):
-            raise ValueError(
+            raise InvalidValue(
                 "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
             )
 
@@ -268,7 +269,7 @@ class Agreement:
         exhausted = self.losses.exhausted(self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
-            raise RuntimeError(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
+            raise InvalidState(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
 
     def count_zero_gradients(self) -> int:

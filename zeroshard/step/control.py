@@ -23,6 +23,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven, on_device
 from zeroshard.comm.samples import first_difference
 from zeroshard.comm.settings import SettingsReport, difference
+from zeroshard.errors import InvalidState
 from zeroshard.layout import exact
 from zeroshard.step.gradient_norms import largest, norm_terms, norms_of_sums
 from zeroshard.step.same_gradients import SameGradients
@@ -254,7 +255,7 @@ def _expect_agreement(
         _expect_same_settings(collectives, settings)
     settings.end()
     if not alike.are_alike(row.collectives):
-        raise RuntimeError(_first_difference(collectives))
+        raise InvalidState(_first_difference(collectives))
     if not alike.are_alike(row.samples):
         _expect_same_samples(collectives)
     collectives.samples.forget()
@@ -303,7 +304,7 @@ def _expect_same_settings(collectives: Collectives, settings: SettingsReport) ->
     found = difference(collectives.exchange_objects(settings.words(), CONTROL))
     settings.end()
     if found:
-        raise RuntimeError(f"the ranks step with different settings. {found}")
+        raise InvalidState(f"the ranks step with different settings. {found}")
 
 
 def _expect_same_samples(collectives: Collectives) -> None:
@@ -312,7 +313,7 @@ def _expect_same_samples(collectives: Collectives) -> None:
     if difference is not None:
         collectives.samples.forget()
         rank, unit = difference
-        raise RuntimeError(
+        raise InvalidState(
             f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
             "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
             "`with handle.unsharded(write=True):`), or does the optimizer draw random numbers? If not, what is sent "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode, no_tensors
 from zeroshard.layout.cuts import cut
@@ -132,7 +133,7 @@ class FlatState:
                         yield StateChunk(slot.name, key, slot.shape, value.dtype, param, False, read)
                     elif param.start == 0:  # once for each parameter
                         if isinstance(value, Tensor) and value.numel() != 1:
-                            raise ValueError(f"state {key} of {slot.name} has the shape {tuple(value.shape)}")
+                            raise InvalidValue(f"state {key} of {slot.name} has the shape {tuple(value.shape)}")
                         yield whole_entry(slot.name, key, value, False)
 
     # Loading -----------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class FlatState:
         for key, value in self.inner.state_of(piece.tensor).items():
             where = f"the optimizer's state {key!r} of {slot.name}"
             if not isinstance(key, str):
-                raise ValueError(f"{where}: its name must be a text")
+                raise InvalidValue(f"{where}: its name must be a text")
             if not isinstance(value, Tensor):
                 result[key] = [PLAIN, encode(value, no_tensors, where)]
             elif self._is_elementwise(piece, key, value):
@@ -234,7 +235,9 @@ class FlatState:
             elif value.numel() == 1:
                 result[key] = [SCALAR, DTYPE_NAMES[value.dtype], list(value.shape), value.item()]
             else:
-                raise ValueError(f"{where} has the shape {tuple(value.shape)}: neither elementwise nor a single number")
+                raise InvalidValue(
+                    f"{where} has the shape {tuple(value.shape)}: neither elementwise nor a single number"
+                )
         return result
 
     def _gather_key(self, unit: Unit, key: str, dtype: torch.dtype) -> Tensor:
@@ -282,7 +285,7 @@ def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
         return dense(value)[local].clone()
     if value.numel() == 1:
         return value.clone()
-    raise RuntimeError(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")
+    raise InvalidState(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")
 
 
 def _read_fragment(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:

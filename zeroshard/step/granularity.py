@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from zeroshard.errors import InvalidValue
 from zeroshard.optim import Lamb, Lars
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import begin_training, expect_no_closure, run_step
@@ -58,7 +59,7 @@ def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwis
         ValueError: a class that cannot be sharded, or that the trial cannot run.
     """
     if optimizer_class in _REFUSED:
-        raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
+        raise InvalidValue(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
     expect_no_closure(optimizer_class)
     if elementwise is not None:
         return Granularity.ELEMENT if elementwise else Granularity.PARAMETER
@@ -69,12 +70,12 @@ def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwis
     try:
         together, one_by_one = (_try_out(optimizer_class, options, apart=apart) for apart in (False, True))
     except Exception as error:
-        raise ValueError(
+        raise InvalidValue(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
     if not _close(together, one_by_one):
-        raise ValueError(
+        raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
             "norm over all of them, perhaps), and no rank has them all"
         )

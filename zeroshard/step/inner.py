@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm.together import tell_together
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.step.assignment import Assignment, OptimizerClass, Options
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -123,7 +124,7 @@ def expect_no_closure(optimizer_class: OptimizerClass) -> None:
     try:
         inspect.signature(_step_of(optimizer_class)).bind(None)
     except TypeError as error:
-        raise ValueError(
+        raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: its step() needs arguments ({error}); one that evaluates "
             "the loss while it steps would do so on a part of the weights"
         ) from None
@@ -145,9 +146,9 @@ def expect_arguments(classes: Sequence[OptimizerClass], arguments: Options) -> N
         takers = [one for one in classes if name in arguments_for(one, arguments)]
         if not takers:
             names = ", ".join(one.__name__ for one in dict.fromkeys(classes))
-            raise TypeError(f"step() got an unexpected keyword argument {name!r}, which {names} does not take")
+            raise InvalidType(f"step() got an unexpected keyword argument {name!r}, which {names} does not take")
         if any(isinstance(leaf, Tensor) and leaf.numel() != 1 for leaf in tree_leaves(value)):
-            raise ValueError(f"step({name}=...) holds tensors of many elements: only numbers can be passed on")
+            raise InvalidValue(f"step({name}=...) holds tensors of many elements: only numbers can be passed on")
 
 
 # State ----------------------------------------------------------------------------------------------------------------

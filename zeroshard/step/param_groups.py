@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.settings import Items, Members, plain
+from zeroshard.errors import InvalidValue
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.assignment import OptimizerClass, Options
@@ -163,7 +164,7 @@ class ParamGroups:
                 return adopted
         sizes = [len(group["params"]) for group in self.lists]
         frozen = f" (and {len(more)} that are frozen)" if more else ""
-        raise ValueError(f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}")
+        raise InvalidValue(f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}")
 
     def state_by_parameter(self, state_dict: Mapping[str, Any]) -> FullState:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.samples import Listing, Samples
+from zeroshard.errors import InvalidState
 from zeroshard.storage.unit import Unit
 
 _AT_A_TIME = 8
@@ -49,7 +50,7 @@ class SameGradients:
         self.forget()
         for rank, theirs in enumerate(found[1:], start=1):
             if difference := _difference(found[0], theirs, rank, "parameter number " if self._external else ""):
-                raise RuntimeError(
+                raise InvalidState(
                     f"the ranks step with different gradients: {difference}. Nothing has been updated. "
                     f"{_NOBODY_AVERAGES if self._external else _EDITED}"
                 )

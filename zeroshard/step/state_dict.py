@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
+from zeroshard.errors import InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.from_rank0 import FromRank0
 from zeroshard.runtime.full_state import EVERYWHERE, PASS_THE_SAME, Destination
@@ -93,7 +94,7 @@ class StateDicts:
             ValueError: other param groups, or state of another shape.
         """
         if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
+            raise InvalidValue(
                 "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
                 f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
             )

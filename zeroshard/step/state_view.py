@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import InvalidKey
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.stepper import FullState
 
@@ -74,7 +75,7 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def _expect_mine(self, parameter: Tensor) -> None:
         if not any(parameter is one for one in self._params):
-            raise KeyError("optimizer.state: no parameter of this optimizer")
+            raise InvalidKey("optimizer.state: no parameter of this optimizer")
 
 
 class ParameterState(UserDict[str, Any]):
@@ -89,7 +90,7 @@ class ParameterState(UserDict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         if key not in self.data:
-            raise KeyError(key)
+            raise InvalidKey(key)
         self._replace({name: value for name, value in self.data.items() if name != key})
 
     def clear(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.step.assignment import Assignment, Options
@@ -104,7 +105,7 @@ def expect_dense(parameter: str, key: str, value: Any) -> None:
     """Raises:
     ValueError: a tensor made of several, or a sparse one."""
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
-        raise ValueError(
+        raise InvalidValue(
             f"state {key} of {parameter} is a {type(value).__name__}, made of several tensors (quantised, perhaps): "
             "checkpoints hold dense tensors. Save optimizer.state_dict() yourself"
         )
@@ -255,6 +256,8 @@ def as_saved(stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]]) -> dic
                 if value.numel() == 1 and not of_class.get(key, seen.get(key, value.dim() > 0)):
                     continue
                 if not stepper.state.fits(slot, tuple(value.shape)):
-                    raise ValueError(f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}")
+                    raise InvalidValue(
+                        f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}"
+                    )
                 items[key] = SavedTensor.of(value)
     return saved

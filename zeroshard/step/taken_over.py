@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.settings import plain
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.step.assignment import OptimizerClass, Options
 
 _HOOKS = tuple(
@@ -50,7 +51,7 @@ def arguments_of(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> 
         elif not name.startswith("_") and name in vars(optimizer):
             found[name] = vars(optimizer)[name]
         elif parameter.default is parameter.empty:
-            raise ValueError(
+            raise InvalidValue(
                 f"from_optimizer: {of_class.__name__} does not tell with which {name} it was made: "
                 f"from_optimizer(handle, optimizer, {name}=...)"
             )
@@ -79,7 +80,7 @@ def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:
         there that only counts.)"""
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
-        raise ValueError(
+        raise InvalidValue(
             f"from_optimizer: the step() of this {type(optimizer).__name__} has been replaced by another function: "
             "take the optimizer over before it is wrapped"
         )
@@ -103,7 +104,7 @@ def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> No
 
 def _handed_over(name: str) -> Callable[..., NoReturn]:
     def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(
+        raise InvalidState(
             f"{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned"
         )
 
@@ -138,7 +139,7 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
     try:
         new = type(optimizer)([torch.zeros(2, 2)], **arguments)
     except TypeError as error:
-        raise ValueError(
+        raise InvalidValue(
             f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"
         ) from error
     for what, mine, theirs in (
@@ -147,7 +148,7 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
     ):
         for key in mine.keys() & theirs.keys():
             if plain(mine[key]) != plain(theirs[key]):
-                raise ValueError(
+                raise InvalidValue(
                     f"from_optimizer: {what} {key} is {_short(mine[key])}, and {_short(theirs[key])} in a {name} that "
                     "is made anew, as the one that steps: name the argument that it comes from, "
                     "from_optimizer(handle, optimizer, ...=...)"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from zeroshard.comm.together import together
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import Destination
 from zeroshard.step.agreement import Agreement
@@ -109,7 +110,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
             self.state.update(values)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a ShardedOptimizer cannot be copied or pickled: save its state_dict()")
+        raise InvalidType("a ShardedOptimizer cannot be copied or pickled: save its state_dict()")
 
     # Methods of the user's class ----------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         """`torch.amp.GradScaler` asks for this before anything else."""
-        raise RuntimeError(
+        raise InvalidState(
             "torch.amp.GradScaler decides on each rank alone whether to skip a step, by the gradients in p.grad, of "
             "which a rank may hold a part: pass loss_scale='dynamic' to ShardedOptimizer, and call "
             "optimizer.backward(loss) in place of the scaler"
@@ -146,7 +147,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
             ValueError: another plan.
         """
         if not self.engine.plan.external_gradients:
-            raise ValueError("Join: this optimizer belongs to a sharded model: use `with handle.join():`")
+            raise InvalidValue("Join: this optimizer belongs to a sharded model: use `with handle.join():`")
         self._uneven_inputs.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         return FollowerHook(self, self.joined(), self._uneven_inputs)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
+from zeroshard.errors import InvalidState
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.loss_ledger import Loss
 from zeroshard.step.joined import JoinedOptimizer
@@ -56,14 +57,14 @@ class UnevenInputs:
         rows = self._engine.collectives.exchange_objects(told)
         if None in rows:
             if any(scaler is not losses.default for scaler in losses.used):
-                raise RuntimeError(
+                raise InvalidState(
                     "Join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: "
                     "scale losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
                 )
             if told["weighted"] and not self.divides_by_all:
-                raise RuntimeError("Join: losses with weights need divide_by_initial_world_size=True")
+                raise InvalidState("Join: losses with weights need divide_by_initial_world_size=True")
             if arguments:
-                raise RuntimeError(
+                raise InvalidState(
                     f"Join: a rank that has run out of inputs does not know step({', '.join(arguments)}=...)"
                 )
             self._give(rows, follows=False)

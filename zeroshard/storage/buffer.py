@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Reduction
+from zeroshard.errors import InvalidState
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.portions import Portions
 from zeroshard.placement import SHARDED, Move, Placement, moves
@@ -171,7 +172,7 @@ class FlatBuffer:
             RuntimeError: others are arriving.
         """
         if self.is_arriving:
-            raise RuntimeError("the values of this buffer are arriving: wait for them before others are written")
+            raise InvalidState("the values of this buffer are arriving: wait for them before others are written")
         self.placement = placement
 
     def redistribute(
@@ -198,7 +199,7 @@ class FlatBuffer:
         """
         if self.placement is None or self.is_arriving:
             what = "has no values" if self.placement is None else "waits for values that are arriving"
-            raise RuntimeError(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
+            raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
         pending, path = Pending(), moves(self.placement, to)
         for number, move in enumerate(path):
             assert self.full is not None, "a redistribution needs the full tensor"

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.transport import Reduction
+from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.sums import add
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
@@ -306,6 +307,6 @@ class Gradients:
     def _expect(self, states: tuple[GradState, ...], verb: str) -> None:
         if self.state not in states:
             allowed = " or ".join(state.value for state in states)
-            raise RuntimeError(
+            raise InvalidState(
                 f"unit {self._unit}: cannot {verb} gradients that are {self.state.value}: they must be {allowed}"
             )

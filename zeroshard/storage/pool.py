@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_memory import Segment, prefer_huge_pages
+from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.model.units import UnitSpec
 from zeroshard.storage.buffer import FlatBuffer
@@ -213,7 +214,7 @@ class Pool:
         RuntimeError: that many more bytes would exceed the limit."""
         needed = sum(buffer.num_bytes for buffer in self._buffers) + self.besides() + num_bytes
         if self.limit is not None and needed > self.limit:
-            raise RuntimeError(
+            raise InvalidState(
                 f"max_transient_bytes={self.limit}: {why} needs {num_bytes} bytes more, {needed} in all. Allow that "
                 f"much, or {remedy}"
             )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import InvalidState
 from zeroshard.model.absent import Absent, as_tensors, give
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer
@@ -74,7 +75,7 @@ class Weights:
         if buffer.placement is not SHARDED or buffer.is_arriving:
             found = "without values" if buffer.placement is None else buffer.placement.value
             arriving = " and arriving" if buffer.is_arriving else ""
-            raise RuntimeError(f"unit {self._unit}: weights cannot be {found}{arriving}")
+            raise InvalidState(f"unit {self._unit}: weights cannot be {found}{arriving}")
         return Residency.SHARDED
 
     @torch.no_grad()
@@ -214,7 +215,7 @@ class Weights:
         """
         for name, value in values.items():
             if self.absent_index(value) is not None:
-                raise RuntimeError(
+                raise InvalidState(
                     f"functional_call: {name} has been taken from the model while its values were not here, and is "
                     "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
                 )
@@ -233,7 +234,7 @@ class Weights:
             return
         for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
             if found[index] != self._pointers[index] and parameter.numel():  # what is empty lies nowhere
-                raise RuntimeError(
+                raise InvalidState(
                     f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
                     f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "
                     "of the unit): move and cast a model before shard(); write values inside "
@@ -246,4 +247,4 @@ class Weights:
             self._refuse(verb, state)
 
     def _refuse(self, verb: str, needed: Residency) -> NoReturn:
-        raise RuntimeError(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {needed.value}")
+        raise InvalidState(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {needed.value}")

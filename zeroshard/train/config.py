@@ -15,8 +15,10 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from zeroshard.errors import Error, InvalidValue
 
-class UserError(Exception):
+
+class UserError(Error):
     """Something that the person at the command line can put right. The message is one line."""
 
 
@@ -35,7 +37,7 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
         if self.width % (2 * self.heads):
-            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
+            raise InvalidValue(f"width {self.width} does not split into {self.heads} heads of even size")
         return self
 
 
