@@ -63,7 +63,7 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
         )
         refused(TypeError, "the handle comes first", sharded, torch.optim.AdamW, handle)
         refused(TypeError, "found an object of type int", sharded, 3, torch.optim.AdamW)
-        optimizer = sharded(handle, torch.optim.AdamW, lr=1e-3)
+        optimizer, second = sharded(handle, torch.optim.AdamW, lr=1e-3), zeroshard.shard(build(), "zero1")
         # Checkpoints
         for call, kwargs in ((zeroshard.save, {"step": 1}), (zeroshard.load, {})):
             name = call.__name__
@@ -72,6 +72,8 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
             told = r"expected a ShardedOptimizer, found an object of type AdamW: .*ShardedOptimizer\(handle, "
             refused(TypeError, told, call, tmp_path, handle, adam, **kwargs)
             refused(TypeError, "or a list of them, found an object of type int", call, tmp_path, handle, 3, **kwargs)
+            told = rf"{name}: the optimizer belongs to another handle, Handle\(zero3.*: pass these two together"
+            refused(ValueError, told, call, tmp_path, second, optimizer, **kwargs)
             told = f"{name}: extra 'epoch' is of type int: extra takes objects with state_dict"
             refused(ValueError, told, call, tmp_path, handle, optimizer, extra={"epoch": 3}, **kwargs)
             model(torch.ones(2, 5)).sum().backward()

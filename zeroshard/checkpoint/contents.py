@@ -61,6 +61,14 @@ def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
     return found
 
 
+def expect_of_engine(optimizers: Sequence[ShardedOptimizer], engine: Engine) -> None:
+    """Raises:
+    ValueError: an optimizer of another model."""
+    for one in optimizers:
+        if one.engine is not engine:
+            raise InvalidValue(f"the optimizer belongs to another handle, {one.handle}: pass these two together")
+
+
 def expect_stateful(extra: Extra) -> None:
     """Raises:
     ValueError: something without `state_dict` and `load_state_dict`."""

@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.compatibility import Compatibility, compare, pairs_of, under_names_here
-from zeroshard.checkpoint.contents import Extra, Optimizers, as_list, expect_stateful
+from zeroshard.checkpoint.contents import Extra, Optimizers, as_list, expect_of_engine, expect_stateful
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
@@ -108,6 +108,7 @@ class _Load:
     def _find(self, step: int | None) -> tuple[None, list[str]]:
         self.engine.expect_no_gradients("load")
         expect_stateful(self.extra)
+        expect_of_engine(self.optimizers, self.engine)
         if self.engine.collectives.mesh.world.rank:
             return None, ["", folders.new_id()]
         return None, [os.path.relpath(folders.find(self.directory, step), self.directory), folders.new_id()]

@@ -29,6 +29,7 @@ from zeroshard.checkpoint.contents import (
     Extra,
     Optimizers,
     as_list,
+    expect_of_engine,
     expect_stateful,
     model_items,
     optimizer_items,
@@ -212,8 +213,7 @@ class _Save:
         self.engine.expect_no_gradients("save")
         expect_stateful(self.extra)
         names, rank = names_of(self.engine), self.engine.collectives.mesh.world.rank
-        if any(one.engine is not self.engine for one in self.optimizers):
-            raise InvalidValue("the optimizer belongs to another handle")
+        expect_of_engine(self.optimizers, self.engine)
         if self.optimizers and len(self.engine.claims.owners()) > len(self.optimizers):
             raise InvalidValue("this model has several optimizers: pass all of them in a list (or none)")
         states = {name: stateful.state_dict() for name, stateful in (self.extra or {}).items()}
