@@ -13,6 +13,7 @@ from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zeroshard.cli.commands import table
 from zeroshard.cli.models import described_by_the_trainer
+from zeroshard.errors import InvalidValue
 from zeroshard.planning import Configuration, Forecast
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import in_units
@@ -66,13 +67,13 @@ def _last_step(run: Path) -> dict[str, Any]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         steps = [line for line in lines if line["kind"] == "step"]
         if steps and not all(isinstance(steps[-1][key], int) for key in ("step", "engine_bytes", "peak_memory_bytes")):
-            raise ValueError(steps[-1])
+            raise InvalidValue(steps[-1])
     except FileNotFoundError:
-        raise ValueError(f"{run} is not the folder of a run: there is no {path.name} in it") from None
+        raise InvalidValue(f"{run} is not the folder of a run: there is no {path.name} in it") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
+        raise InvalidValue(f"{path} is damaged: {error!r}") from error
     if not steps:
-        raise ValueError(f"{path}: the run has not come to its first step")
+        raise InvalidValue(f"{path}: the run has not come to its first step")
     record: dict[str, Any] = steps[-1]
     return record
 

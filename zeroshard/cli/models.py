@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf
@@ -68,7 +69,7 @@ def describe(text: str, inputs: str | None = None) -> Described:
         return _of_transformers(path)
     if ":" in text:
         return Described(_built_by(text), workload=None if inputs is None else _workload_of(_imported(inputs)))
-    raise ValueError(
+    raise InvalidValue(
         f"{text}: expected the configuration of a run (.toml), a transformers config (config.json, or its folder) or "
         "module:factory"
     )
@@ -87,7 +88,7 @@ def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
     try:
         config = resolve([path], {})
     except UserError as error:
-        raise ValueError(str(error)) from error
+        raise InvalidValue(str(error)) from error
     model = _on_meta(str(path), lambda: GPT(config.model, VOCABULARY))
     batch = config.batch
 
@@ -110,14 +111,14 @@ def _by_dimensions(name: str, parameter: nn.Parameter) -> bool:
 
 def _of_transformers(path: Path) -> Described:
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise InvalidValue(f"there is no file {path}")
     with _needing("a transformers config", "transformers"):
         import transformers
     library: Any = transformers  # its classes are not typed
     try:
         config = library.AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is not a config that transformers reads: {_first_line(error)}") from error
+        raise InvalidValue(f"{path} is not a config that transformers reads: {_first_line(error)}") from error
 
     def build() -> Any:
         try:
@@ -175,9 +176,9 @@ def _imported(text: str) -> Callable[..., Any]:
         for part in name.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise ValueError(f"{text}: cannot be imported: {_first_line(error)}") from error
+        raise InvalidValue(f"{text}: cannot be imported: {_first_line(error)}") from error
     if not callable(found):
-        raise ValueError(f"{text}: expected a function, found a {type(found).__name__}")
+        raise InvalidValue(f"{text}: expected a function, found a {type(found).__name__}")
     function: Callable[..., Any] = found
     return function
 
@@ -187,9 +188,9 @@ def _on_meta(where: str, build: Callable[[], Any]) -> nn.Module:
         with torch.device("meta"):
             model = build()
     except Exception as error:
-        raise ValueError(f"{where}: the model cannot be built on the meta device: {_first_line(error)}") from error
+        raise InvalidValue(f"{where}: the model cannot be built on the meta device: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{where}: expected a torch.nn.Module, found a {type(model).__name__}")
+        raise InvalidValue(f"{where}: expected a torch.nn.Module, found a {type(model).__name__}")
     return model
 
 
@@ -198,7 +199,7 @@ def _needing(what: str, package: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ValueError(f"{what} needs the package {error.name}: pip install '{package}'") from error
+        raise InvalidValue(f"{what} needs the package {error.name}: pip install '{package}'") from error
 
 
 def _first_line(error: BaseException) -> str:

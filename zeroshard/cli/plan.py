@@ -14,6 +14,7 @@ import click
 from zeroshard.cli.commands import Command, Size, table
 from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
+from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS, as_plan
 from zeroshard.planning import MACHINES, Configuration, Forecast, Workload, fit
@@ -124,7 +125,7 @@ def _units(text: str | None, model: Any) -> UnitPolicy:
         return Size().convert(text, None, None)
     classes = {type(module).__name__: type(module) for module in model.modules()}
     if text not in classes:
-        raise ValueError(f"--units {text}: expected a size, or a class of modules: {', '.join(sorted(classes))}")
+        raise InvalidValue(f"--units {text}: expected a size, or a class of modules: {', '.join(sorted(classes))}")
     return classes[text]
 
 
@@ -144,10 +145,10 @@ def _workload(
     """
     if batch is None:
         if tokens or recompute or modules or machine:
-            raise ValueError("--tokens, --recompute, --modules and --machine are about a batch: add --batch")
+            raise InvalidValue("--tokens, --recompute, --modules and --machine are about a batch: add --batch")
         return None
     if described.workload is None:
-        raise ValueError("--batch: the inputs of this model are not known: add --inputs module:function")
+        raise InvalidValue("--batch: the inputs of this model are not known: add --inputs module:function")
     return replace(described.workload(batch, tokens), recompute=recompute)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.units import UnitSpec, plain_name
 
@@ -142,7 +143,7 @@ def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], prec
             loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             lines = str(error).splitlines()
-            raise ValueError(
+            raise InvalidValue(
                 f"activations: one micro-batch cannot be traced without values: {type(error).__name__}: "
                 f"{lines[0] if lines else ''}"
             ) from error

@@ -201,7 +201,7 @@ class Forecast:
         workload = self.configuration.workload
         tokens = tokens or (workload.num_tokens if workload is not None else 0)
         if not tokens:
-            raise ValueError("the time of a step depends on the tokens of a micro-batch: pass tokens=...")
+            raise InvalidValue("the time of a step depends on the tokens of a micro-batch: pass tokens=...")
         return step_time(
             self.training,
             self.events,

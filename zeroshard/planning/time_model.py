@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.comm.comm_log import CommEvent
+from zeroshard.errors import InvalidValue
 from zeroshard.placement import REPLICATED
 from zeroshard.planner import Training
 
@@ -54,7 +55,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "bandwidth", "node"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} of a machine must be positive, found {getattr(self, name)}")
+                raise InvalidValue(f"{name} of a machine must be positive, found {getattr(self, name)}")
 
     def seconds(self, num_bytes: int, ranks: int) -> float:
         """Of a ring over so many ranks, in which each sends so many bytes."""
@@ -89,7 +90,7 @@ def machine_named(name: str) -> Machine:
         ValueError: there is no such preset.
     """
     if name not in MACHINES:
-        raise ValueError(f"machine must be one of {', '.join(MACHINES)}, found {name!r}")
+        raise InvalidValue(f"machine must be one of {', '.join(MACHINES)}, found {name!r}")
     return MACHINES[name]
 
 
