@@ -273,7 +273,7 @@ class ShardedOptimizer(TorchOptimizer):
 
     def _discard_gradients(self) -> None:
         self.agreement.forget()
-        self.clipping = Clipping()
+        self.clipping.clear()
         self._state.steppers.discard_gradients()
 
     @torch.no_grad()

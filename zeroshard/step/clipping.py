@@ -23,6 +23,11 @@ class Clipping:
     value: float | None = None
     asked: tuple[float, float] | None = None
 
+    def clear(self) -> None:
+        """As it began. In place: frameworks wrap an optimizer in an object that has its methods, and attributes of its
+        own, which would hide a new record."""
+        self.factor, self.value, self.asked = 1.0, None, None
+
     def limit(self, norm: float, max_norm: float) -> None:
         """`norm`: of the mean gradient. One that is not finite is left to the step."""
         self.factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0

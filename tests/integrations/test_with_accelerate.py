@@ -1,0 +1,219 @@
+"""Accelerate's loop over a sharded model: the bits of the plain zeroshard loop; saved, resumed, and left in seconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.failures.common import Ranks, finish_all
+from tests.integrations.common import (
+    MAX_NORM,
+    MICRO_BATCHES,
+    STEPS,
+    as_launched,
+    expect_all_left,
+    fail,
+    loss_of,
+    plain_loop,
+    texts,
+)
+from tests.kit import Block, Net, State, make, same_bits
+from zeroshard.testing import run_ranks
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+
+def in_turns(number: int, rank: int, num_ranks: int) -> list[int]:
+    """Accelerate gives whole batches to the ranks in turns."""
+    first = 2 * (number * num_ranks + rank)
+    return [first, first + 1]
+
+
+class Run:
+    """Accelerate's loop, as its pages write it."""
+
+    def __init__(self, plan: str, mixed_precision: str = "no", **project: Any) -> None:
+        from accelerate.state import AcceleratorState
+
+        from zeroshard.integrations import Sharding
+        from zeroshard.integrations.accelerate import Accelerator
+
+        AcceleratorState._reset_state()
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=MICRO_BATCHES,
+            mixed_precision=mixed_precision,
+            sharding=Sharding(plan, units=Block),
+            **project,
+        )
+        model = make(Net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        # A prepared scheduler counts the batches of one process.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.9 ** (step // self.accelerator.num_processes)
+        )
+        loader = torch.utils.data.DataLoader(texts(), batch_size=2)
+        self.optimizer, self.loader, self.model, self.scheduler = self.accelerator.prepare(
+            optimizer, loader, model, scheduler
+        )
+
+    def train(self, steps: int, skip: int = 0) -> list[float]:
+        losses, count = [], 0
+        for (tokens,) in self.accelerator.skip_first_batches(self.loader, skip * MICRO_BATCHES):
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, tokens)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.item())
+            count += self.accelerator.sync_gradients
+            if count == steps:
+                break
+        return losses
+
+    def weights(self) -> State:
+        return self.accelerator.handle_of(self.model).full_state_dict(main=True)
+
+
+def test_the_loop_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
+    """And a run that is saved, and resumed under another plan, those of one that was not stopped."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 3)
+        project = {"project_config": automatic(tmp_path)}
+        for plan, other, mixed in (("zero3", "zero2", "no"), ("ddp", "zero3", "bf16")):
+            precision = None if mixed == "no" else mixed
+            losses, weights = plain_loop(rank, 3, in_turns, precision)
+            run = Run(plan, mixed, **project)
+            assert run.train(2) == losses[: 2 * MICRO_BATCHES], plan
+            run.accelerator.save_state()
+            assert run.train(2, skip=2) == losses[2 * MICRO_BATCHES :], plan
+            assert same_bits(run.weights(), weights), plan
+            expect_plain_state(run, weights, rank)
+            resumed = Run(other, mixed, **project)
+            resumed.accelerator.load_state()
+            assert not same_bits(resumed.weights(), weights)
+            assert resumed.train(2, skip=2) == losses[2 * MICRO_BATCHES :], other
+            assert same_bits(resumed.weights(), weights), other
+            assert not same_bits(plain_loop(rank, 3, in_turns, precision, max_norm=100.0)[1], weights)
+            torch.distributed.barrier()
+            if rank == 0:
+                shutil.rmtree(tmp_path / "checkpoints")
+
+    run_ranks(check, 3)
+
+
+def automatic(folder: Path) -> Any:
+    from accelerate.utils import ProjectConfiguration
+
+    return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=1)
+
+
+def expect_plain_state(run: Run, weights: State, rank: int) -> None:
+    """What Accelerate's users take out of a prepared model."""
+    state = run.accelerator.get_state_dict(run.model)
+    assert same_bits(state, weights) if rank == 0 else state == {}
+    assert run.accelerator.unwrap_model(run.model) is run.model
+    assert type(run.model) is Net
+    assert run.scheduler.get_last_lr() == [1e-2 * 0.9**STEPS]
+
+
+def test_what_else_its_methods_do() -> None:
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        # A step that overflows is skipped, and so is the scheduler's.
+        run = Run("zero2", "fp16")
+        for poison, skipped in ((1.0, False), (torch.inf if rank == 0 else 1.0, True), (1.0, False)):
+            before, rate = run.weights(), run.scheduler.get_last_lr()
+            with run.accelerator.no_sync(run.model):
+                run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
+            run.accelerator.backward(loss_of(run.model, texts().tensors[0][2:4]) * poison)
+            run.optimizer.step(), run.scheduler.step(), run.optimizer.zero_grad()
+            assert run.accelerator.optimizer_step_was_skipped is skipped
+            assert same_bits(before, run.weights()) is skipped
+            assert (rate == run.scheduler.get_last_lr()) is skipped
+        # Clipping some of the parameters would be another norm.
+        run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
+        with pytest.raises(ValueError, match="expected all parameters of one optimizer, found 5 of its 20"):
+            run.accelerator.clip_grad_norm_(run.model.blocks[0].parameters(), 1.0)
+        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-9)
+        assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), torch.inf)) > 1e-3
+        with pytest.raises(NotImplementedError, match="register_for_checkpointing"):
+            run.accelerator.register_save_state_pre_hook(print)
+        uneven(rank)
+
+    run_ranks(check, 2)
+
+
+def uneven(rank: int) -> None:
+    """Rank 0 has a batch more. All end with the same weights; without the block, rank 0 would wait for ever."""
+    run = Run("zero3")
+    loader = run.accelerator.prepare(torch.utils.data.DataLoader(texts(), batch_size=16))
+    sizes = []
+    with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
+        for (tokens,) in loader:
+            sizes.append(len(tokens))
+            run.optimizer.zero_grad()
+            run.accelerator.backward(loss_of(run.model, tokens))
+            run.optimizer.step()
+    assert len(sizes) == (2, 1)[rank]
+    assert all(one.batch_sampler.even_batches for one in run.accelerator._dataloaders)
+    found = [None, None]
+    torch.distributed.all_gather_object(found, {name: value.tolist() for name, value in run.weights().items()})
+    assert found[0] == found[1]
+
+
+def test_what_shards_too_is_refused() -> None:
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        from zeroshard.integrations.accelerate import Accelerator
+
+        as_launched(rank, 2)
+        refused: list[tuple[str, dict[str, Any]]] = [
+            (r"unknown keys \['unit'\]", {"sharding": {"plan": 3, "unit": Block}}),
+            ("leave out one of the two", {"sharding": {"precision": "fp32"}, "mixed_precision": "bf16"}),
+            ("zeroshard shards the model here", {"fsdp_plugin": FullyShardedDataParallelPlugin()}),
+        ]
+        for reason, options in refused:
+            AcceleratorState._reset_state()
+            os.environ.pop("ACCELERATE_USE_FSDP", None)
+            with pytest.raises(ValueError, match=reason):
+                Accelerator(**options)
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        AcceleratorState._reset_state()
+        accelerator = Accelerator()
+        with pytest.raises(ValueError, match=r"is not sharded yet: accelerator.prepare\(model\) first"):
+            accelerator.handle_of(make(Net))
+        with pytest.raises(ValueError, match="one that is not sharded: prepare"):
+            accelerator.prepare(torch.optim.SGD(make(Net).parameters(), lr=1.0))
+
+    run_ranks(check, 2)
+
+
+def failing_rank(rank: int, mark: Any) -> None:
+    as_launched(rank, 3)
+    run = Run("zero3")
+    if rank == 1:
+        mark()
+        run.model.register_forward_pre_hook(fail)
+    run.train(STEPS)
+
+
+def test_one_rank_fails_and_all_leave_in_seconds() -> None:
+    pytest.importorskip("accelerate")
+    [ended] = finish_all([Ranks(failing_rank, 3)])
+    expect_all_left(ended, "no such file: data/7")

@@ -1,0 +1,273 @@
+"""Lightning's Trainer and Fabric over a sharded model: the bits of the plain zeroshard loop; checkpoints both ways."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.failures.common import Ranks, finish_all
+from tests.integrations.common import (
+    MAX_NORM,
+    MICRO_BATCHES,
+    STEPS,
+    as_launched,
+    expect_all_left,
+    fail,
+    loss_of,
+    plain_loop,
+    texts,
+)
+from tests.kit import Block, Net, State, make, same_bits
+from zeroshard.integrations.sharding import handle_of_model
+from zeroshard.testing import run_ranks
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+
+def launched(rank: int, num_ranks: int) -> None:
+    """As by torchrun: Lightning then starts no processes of its own."""
+    as_launched(rank, num_ranks)
+    os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="localhost", MASTER_PORT="1", GROUP_RANK="0")
+
+
+def strided(number: int, rank: int, num_ranks: int) -> list[int]:
+    """torch's DistributedSampler deals out samples one by one."""
+    return [rank + num_ranks * (2 * number), rank + num_ranks * (2 * number + 1)]
+
+
+def in_plain_names(state: State) -> State:
+    return {name.removeprefix("net."): value for name, value in state.items()}
+
+
+def module_of(build: Any = Net) -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        """Losses of every micro-batch are kept."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = make(build), []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = loss_of(self.net, batch[0])
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", loss_of(self.net, batch[0]), sync_dist=True)
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Module()
+
+
+def trainer(folder: Path, strategy: Any, num_ranks: int, **options: Any) -> Any:
+    import lightning
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=options.pop("max_steps", STEPS),
+        accumulate_grad_batches=MICRO_BATCHES,
+        gradient_clip_val=MAX_NORM,
+        default_root_dir=folder,
+        **quiet,
+        **{"enable_checkpointing": False, **options},
+    )
+
+
+def loader() -> Any:
+    data = texts()
+    return torch.utils.data.DataLoader(
+        data, batch_size=2, sampler=torch.utils.data.DistributedSampler(data, shuffle=False)
+    )
+
+
+def every_other_step(folder: Path) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+
+
+def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+    """And a run that is resumed under another plan, those of one that was not stopped."""
+    pytest.importorskip("lightning")
+    from zeroshard.integrations import Sharding
+    from zeroshard.integrations.lightning import ShardedStrategy
+
+    def check(rank: int) -> None:
+        launched(rank, 3)
+        for plan, other, precision in (("zero3", "zero1", "32-true"), ("ddp", "zero3", "bf16-mixed")):
+            kind = None if precision == "32-true" else "bf16"
+            losses, weights = plain_loop(rank, 3, strided, kind)
+            strategy, module = ShardedStrategy(Sharding(plan, units=Block)), module_of()
+            saves = {"callbacks": [every_other_step(tmp_path / plan)], "enable_checkpointing": True}
+            run = trainer(tmp_path, strategy, 3, precision=precision, **saves)
+            run.fit(module, loader())
+            assert module.losses == losses
+            assert same_bits(in_plain_names(strategy.handle.full_state_dict(main=True)), weights)
+            resumed, of_resumed = trainer(tmp_path, f"zeroshard_{other}", 3, precision=precision), module_of()
+            resumed.fit(of_resumed, loader(), ckpt_path=tmp_path / plan / "step=2.ckpt", weights_only=False)
+            assert of_resumed.losses == losses[2 * MICRO_BATCHES :]
+            assert same_bits(in_plain_names(resumed.strategy.handle.full_state_dict(main=True)), weights)
+            assert not same_bits(plain_loop(rank, 3, strided, kind, max_norm=100.0)[1], weights)
+            expect_plain_checkpoint(tmp_path / plan / "step=4.ckpt", weights)
+            evaluate(run, module, tmp_path / plan)
+
+    run_ranks(check, 3)
+
+
+def expect_plain_checkpoint(path: Path, weights: State) -> None:
+    """What plain Lightning would have written: the module and its optimizer load it."""
+    found = torch.load(path, weights_only=False)
+    module = module_of()
+    module.load_state_dict(found["state_dict"])
+    assert same_bits(dict(module.net.state_dict()), weights)
+    optimizer = module.configure_optimizers()["optimizer"]
+    [state] = found["optimizer_states"]
+    optimizer.load_state_dict(state)
+    assert {int(one["step"]) for one in optimizer.state.values()} == {STEPS}
+    assert all(one["exp_avg"].shape == p.shape for p, one in optimizer.state.items())
+
+
+def evaluate(run: Any, module: Any, folder: Path) -> None:
+    """After training; of a checkpoint; and training again: all with the module that is sharded already."""
+    [of_last] = run.validate(module, loader(), verbose=False)
+    assert run.test(module, loader(), verbose=False) == [of_last]
+    early = folder / "step=2.ckpt"
+    [of_early] = run.validate(module, loader(), ckpt_path=early, verbose=False, weights_only=False)
+    assert of_early["val"] > of_last["val"]
+    more = trainer(folder, run.strategy, run.num_devices, max_steps=1)
+    more.fit(module, loader())
+    [after] = more.validate(module, loader(), verbose=False)
+    assert after["val"] != of_early["val"]
+
+
+def manual(rank: int, folder: Path) -> None:
+    """A LightningModule that steps by itself, with a loss scale: the step that overflows is skipped."""
+    from zeroshard.integrations import Sharding
+    from zeroshard.integrations.lightning import ShardedStrategy
+
+    module = module_of()
+    module.automatic_optimization = False
+    seen = []
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer, weights = module.optimizers(), module.trainer.strategy.handle.full_state_dict()
+        optimizer.zero_grad()
+        poison = torch.inf if batch_idx == 1 and rank == 0 else 1.0
+        module.manual_backward(loss_of(module.net, batch[0]) * poison)
+        optimizer.clip_grad_norm_(0.1)
+        seen.append(optimizer.step().applied)
+        assert same_bits(weights, module.trainer.strategy.handle.full_state_dict()) is not seen[-1]
+
+    module.training_step = training_step
+    sharding = Sharding("zero2", units=Block, precision="fp16", loss_scale="dynamic")
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
+    trainer(folder, ShardedStrategy(sharding), 2, **options).fit(module, loader())
+    assert seen == [True, False, True]
+
+
+def fabric_loop(rank: int, folder: Path) -> None:
+    import lightning
+
+    from zeroshard.integrations import Sharding
+    from zeroshard.integrations.lightning import FabricStrategy
+
+    losses, weights = plain_loop(rank, 2, strided)
+    strategies = [FabricStrategy(Sharding("zero3", units=Block)), "zeroshard_zero1"]
+    for begin, strategy in zip((0, 2), strategies, strict=True):
+        fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        plain = make(Net)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+        model, optimizer = fabric.setup(plain, optimizer)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        if begin:
+            fabric.load(folder / "step-2.ckpt", state, weights_only=False)
+        found = []
+        batches = list(fabric.setup_dataloaders(loader(), use_distributed_sampler=False))
+        for number, (tokens,) in list(enumerate(batches))[begin * MICRO_BATCHES : STEPS * MICRO_BATCHES]:
+            last = number % MICRO_BATCHES == MICRO_BATCHES - 1
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = loss_of(model, tokens)
+                fabric.backward(loss / MICRO_BATCHES)
+            found.append(loss.item())
+            if last:
+                fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                if number + 1 == 2 * MICRO_BATCHES:
+                    fabric.save(folder / "step-2.ckpt", state)
+        assert found == losses[begin * MICRO_BATCHES :]
+        assert same_bits(handle_of_model(plain).full_state_dict(), weights)
+
+
+def test_loops_of_the_user_with_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        fabric_loop(rank, tmp_path)
+        manual(rank, tmp_path)
+
+    run_ranks(check, 2)
+
+
+def test_what_lightning_cannot_have_here_is_refused() -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision
+
+    from zeroshard.integrations import Sharding
+    from zeroshard.integrations.lightning import FabricStrategy, ShardedStrategy
+
+    with pytest.raises(TypeError, match="no find_unused_parameters: there is no DistributedDataParallel"):
+        ShardedStrategy(find_unused_parameters=True)
+    with pytest.raises(TypeError, match="no static_graph"):
+        FabricStrategy("zero1", static_graph=True)
+    with pytest.raises(ValueError, match="plugin DeepSpeedPrecision is not supported"):
+        ShardedStrategy().precision_plugin = DeepSpeedPrecision("32-true")
+    with pytest.raises(ValueError, match="leave out one of the two"):
+        ShardedStrategy(Sharding(precision="fp32")).precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    with pytest.raises(ValueError, match=r"unknown keys \['stage'\]"):
+        ShardedStrategy({"stage": 3})
+    strategy = ShardedStrategy()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    assert strategy.sharding.precision == "16-mixed"
+    assert (strategy.sharding.loss_scale.init, strategy.sharding.loss_scale.growth_interval) == (8.0, 7)
+
+
+def failing_rank(rank: int, mark: Any, folder: Path) -> None:
+    launched(rank, 3)
+    module = module_of()
+
+    def training_step(*_: Any) -> None:
+        mark()
+        fail()
+
+    if rank == 1:
+        module.training_step = training_step
+    trainer(folder, "zeroshard", 3).fit(module, loader())
+
+
+def test_one_rank_of_lightnings_trainer_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
+    """Its teardown must not wait for the other ranks."""
+    pytest.importorskip("lightning")
+
+    [ended] = finish_all([Ranks(failing_rank, 3, tmp_path)])
+    expect_all_left(ended, "no such file: data/7")

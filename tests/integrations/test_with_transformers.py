@@ -1,0 +1,277 @@
+"""The Trainer of transformers over a sharded model: the bits of the plain zeroshard loop; saved, resumed, evaluated;
+left in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.failures.common import Ranks, finish_all
+from tests.integrations.common import as_launched, expect_all_left, fail
+from tests.kit import State, make, same_bits
+from zeroshard.testing import run_ranks
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+STEPS, MICRO_BATCHES = 4, 2
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of which some labels do not count: ranks have different numbers of tokens."""
+
+    def __len__(self) -> int:
+        return STEPS * MICRO_BATCHES * 2 * 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        from tests.real_models.real import generator, tokens
+
+        ids = tokens(generator(0, 0, index))[0]
+        return {"input_ids": ids, "labels": ids.clone().index_fill_(0, torch.arange(index % 3), -100)}
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    import transformers as hf
+
+    plain = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "max_steps": STEPS,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return hf.TrainingArguments(str(folder), **{**plain, **changes})
+
+
+def plain_loop(rank: int, precision: Any = None, max_norm: float = 0.5) -> tuple[list[tuple[float, float]], State]:
+    """What the Trainer should do, by zeroshard alone: what it logs (loss, norm), and the weights."""
+    import transformers as hf
+
+    from tests.real_models.real import llama
+
+    model = make(llama)
+    decayed = hf.Trainer.get_decay_parameter_names(None, model)
+    handle = zeroshard.shard(model, "zero1", units=_block(), precision=precision)
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": 0.1},
+        {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    scheduler = hf.get_scheduler("linear", optimizer, 0, STEPS)
+    data, logged = Texts(), []
+    for step in range(STEPS):
+        first = step * MICRO_BATCHES * 2 * 2
+        of_step = [data[first + index] for index in range(MICRO_BATCHES * 2 * 2)]
+        num_items = torch.tensor(sum(int((one["labels"][1:] != -100).sum()) for one in of_step))
+        total = torch.tensor(0.0)
+        for micro_batch in range(MICRO_BATCHES):
+            mine = of_step[2 * (2 * micro_batch + rank) :][:2]
+            batch = {name: torch.stack([one[name] for one in mine]) for name in mine[0]}
+            with handle.no_sync() if micro_batch + 1 < MICRO_BATCHES else torch.enable_grad():
+                loss = model(**batch, num_items_in_batch=num_items).loss * 2
+                optimizer.backward(loss)
+            total += loss.detach()
+        norm = optimizer.clip_grad_norm_(max_norm).item()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        of_ranks = [torch.zeros(()), torch.zeros(())]
+        torch.distributed.all_gather(of_ranks, total)
+        logged.append((torch.stack(of_ranks).mean().item(), norm))
+    return logged, handle.full_state_dict(main=True)
+
+
+def _block() -> type[nn.Module]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return LlamaDecoderLayer
+
+
+def trainer(folder: Path, plan: str, build: Any = None, sharding: dict[str, Any] | None = None, **changes: Any) -> Any:
+    from tests.real_models.real import llama
+    from zeroshard.integrations import Sharding
+    from zeroshard.integrations.transformers import ShardedTrainer
+
+    more = {name: changes.pop(name) for name in ("optimizers", "eval_dataset") if name in changes}
+    how = Sharding(plan, **{"units": _block(), **(sharding or {})})
+    return ShardedTrainer(
+        make(build or llama), arguments(folder, **changes), train_dataset=Texts(), sharding=how, **more
+    )
+
+
+def logged(trainer: Any) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+
+
+def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+    """And a run that is resumed under another plan, those of one that was not stopped; saved models load."""
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        lines, weights = plain_loop(rank)
+        run = trainer(tmp_path / "a", "zero3")
+        run.train()
+        assert logged(run) == lines
+        assert same_bits(run.handle.full_state_dict(), weights)
+        assert run.model_wrapped is run.model
+        resumed = trainer(tmp_path / "a", "zero1", save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        assert logged(resumed)[2:] == lines[2:]
+        assert same_bits(resumed.handle.full_state_dict(), weights)
+        assert not same_bits(plain_loop(rank, max_norm=100.0)[1], weights)
+        for step, same in ((4, True), (2, False)):
+            saved = hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict()
+            assert same_bits(dict(saved), weights) is same
+
+    run_ranks(check, 2)
+
+
+def own_optimizer(model: nn.Module) -> tuple[Any, Any]:
+    """What the Trainer would have made itself, with the scheduler made beforehand."""
+    import transformers as hf
+
+    decayed = hf.Trainer.get_decay_parameter_names(None, model)
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": 0.1},
+        {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    return optimizer, hf.get_scheduler("linear", optimizer, 0, STEPS)
+
+
+def test_evaluation_best_models_and_an_optimizer_of_the_user(tmp_path: Path) -> None:
+    """In bf16 beside an fp32 master. What is saved is the master, and loads as such."""
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    from tests.real_models.real import llama
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        lines, weights = plain_loop(rank, "bf16")
+        reset_accelerate()
+        model = make(llama)
+        options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "bf16": True}
+        options |= {"eval_dataset": Texts(), "metric_for_best_model": "eval_loss", "greater_is_better": True}
+        run = trainer(tmp_path / "a", "zero3", lambda: model, optimizers=own_optimizer(model), **options)
+        untrained = run.evaluate()["eval_loss"]
+        run.train()
+        assert logged(run) == lines
+        by_step = {line["step"]: line["eval_loss"] for line in run.state.log_history if "eval_loss" in line}
+        assert untrained > by_step[2] > by_step[4]  # so the "best" here is that of step 2
+        assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+        best, last = (
+            hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict() for step in (2, 4)
+        )
+        assert same_bits(dict(last), weights)
+        assert same_bits(dict(best), run.handle.full_state_dict(main=True))
+        assert run.evaluate()["eval_loss"] == by_step[2]
+        run.save_model(str(tmp_path / "best"))
+        torch.distributed.barrier()
+        assert same_bits(dict(hf.LlamaForCausalLM.from_pretrained(tmp_path / "best").state_dict()), dict(best))
+
+    run_ranks(check, 2)
+
+
+def reset_accelerate() -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+
+
+def adapted() -> nn.Module:
+    import peft
+
+    from tests.real_models.real import llama
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(), config)
+
+
+def test_adapters_and_generating(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft")
+
+    from tests.real_models.real import llama
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        run = trainer(tmp_path / "a", "zero3", adapted)
+        run.train()
+        trained = run.handle.full_state_dict()
+        resumed = trainer(tmp_path / "a", "zero2", adapted, save_strategy="no")
+        resumed.train(resume_from_checkpoint=True)
+        assert same_bits(resumed.handle.full_state_dict(), trained)
+        saved = tmp_path / "a" / f"checkpoint-{STEPS}"
+        assert not list(saved.glob("model*"))
+        loaded = peft.PeftModel.from_pretrained(make(llama), saved).state_dict()
+        assert same_bits(dict(loaded), trained)
+        assert not same_bits(dict(adapted().state_dict()), trained)
+        generate(rank, tmp_path / "b")
+
+    run_ranks(check, 2)
+
+
+def generate(rank: int, folder: Path) -> None:
+    """In an evaluation, under ZERO3: the tokens of the plain model, though ranks stop at other lengths."""
+    import transformers as hf
+
+    from tests.real_models.real import t5, text_to_text
+    from zeroshard.integrations.transformers import ShardedSeq2SeqTrainer
+
+    data = [{name: value[0] for name, value in text_to_text(0, 0, index).items()} for index in range(4)]
+    plain = make(t5).eval()
+    expected = [plain.generate(one["input_ids"][None], max_new_tokens=6, do_sample=False)[0] for one in data]
+    args = hf.Seq2SeqTrainingArguments(
+        str(folder), predict_with_generate=True, per_device_eval_batch_size=1, use_cpu=True, report_to=[]
+    )
+    run = ShardedSeq2SeqTrainer(make(t5), args, sharding="zero3")
+    found = run.predict(data, max_new_tokens=6, do_sample=False).predictions
+    for row, tokens in zip(found, expected, strict=True):
+        assert row[: len(tokens)].tolist() == tokens.tolist()
+
+
+def test_options_of_a_command_line_and_what_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    from zeroshard.integrations import Sharding
+    from zeroshard.integrations.transformers import ShardedTrainer, ZeroshardArguments, expect_supported
+
+    parser = hf.HfArgumentParser((hf.TrainingArguments, ZeroshardArguments))
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "--plan", "zero2", "--units", "LlamaDecoderLayer", "Linear"]
+    args, ours = parser.parse_args_into_dataclasses(line)
+    assert ours.sharding() == Sharding("zero2", units=["LlamaDecoderLayer", "Linear"])
+    expect_supported(args)
+    for name in ("auto_find_batch_size", "bf16_full_eval", "save_on_each_node"):
+        with pytest.raises(ValueError, match=rf"{name}=True\) is not supported under zeroshard"):
+            expect_supported(arguments(tmp_path, **{name: True}))
+    assert issubclass(ShardedTrainer, hf.Trainer)
+
+
+def failing_rank(rank: int, mark: Any, folder: Path) -> None:
+    as_launched(rank, 3)
+    run = trainer(folder, "zero3", save_strategy="no")
+    if rank == 1:
+        mark()
+        run.model.register_forward_pre_hook(fail)
+    run.train()
+
+
+def test_one_rank_of_a_trainer_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    [ended] = finish_all([Ranks(failing_rank, 3, tmp_path)])
+    expect_all_left(ended, "no such file: data/7")

@@ -1,0 +1,291 @@
+"""`Accelerator`, as Accelerate's, over sharded models.
+
+accelerator = Accelerator(sharding=Sharding(plan="zero3", units=Block))
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint import load, save
+from zeroshard.comm.mesh import init
+from zeroshard.handle import Handle
+from zeroshard.integrations.sharding import (
+    Sharding,
+    expect_handle_of,
+    handle_of_model,
+    needing,
+    optimizer_of,
+    trained_state,
+)
+from zeroshard.loss_scale import DynamicScale
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.placement import Plan
+
+with needing("accelerate", "accelerate"):
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+
+FOLDER = "zeroshard"
+"""What `save_state` adds to its folder, for each model: zeroshard, zeroshard_1, ..."""
+
+
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's, but for this: `prepare` shards models, in place, and takes over their optimizers; gradients are
+    reduced, clipped and scaled by zeroshard; `save_state` lets every rank write its part.
+
+    Args:
+        sharding: how; or a plan alone ("zero3"); or a dict of the fields of `Sharding`.
+        kwargs: those of Accelerate's class. `mixed_precision` "bf16" or "fp16" is the `precision` of `shard`: 16-bit
+            weights beside an fp32 master, without autocast.
+
+    Raises:
+        ValueError: a plugin that shards too (FSDP, DeepSpeed, Megatron-LM, tensor parallelism); fp8; a device that is
+            neither a CPU nor CUDA.
+    """
+
+    def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any):
+        sharding = Sharding.of(sharding)
+        super().__init__(*args, **kwargs)
+        others = [name for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if _is_set(f"ACCELERATE_USE_{name}")]
+        if others or self.distributed_type not in _KINDS:
+            raise ValueError(
+                "Accelerator: zeroshard shards the model here, and accelerate is set up for "
+                f"{', '.join(others) or self.distributed_type}: leave out its plugin (the argument, "
+                "ACCELERATE_USE_... in the environment, the configuration file)"
+            )
+        if self.parallelism_config is not None:
+            raise ValueError("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
+            raise ValueError(
+                f"Accelerator: expected mixed_precision 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
+            )
+        init()
+        self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")
+        if self.scaler_handler is not None and self.sharding.loss_scale is None:
+            self.sharding = _scaled_by(self.sharding, self.scaler_handler.to_kwargs())
+        self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
+
+    def handle_of(self, model: nn.Module) -> Handle:
+        """The handle of a prepared model.
+
+        Raises:
+            ValueError: it has not been prepared.
+        """
+        return expect_handle_of(model, "accelerator.prepare(model)")
+
+    # Preparing ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's, in any order of the arguments. Collective."""
+        models_first = sorted(range(len(args)), key=lambda index: not isinstance(args[index], nn.Module))
+        places = None if device_placement is None else [device_placement[index] for index in models_first]
+        result = super().prepare(*[args[index] for index in models_first], device_placement=places)
+        if len(args) == 1:
+            return result
+        return tuple(result[models_first.index(index)] for index in range(len(args)))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """On its device, compiled if that is asked for, and sharded. For evaluation too: it may be too large for one
+        rank. Collective."""
+        if handle_of_model(model) is not None or any(parameter.is_meta for parameter in model.parameters()):
+            device_placement = False  # it is there already, or shard() moves it, with the values of `materialize`
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        self.sharding.shard(self.unwrap_model(prepared, keep_torch_compile=False))
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Taken over, state included. Collective."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer)
+        prepared = _Optimizer(self.sharding.take_over(optimizer), optimizer)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """It steps where its optimizer has stepped."""
+        for optimizer in self._optimizers:
+            if getattr(scheduler, "optimizer", None) is optimizer.taken_over:
+                scheduler.optimizer = optimizer.optimizer
+        return super().prepare_scheduler(scheduler)
+
+    # The loop ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """The loss is divided by the number of micro-batches, and scaled where that is asked for.
+
+        Raises:
+            RuntimeError: scaled losses, and several models.
+        """
+        scaled = {id(one.handle): one for one in self._sharded_optimizers() if one.scaling.default is not None}
+        if len(scaled) > 1:
+            raise RuntimeError(
+                "accelerator.backward: several models have a loss scale, and a loss does not say whose it is: call "
+                "optimizer.optimizer.backward(loss) of that model's optimizer"
+            )
+        loss = loss / self.gradient_accumulation_steps
+        for optimizer in scaled.values():
+            optimizer.backward(loss, **kwargs)
+            return
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside accumulate, and are not reduced: `handle.no_sync()`."""
+        with self.handle_of(model).no_sync():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """All parameters of one prepared optimizer. Collective.
+
+        Raises:
+            ValueError: some of them alone, or those of several optimizers.
+        """
+        parameters = _listed(parameters)
+        optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_norm_")
+        if optimizer is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return optimizer.clip_grad_norm_(float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """As `clip_grad_norm_`."""
+        parameters = _listed(parameters)
+        optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_value_")
+        if optimizer is None:
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            optimizer.clip_grad_value_(float(clip_value))
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
+        """`handle.join()` where batches may be uneven; data loaders of map-style datasets then give what there is."""
+        loaders = [one for one in self._dataloaders if hasattr(getattr(one, "batch_sampler", None), "even_batches")]
+        before = [loader.batch_sampler.even_batches for loader in loaders]
+        even = self.even_batches if even_batches is None else even_batches
+        try:
+            for loader in loaders:
+                loader.batch_sampler.even_batches = even
+            with _joined([self.handle_of(model) for model in joinables if not even]):
+                yield
+        finally:
+            for loader, value in zip(loaders, before, strict=True):
+                loader.batch_sampler.even_batches = value
+
+    # Saving ------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The plain model's state on rank 0, on the CPU, in the dtypes from before `prepare`; empty on the other ranks.
+        Collective."""
+        handle = handle_of_model(model)
+        state: dict[str, Tensor] = super().get_state_dict(model, unwrap) if handle is None else trained_state(handle)
+        return state
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Schedulers, samplers, random numbers and registered objects as Accelerate saves them, and beside them
+        `zeroshard`: models and optimizers, which any plan on any number of ranks can load. Collective."""
+        with self._without_models() as parts:
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
+        for number, (handle, optimizers) in enumerate(parts):
+            save(_folder(location, number), handle, optimizers, step=0)
+        return location
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """What `save_state` has saved, by any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: a folder that another class has saved.
+        """
+        found: list[str] = []
+        hook = super().register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._without_models() as parts:
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            hook.remove()
+        for number, (handle, optimizers) in enumerate(parts):
+            load(_folder(found[0], number), handle, optimizers)
+
+    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
+        raise NotImplementedError(
+            "hooks of save_state get the full weights of the models, which nobody holds here: save what the hook "
+            "saves in an object of its own, by register_for_checkpointing"
+        )
+
+    register_load_state_pre_hook = register_save_state_pre_hook
+
+    @contextmanager
+    def _without_models(self) -> Iterator[list[tuple[Handle, list[ShardedOptimizer]]]]:
+        """Accelerate knows of none inside; gives the handle and the optimizers of each."""
+        models, optimizers = self._models, self._optimizers
+        handles = {id(handle): handle for handle in map(self.handle_of, models)}
+        own = self._sharded_optimizers()
+        self._models, self._optimizers = [], []
+        try:
+            yield [(handle, [one for one in own if one.handle is handle]) for handle in handles.values()]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _sharded_optimizers(self) -> list[ShardedOptimizer]:
+        return [optimizer.optimizer for optimizer in self._optimizers]
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """Accelerate's, around a ShardedOptimizer. `taken_over`: what it has replaced."""
+
+    def __init__(self, optimizer: ShardedOptimizer, taken_over: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False)  # its state is where main is
+        self.taken_over = taken_over
+
+    def step(self, closure: Any = None) -> Any:
+        """Not between the micro-batches of one step. `step_was_skipped`: all ranks have agreed not to update."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._is_overflow = not result.applied
+        return result
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
+
+
+def _joined(handles: list[Handle]) -> AbstractContextManager[None]:
+    return handles[0].join(*handles[1:]) if handles else nullcontext()
+
+
+def _folder(location: str | Path, number: int) -> Path:
+    return Path(location) / (FOLDER if number == 0 else f"{FOLDER}_{number}")
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _scaled_by(sharding: Sharding, options: Mapping[str, Any]) -> Sharding:
+    """With what accelerate's GradScalerKwargs say."""
+    if not options.get("enabled", True):
+        return replace(sharding, loss_scale=1.0)
+    names = {"init": "init_scale", **{name: name for name in ("growth_factor", "backoff_factor", "growth_interval")}}
+    found = {ours: options[theirs] for ours, theirs in names.items() if theirs in options}
+    return replace(sharding, loss_scale=DynamicScale(**found))

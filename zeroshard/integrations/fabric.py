@@ -1,0 +1,192 @@
+"""`FabricStrategy`: loops of Lightning's Fabric over sharded models; and what both strategies for Lightning share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.mesh import init
+from zeroshard.handle import Handle
+from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing, trained_state
+from zeroshard.loss_scale import DynamicScale
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.placement import Plan
+
+with needing("lightning", "lightning"):
+    from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+
+PLAIN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+NAMES = {"zeroshard": "zero3", **{f"zeroshard_{plan}": plan for plan in ("ddp", "zero1", "zero2", "zero3")}}
+"""Names of strategies -> plan."""
+
+
+class FabricStrategy(DDPStrategy):
+    """`Fabric(strategy="zeroshard_zero3")`, or `Fabric(strategy=FabricStrategy(Sharding(plan="zero3", units=Block)))`.
+    `fabric.setup` shards the model in place, and takes over its optimizers.
+
+    Args:
+        sharding: how; or a plan alone; or a dict of the fields of `Sharding`.
+        kwargs: those of Lightning's `DDPStrategy` that say how processes start and find each other.
+    """
+
+    def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
+        self.sharding = Sharding.of(sharding)
+        super().__init__(**kwargs)
+        expect_no_ddp_options(self._ddp_kwargs)
+        self._backward_sync_control = _NoSync()
+        self._optimizers: list[ShardedOptimizer] = []
+
+    @property
+    def precision(self) -> Precision:
+        """What was asked for, as far as others look at it; the engine does the work."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self.sharding = in_precision_of(self.sharding, precision, PLAIN)
+        self._precision = None if precision is None else _Named(precision.precision)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        init()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Not where it is sharded, or on the meta device: `shard` moves that."""
+        if is_movable(module):
+            super().module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Sharded, in place. Collective."""
+        self.sharding.shard(module)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        """Taken over, state included. Collective."""
+        self._optimizers.append(self.sharding.take_over(optimizer))
+        return self._optimizers[-1]
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scaled where that is asked for.
+
+        Raises:
+            RuntimeError: scaled losses of several models, and none is named.
+        """
+        scaled = {id(one.handle): one for one in self._optimizers if one.scaling.default is not None}
+        if module is not None:
+            handle = expect_handle_of(module, "fabric.setup(model)")
+            scaled = {key: one for key, one in scaled.items() if one.handle is handle}
+        if len(scaled) > 1:
+            raise RuntimeError(
+                "fabric.backward: several models have a loss scale, and a loss does not say whose it is: "
+                "fabric.backward(loss, model=model)"
+            )
+        for optimizer in scaled.values():
+            optimizer.backward(tensor, **kwargs)
+            return
+        super().backward(tensor, module, *args, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: ShardedOptimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """The next step's gradient. Collective."""
+        return optimizer.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: ShardedOptimizer, clip_val: float) -> None:
+        """The next step's gradient."""
+        optimizer.clip_grad_value_(float(clip_val))
+
+    # Checkpoints: Lightning's own files, which rank 0 writes ----------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The plain model's, on rank 0 alone. Collective."""
+        handle = handle_of_model(module)
+        return dict(super().get_module_state_dict(module)) if handle is None else trained_state(handle)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        handle = handle_of_model(module)
+        if handle is None:
+            super().load_module_state_dict(module, state_dict, strict)
+        else:
+            load_into(handle, state_dict, strict=strict, is_first=self.is_global_zero)
+
+    def get_optimizer_state(self, optimizer: ShardedOptimizer) -> dict[str, Any]:
+        """As a plain optimizer of the class has it, on rank 0 alone. Collective."""
+        return optimizer.state_dict(rank0_only=True, device="cpu")
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for name, plan in NAMES.items():
+            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", sharding=plan)
+
+
+class _NoSync(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return expect_handle_of(module, "fabric.setup(model)").no_sync() if enabled else nullcontext()
+
+
+class _Named(Precision):
+    """Lightning casts nothing: forward, inputs and outputs are as the engine has them."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+
+
+def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
+    """Raises:
+    TypeError: options of DistributedDataParallel."""
+    if found:
+        raise TypeError(
+            f"this strategy has no {', '.join(found)}: there is no DistributedDataParallel under it; what is about "
+            "sharding is a field of Sharding"
+        )
+
+
+def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) -> Sharding:
+    """With the precision of Lightning's plugin, which is not used itself.
+
+    Raises:
+        ValueError: a plugin of another kind; two precisions.
+    """
+    if plugin is None or (type(plugin) in known and plugin.precision == "32-true"):
+        return sharding
+    if type(plugin) not in known:
+        raise ValueError(
+            f"the precision plugin {type(plugin).__name__} is not supported under zeroshard: use precision="
+            "'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true', or Sharding(precision=...)"
+        )
+    sharding = sharding.in_precision(plugin.precision, "precision=")
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or sharding.loss_scale is not None:
+        return sharding
+    scale = DynamicScale(
+        init=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
+    return replace(sharding, loss_scale=scale)
+
+
+def is_movable(module: nn.Module) -> bool:
+    """Whether `module.to(device)` is allowed, and needed."""
+    return handle_of_model(module) is None and not any(parameter.is_meta for parameter in module.parameters())
+
+
+def load_into(handle: Handle, state: Mapping[str, Tensor], *, strict: bool, is_first: bool) -> None:
+    """Rank 0's state into the shards of all. Collective."""
+    handle.load_full_state_dict(dict(state) if is_first else None, strict=strict, broadcast_from_rank0=True)
+
+
+FabricStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -1,0 +1,170 @@
+"""`ShardedStrategy`: Lightning's Trainer over a sharded LightningModule. To import this file makes the names known:
+
+import zeroshard.integrations.lightning
+trainer = Trainer(strategy="zeroshard_zero3", devices=8)      # and Fabric(strategy="zeroshard_zero3")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from zeroshard.comm.mesh import init
+from zeroshard.handle import Handle
+from zeroshard.integrations.fabric import NAMES, expect_no_ddp_options, in_precision_of, is_movable, load_into
+from zeroshard.integrations.fabric import FabricStrategy as FabricStrategy
+from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing, trained_state
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.placement import Plan
+
+with needing("lightning", "lightning"):
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_PLAIN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+class ShardedStrategy(DDPStrategy):
+    """`Trainer(strategy=ShardedStrategy(Sharding(plan="zero3", units=Block)))`, or by a registered name.
+
+    The LightningModule is sharded, in place, after `configure_model` and `configure_optimizers`, and stays so after
+    `fit`: what comes next goes on with it. `trainer.strategy.handle.close()` makes it a plain module again.
+
+    Args:
+        sharding: how; or a plan alone; or a dict of the fields of `Sharding`.
+        kwargs: those of Lightning's `DDPStrategy` that say how processes start and find each other.
+    """
+
+    def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
+        self.sharding = Sharding.of(sharding)
+        super().__init__(**kwargs)
+        expect_no_ddp_options(self._ddp_kwargs)
+
+    @property
+    def handle(self) -> Handle:
+        """Of the LightningModule.
+
+        Raises:
+            ValueError: it is not sharded yet.
+        """
+        return expect_handle_of(self.lightning_module, "trainer.fit(model), or validate or test,")
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """What was asked for, as far as others look at it; the engine does the work."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self.sharding = in_precision_of(self.sharding, plugin, _PLAIN)
+        self._precision_plugin = None if plugin is None else _Precision(plugin.precision)
+
+    # Setting up, and down ----------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        init()
+
+    def setup(self, trainer: Any) -> None:
+        """The optimizers are configured over the plain module, and taken over. Collective."""
+        self.accelerator.setup(trainer)
+        is_fit, module = trainer.state.fn == TrainerFn.FITTING, self.lightning_module
+        if is_fit and self._layer_sync and handle_of_model(module) is None:
+            self.model = module = self._layer_sync.apply(module)
+        if is_movable(module):
+            self.model_to_device()
+        self.optimizers = []
+        if is_fit:
+            self.setup_optimizers(trainer)
+        if handle_of_model(module) is None:
+            handle = self.sharding.shard(module)
+            for name in _STEPS[0 if module.automatic_optimization else 1 :]:  # that one has steps inside
+                if is_overridden(name, module):
+                    handle.register_forward_method(module, name)
+        self.optimizers = [self.sharding.take_over(optimizer) for optimizer in self.optimizers]
+        self.setup_precision_plugin()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Nobody waits for other ranks any more."""
+        handle = handle_of_model(self.lightning_module) if self.lightning_module is not None else None
+        if handle is not None:
+            handle.abandon()
+
+    def teardown(self) -> None:
+        """The module stays where it is."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # The loop ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate, and are not reduced."""
+        with self.handle.no_sync():
+            yield
+
+    # Checkpoints: Lightning's own files, which rank 0 writes and every strategy can load --------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Into the shards."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The plain module's, on rank 0 alone. Collective."""
+        handle = handle_of_model(self.lightning_module)
+        return dict(super().lightning_module_state_dict()) if handle is None else dict(trained_state(handle))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_into(self.handle, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As a plain optimizer of the class has it, on rank 0 alone. Collective."""
+        return _inner(optimizer).state_dict(rank0_only=True, device="cpu")
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state if self.is_global_zero else None, broadcast_from_rank0=True)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for name, plan in NAMES.items():
+            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", sharding=plan)
+
+
+class _Precision(Precision):
+    """Lightning casts nothing; it clips and scales by the optimizer."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Scaled where that is asked for; a loss is of all optimizers of the module."""
+        for one in map(_inner, model.trainer.strategy.optimizers):
+            if one.scaling.default is not None:
+                one.backward(tensor, **kwargs)
+                return
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        _inner(optimizer).clip_grad_norm_(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        _inner(optimizer).clip_grad_value_(float(clip_val))
+
+
+def _inner(optimizer: Any) -> ShardedOptimizer:
+    inner: ShardedOptimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return inner
+
+
+ShardedStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,194 @@
+"""What a user says about sharding, once for all frameworks (`Sharding`); what each of them needs of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.handle import Handle, handle_of
+from zeroshard.loss_scale import LossScalePolicy
+from zeroshard.model.casting import Precisions
+from zeroshard.model.managed import Ignored
+from zeroshard.model.units import KeepGathered, UnitPolicy, plain_name
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.placement import Plan
+from zeroshard.runtime.materialize import Source
+from zeroshard.shard import shard
+from zeroshard.step.agreement import NonFinite
+
+_OF_THE_OPTIMIZER = ("loss_scale", "non_finite", "skip_norm_above")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a framework is to shard the models that it prepares. Each field is the argument of that name of
+    `zeroshard.shard`; the last three are those of `zeroshard.ShardedOptimizer`.
+
+    Raises:
+        ValueError: (by `of`) a key that is no field.
+    """
+
+    plan: Plan | str | int = "zero3"
+    units: UnitPolicy | str | Sequence[str] = None
+    precision: Precisions = None
+    mesh: DeviceMesh | dist.ProcessGroup | None = None
+    max_transient_bytes: int | None = None
+    materialize: Source | None = None
+    values: Literal["broadcast", "check"] = "broadcast"
+    ignored: Ignored = ()
+    keep_gathered: KeepGathered = ()
+    loss_scale: LossScalePolicy | float | Literal["dynamic"] | None = None
+    non_finite: NonFinite | None = None
+    skip_norm_above: float | None = None
+
+    @classmethod
+    def of(cls, found: Sharding | Mapping[str, Any] | Plan | str | int) -> Sharding:
+        """The record itself; from a dict of its fields; or from a plan alone."""
+        if isinstance(found, Sharding):
+            return found
+        if not isinstance(found, Mapping):
+            return cls(plan=found)
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(found) - set(known))
+        if unknown:
+            raise ValueError(f"sharding: unknown keys {unknown}; expected some of {known}")
+        return cls(**found)
+
+    def in_precision(self, name: str | None, argument: str) -> Sharding:
+        """With the precision that the framework's own argument asks for (None or "no": with none).
+
+        Raises:
+            ValueError: two precisions, one here and one there.
+        """
+        if name in (None, "no"):
+            return self
+        if self.precision is not None:
+            raise ValueError(
+                f"{argument} asks for {name!r}, and sharding for precision={self.precision!r}: leave out one of the two"
+            )
+        return replace(self, precision=name)
+
+    def shard(self, model: nn.Module) -> Handle:
+        """The model's handle: a new one, or the one that it has. Collective."""
+        handle = handle_of_model(model)
+        if handle is not None:
+            return handle
+        return shard(model, **{name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER})
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        """In place of an optimizer over parameters of a sharded model, one that updates them. Collective.
+
+        Raises:
+            ValueError: parameters that are not sharded, or those of several models.
+        """
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        handles = {id(handle): handle for handle in map(handle_of, parameters)}
+        handle = next(iter(handles.values()), None)
+        if len(handles) != 1 or handle is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of {len(handles)} models, or of one that is not sharded: "
+                "prepare (set up) the model before its optimizer or together with it, and one optimizer for each model"
+            )
+        options = {name: value for name, value in self._values() if name in _OF_THE_OPTIMIZER}
+        if not hasattr(ShardedOptimizer, "from_optimizer"):
+            return _temporary(handle, optimizer, options)
+        return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """Fields and values; a mesh, or a class, is not copied as `asdict` would."""
+        return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+def handle_of_model(model: nn.Module) -> Handle | None:
+    """That of its parameters; None where it is not sharded."""
+    return next((handle for handle in map(handle_of, model.parameters()) if handle is not None), None)
+
+
+def expect_handle_of(model: nn.Module, what: str) -> Handle:
+    """Raises:
+    ValueError: the model is not sharded. `what`: by which call of the framework it would be."""
+    handle = handle_of_model(model)
+    if handle is None:
+        raise ValueError(f"this {type(model).__name__} is not sharded yet: {what} first")
+    return handle
+
+
+def trained_state(handle: Handle, *, rank0_only: bool = True) -> dict[str, Tensor]:
+    """Names and full values of the plain model on the CPU, each in the dtype that it had before `shard`, with main's
+    precision: what the framework would have found in its own model. Collective.
+
+    Args:
+        rank0_only: the other ranks get an empty dict.
+    """
+    dtypes = {id(parameter): unit.spec.dtype for unit in handle.engine.units for parameter in unit.parameters}
+    named = {plain_name(name): p for name, p in handle.model.named_parameters(remove_duplicate=False)}
+    state = handle.full_state_dict(main=True, rank0_only=rank0_only, device="cpu")
+    cast: dict[int, Tensor] = {}  # tied names share a value before and after
+    for name, value in state.items():
+        dtype = dtypes.get(id(named.get(name)), value.dtype)
+        state[name] = cast.setdefault(id(value), value.to(dtype))
+    return state
+
+
+def optimizer_of(
+    parameters: Iterable[nn.Parameter], optimizers: Iterable[ShardedOptimizer], what: str
+) -> ShardedOptimizer | None:
+    """The one that updates these parameters; None where they are none of ours.
+
+    Raises:
+        ValueError: some of its parameters, or those of several.
+    """
+    asked = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    found = {}
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if asked & own:
+            found[id(optimizer)] = optimizer, own
+    if not found:
+        return None
+    [(optimizer, own), *others] = found.values()
+    if others or asked != own:
+        raise ValueError(
+            f"{what}: expected all parameters of one optimizer, found {len(asked & own)} of its {len(own)} and "
+            f"{len(asked - own)} others. Clip by the optimizer: optimizer.{what}(...) of the ShardedOptimizer itself"
+        )
+    return optimizer
+
+
+@contextmanager
+def needing(package: str, extra: str) -> Iterator[None]:
+    """Around the imports of a framework.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; with the line that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"zeroshard.integrations.{extra} needs {package} ({error.name} is missing): pip install "
+            f"'zeroshard[{extra}]'",
+            name=error.name,
+        ) from error
+
+
+def _temporary(handle: Handle, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> ShardedOptimizer:
+    import inspect
+
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    state = optimizer.state_dict() if optimizer.state else None
+    result = ShardedOptimizer(optimizer.param_groups, type(optimizer), **options, **defaults)
+    if state:
+        result.load_state_dict(state)
+    optimizer.param_groups = result.param_groups
+    return result

@@ -1,0 +1,217 @@
+"""`ShardedTrainer`, as the Trainer of transformers, over a sharded model; and the mixin that makes one of any Trainer.
+
+trainer = ShardedTrainer(model, args, train_dataset=data, sharding=Sharding("zero3", units=LlamaDecoderLayer))
+
+class ShardedSFTTrainer(ShardedTrainerMixin, trl.SFTTrainer): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import load, save
+from zeroshard.handle import Handle
+from zeroshard.integrations.accelerate import FOLDER, Accelerator
+from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.placement import Plan
+
+with needing("transformers", "transformers"):
+    import transformers
+
+
+@dataclass
+class ZeroshardArguments:
+    """`Sharding` as options of a command line: `HfArgumentParser((TrainingArguments, ZeroshardArguments))`."""
+
+    plan: str = field(default="zero3", metadata={"help": "what is sharded: ddp, zero1, zero2 or zero3"})
+    units: list[str] | None = field(
+        default=None, metadata={"help": "names of the classes of modules that are gathered together: LlamaDecoderLayer"}
+    )
+    precision: str | None = field(
+        default=None, metadata={"help": "fp32, bf16, fp16 or bf16-remainder; or leave it out and use --bf16 or --fp16"}
+    )
+    keep_gathered: list[str] | None = field(
+        default=None, metadata={"help": "names of units (with *) that keep their weights from forward to backward"}
+    )
+    max_transient_bytes: int | None = field(
+        default=None, metadata={"help": "the most that full-size buffers may take on one rank"}
+    )
+    skip_norm_above: float | None = field(
+        default=None, metadata={"help": "skip steps whose gradient norm is larger than this"}
+    )
+
+    def sharding(self) -> Sharding:
+        """The record."""
+        return Sharding(
+            plan=self.plan,
+            units=self.units,
+            precision=self.precision,
+            keep_gathered=self.keep_gathered or (),
+            max_transient_bytes=self.max_transient_bytes,
+            skip_norm_above=self.skip_norm_above,
+        )
+
+
+class ShardedTrainerMixin:
+    """Before a Trainer class in the list of bases. The model is sharded, in place, when training or evaluation begins;
+    the optimizer is what the Trainer would have used, taken over.
+
+    Args:
+        sharding: how; or a plan alone ("zero3"); or a dict of the fields of `Sharding`; or `ZeroshardArguments`.
+        args, kwargs: the Trainer's. `bf16=True` and `fp16=True` are the `precision` of `shard`.
+
+    Raises:
+        ValueError: arguments that do not go together with sharding, with what to write instead.
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Accelerator
+    state: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Sharding | ZeroshardArguments | Mapping[str, Any] | Plan | str | int = "zero3",
+        **kwargs: Any,
+    ) -> None:
+        self.sharding = sharding.sharding() if isinstance(sharding, ZeroshardArguments) else Sharding.of(sharding)
+        self._accelerator_arguments: dict[str, Any] = {}
+        super().__init__(*args, **kwargs)
+        expect_supported(self.args)
+
+    @property
+    def handle(self) -> Handle:
+        """Of the model.
+
+        Raises:
+            ValueError: it is not sharded yet.
+        """
+        return expect_handle_of(self.model, "call trainer.train(), or trainer.evaluate(),")
+
+    # Accelerate does most of the work ----------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        self._accelerator_arguments = arguments
+        return arguments
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The same accelerator, of our class."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator = Accelerator(sharding=self.sharding, **self._accelerator_arguments)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`generate` (of a Seq2SeqTrainer) stops at another length on each rank: weights are gathered around it."""
+        step = partial(super().prediction_step, model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
+            return step()
+        with self.handle.unsharded():
+            return step()
+
+    # Saving ------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `save_pretrained` writes it, on rank 0, in the dtype from before sharding. Collective."""
+        if handle_of_model(self.model) is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        state = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
+            self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it takes the values out
+            _note_dtype(self.model, dtype, folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Weights, optimizer and scheduler, each rank its part, in `zeroshard` beside what `save_model` wrote."""
+        extra = {"scheduler": self.lr_scheduler}
+        save(Path(output_dir) / FOLDER, self.handle, self._sharded(), step=self.state.global_step, extra=extra)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights alone; where there is a folder of ours they come with the optimizer."""
+        if (Path(resume_from_checkpoint) / FOLDER).is_dir():
+            return
+        with _writable(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = Path(checkpoint or "") / FOLDER
+        if checkpoint is None or not folder.is_dir():  # of a plain Trainer: torch's layout
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        load(folder, self.handle, self._sharded(), extra={"scheduler": self.lr_scheduler})
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint) / FOLDER
+        if folder.is_dir():
+            load(folder, self.handle)
+            return
+        with _writable(self.model):
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _sharded(self) -> ShardedOptimizer:
+        optimizer: ShardedOptimizer = self.optimizer.optimizer
+        return optimizer
+
+
+class ShardedTrainer(ShardedTrainerMixin, transformers.Trainer):
+    """See `ShardedTrainerMixin`."""
+
+
+class ShardedSeq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
+    """See `ShardedTrainerMixin`."""
+
+
+def expect_supported(args: Any) -> None:
+    """Of TrainingArguments.
+
+    Raises:
+        ValueError: what one rank, or one process, would do alone.
+    """
+    refused = {
+        "auto_find_batch_size": "a rank that runs out of memory would try again alone: set per_device_train_batch_size",
+        "bf16_full_eval": "a sharded model cannot be cast: it is evaluated in the precision that it trains in",
+        "fp16_full_eval": "a sharded model cannot be cast: it is evaluated in the precision that it trains in",
+        "save_on_each_node": "all ranks write into one folder: use a file system that all nodes see",
+    }
+    for name, reason in refused.items():
+        if getattr(args, name, False):
+            raise ValueError(f"TrainingArguments({name}=True) is not supported under zeroshard: {reason}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs, and the Trainer would use torch.nn.DataParallel: start one process "
+            "for each, torchrun --nproc-per-node N script.py"
+        )
+
+
+def _writable(model: nn.Module) -> Any:
+    """A block in which `model.load_state_dict` is allowed."""
+    handle = handle_of_model(model)
+    return nullcontext() if handle is None else handle.unsharded(write=True)
+
+
+def _note_dtype(model: Any, saved: torch.dtype | None, folder: str) -> None:
+    """`from_pretrained` loads in the dtype that config.json names, and `save_pretrained` has named that of the weights
+    in memory: 16 bits beside the fp32 values that were saved."""
+    if isinstance(model, transformers.PreTrainedModel) and saved is not None and saved != model.dtype:
+        model.config.dtype = saved
+        model.config.save_pretrained(folder)
