@@ -35,7 +35,7 @@ def launched(rank: int, num_ranks: int) -> None:
 
 
 def strided(number: int, rank: int, num_ranks: int) -> list[int]:
-    """torch's DistributedSampler deals out samples one by one."""
+    """As torch's DistributedSampler deals out samples."""
     return [rank + num_ranks * (2 * number), rank + num_ranks * (2 * number + 1)]
 
 
@@ -74,25 +74,27 @@ def module_of(build: Any = Net) -> Any:
 def trainer(folder: Path, strategy: Any, num_ranks: int, **options: Any) -> Any:
     import lightning
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    usual = {
+        "max_steps": STEPS,
+        "accumulate_grad_batches": MICRO_BATCHES,
+        "gradient_clip_val": MAX_NORM,
+        "use_distributed_sampler": False,
+        "enable_checkpointing": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return lightning.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=strategy,
-        max_steps=options.pop("max_steps", STEPS),
-        accumulate_grad_batches=MICRO_BATCHES,
-        gradient_clip_val=MAX_NORM,
-        default_root_dir=folder,
-        **quiet,
-        **{"enable_checkpointing": False, **options},
+        accelerator="cpu", devices=num_ranks, strategy=strategy, default_root_dir=folder, **{**usual, **options}
     )
 
 
-def loader() -> Any:
-    data = texts()
-    return torch.utils.data.DataLoader(
-        data, batch_size=2, sampler=torch.utils.data.DistributedSampler(data, shuffle=False)
-    )
+def loader(rank: int, num_ranks: int, first: int = 0) -> Any:
+    """Of this rank, from micro-batch `first` on, and then those before: when Lightning goes on in the middle of an
+    epoch, it asks the loader for what is left, and counts on."""
+    count = STEPS * MICRO_BATCHES
+    batches = [strided((first + number) % count, rank, num_ranks) for number in range(count)]
+    return torch.utils.data.DataLoader(texts(), batch_sampler=batches)
 
 
 def every_other_step(folder: Path) -> Any:
@@ -115,16 +117,18 @@ def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path)
             strategy, module = ShardedStrategy(Sharding(plan, units=Block)), module_of()
             saves = {"callbacks": [every_other_step(tmp_path / plan)], "enable_checkpointing": True}
             run = trainer(tmp_path, strategy, 3, precision=precision, **saves)
-            run.fit(module, loader())
+            run.fit(module, loader(rank, 3))
             assert module.losses == losses
             assert same_bits(in_plain_names(strategy.handle.full_state_dict(main=True)), weights)
-            resumed, of_resumed = trainer(tmp_path, f"zeroshard_{other}", 3, precision=precision), module_of()
-            resumed.fit(of_resumed, loader(), ckpt_path=tmp_path / plan / "step=2.ckpt", weights_only=False)
+            strategy, of_resumed = ShardedStrategy(Sharding(other, units=Block)), module_of()
+            left = loader(rank, 3, first=2 * MICRO_BATCHES)
+            resumed = trainer(tmp_path, strategy, 3, precision=precision)
+            resumed.fit(of_resumed, left, ckpt_path=tmp_path / plan / "step=2.ckpt", weights_only=False)
             assert of_resumed.losses == losses[2 * MICRO_BATCHES :]
             assert same_bits(in_plain_names(resumed.strategy.handle.full_state_dict(main=True)), weights)
             assert not same_bits(plain_loop(rank, 3, strided, kind, max_norm=100.0)[1], weights)
             expect_plain_checkpoint(tmp_path / plan / "step=4.ckpt", weights)
-            evaluate(run, module, tmp_path / plan)
+            evaluate(run, module, tmp_path / plan, loader(rank, 3))
 
     run_ranks(check, 3)
 
@@ -142,16 +146,16 @@ def expect_plain_checkpoint(path: Path, weights: State) -> None:
     assert all(one["exp_avg"].shape == p.shape for p, one in optimizer.state.items())
 
 
-def evaluate(run: Any, module: Any, folder: Path) -> None:
+def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
     """After training; of a checkpoint; and training again: all with the module that is sharded already."""
-    [of_last] = run.validate(module, loader(), verbose=False)
-    assert run.test(module, loader(), verbose=False) == [of_last]
+    [of_last] = run.validate(module, loader, verbose=False)
+    assert run.test(module, loader, verbose=False) == [of_last]
     early = folder / "step=2.ckpt"
-    [of_early] = run.validate(module, loader(), ckpt_path=early, verbose=False, weights_only=False)
+    [of_early] = run.validate(module, loader, ckpt_path=early, verbose=False, weights_only=False)
     assert of_early["val"] > of_last["val"]
-    more = trainer(folder, run.strategy, run.num_devices, max_steps=1)
-    more.fit(module, loader())
-    [after] = more.validate(module, loader(), verbose=False)
+    more = trainer(folder, type(run.strategy)(run.strategy.sharding), run.num_devices, max_steps=1)
+    more.fit(module, loader)
+    [after] = more.validate(module, loader, verbose=False)
     assert after["val"] != of_early["val"]
 
 
@@ -176,7 +180,7 @@ def manual(rank: int, folder: Path) -> None:
     module.training_step = training_step
     sharding = Sharding("zero2", units=Block, precision="fp16", loss_scale="dynamic")
     options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
-    trainer(folder, ShardedStrategy(sharding), 2, **options).fit(module, loader())
+    trainer(folder, ShardedStrategy(sharding), 2, **options).fit(module, loader(rank, 2))
     assert seen == [True, False, True]
 
 
@@ -187,8 +191,8 @@ def fabric_loop(rank: int, folder: Path) -> None:
     from zeroshard.integrations.lightning import FabricStrategy
 
     losses, weights = plain_loop(rank, 2, strided)
-    strategies = [FabricStrategy(Sharding("zero3", units=Block)), "zeroshard_zero1"]
-    for begin, strategy in zip((0, 2), strategies, strict=True):
+    for begin, plan in ((0, "zero3"), (2, "zero1")):
+        strategy = FabricStrategy(Sharding(plan, units=Block))
         fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
         plain = make(Net)
@@ -199,7 +203,7 @@ def fabric_loop(rank: int, folder: Path) -> None:
         if begin:
             fabric.load(folder / "step-2.ckpt", state, weights_only=False)
         found = []
-        batches = list(fabric.setup_dataloaders(loader(), use_distributed_sampler=False))
+        batches = list(fabric.setup_dataloaders(loader(rank, 2), use_distributed_sampler=False))
         for number, (tokens,) in list(enumerate(batches))[begin * MICRO_BATCHES : STEPS * MICRO_BATCHES]:
             last = number % MICRO_BATCHES == MICRO_BATCHES - 1
             with fabric.no_backward_sync(model, enabled=not last):
@@ -230,7 +234,9 @@ def test_loops_of_the_user_with_lightning(tmp_path: Path) -> None:
 
 def test_what_lightning_cannot_have_here_is_refused() -> None:
     pytest.importorskip("lightning")
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision
+    from lightning.pytorch.strategies import StrategyRegistry
 
     from zeroshard.integrations import Sharding
     from zeroshard.integrations.lightning import FabricStrategy, ShardedStrategy
@@ -245,6 +251,8 @@ def test_what_lightning_cannot_have_here_is_refused() -> None:
         ShardedStrategy(Sharding(precision="fp32")).precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     with pytest.raises(ValueError, match=r"unknown keys \['stage'\]"):
         ShardedStrategy({"stage": 3})
+    assert StrategyRegistry.get("zeroshard_zero1").sharding == Sharding("zero1")
+    assert STRATEGY_REGISTRY.get("zeroshard").sharding == Sharding("zero3")
     strategy = ShardedStrategy()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
     strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
@@ -262,7 +270,7 @@ def failing_rank(rank: int, mark: Any, folder: Path) -> None:
 
     if rank == 1:
         module.training_step = training_step
-    trainer(folder, "zeroshard", 3).fit(module, loader())
+    trainer(folder, "zeroshard_zero3", 3).fit(module, loader(rank, 3))
 
 
 def test_one_rank_of_lightnings_trainer_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ class Accelerator(accelerate.Accelerator):
             neither a CPU nor CUDA.
     """
 
+    _models: list[Any]
+    _optimizers: list[Any]
+
     def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any):
         sharding = Sharding.of(sharding)
         super().__init__(*args, **kwargs)
@@ -163,7 +166,8 @@ class Accelerator(accelerate.Accelerator):
         parameters = _listed(parameters)
         optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_norm_")
         if optimizer is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+            norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return norm
         return optimizer.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -237,7 +241,7 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def _without_models(self) -> Iterator[list[tuple[Handle, list[ShardedOptimizer]]]]:
         """Accelerate knows of none inside; gives the handle and the optimizers of each."""
-        models, optimizers = self._models, self._optimizers
+        models, optimizers = list(self._models), list(self._optimizers)
         handles = {id(handle): handle for handle in map(self.handle_of, models)}
         own = self._sharded_optimizers()
         self._models, self._optimizers = [], []

@@ -42,6 +42,8 @@ class ShardedStrategy(DDPStrategy):
         kwargs: those of Lightning's `DDPStrategy` that say how processes start and find each other.
     """
 
+    optimizers: list[Any]
+
     def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
         self.sharding = Sharding.of(sharding)
         super().__init__(**kwargs)

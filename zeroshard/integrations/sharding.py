@@ -18,7 +18,7 @@ from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored
 from zeroshard.model.units import KeepGathered, UnitPolicy, plain_name
 from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.placement import Plan
+from zeroshard.placement import Plan, as_plan
 from zeroshard.runtime.materialize import Source
 from zeroshard.shard import shard
 from zeroshard.step.agreement import NonFinite
@@ -76,9 +76,18 @@ class Sharding:
         return replace(self, precision=name)
 
     def shard(self, model: nn.Module) -> Handle:
-        """The model's handle: a new one, or the one that it has. Collective."""
+        """The model's handle: a new one, or the one that it has. Collective.
+
+        Raises:
+            ValueError: it has one, under another plan.
+        """
         handle = handle_of_model(model)
         if handle is not None:
+            if handle.plan != as_plan(self.plan):
+                raise ValueError(
+                    f"this {type(model).__name__} is sharded already, and not as asked for ({self.plan}) but so: "
+                    f"{handle}. Call close() of its handle first, or ask for the same"
+                )
             return handle
         return shard(model, **{name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER})
 
@@ -99,8 +108,6 @@ class Sharding:
                 "prepare (set up) the model before its optimizer or together with it, and one optimizer for each model"
             )
         options = {name: value for name, value in self._values() if name in _OF_THE_OPTIMIZER}
-        if not hasattr(ShardedOptimizer, "from_optimizer"):
-            return _temporary(handle, optimizer, options)
         return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
@@ -179,16 +186,3 @@ def needing(package: str, extra: str) -> Iterator[None]:
             f"'zeroshard[{extra}]'",
             name=error.name,
         ) from error
-
-
-def _temporary(handle: Handle, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> ShardedOptimizer:
-    import inspect
-
-    accepted = inspect.signature(type(optimizer)).parameters
-    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    state = optimizer.state_dict() if optimizer.state else None
-    result = ShardedOptimizer(optimizer.param_groups, type(optimizer), **options, **defaults)
-    if state:
-        result.load_state_dict(state)
-    optimizer.param_groups = result.param_groups
-    return result
