@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint import load, save
 from zeroshard.comm.mesh import init
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.sharding import (
     Sharding,
@@ -65,15 +66,15 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
         others = [name for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if _is_set(f"ACCELERATE_USE_{name}")]
         if others or self.distributed_type not in _KINDS:
-            raise ValueError(
+            raise InvalidValue(
                 "Accelerator: zeroshard shards the model here, and accelerate is set up for "
                 f"{', '.join(others) or self.distributed_type}: leave out its plugin (the argument, "
                 "ACCELERATE_USE_... in the environment, the configuration file)"
             )
         if self.parallelism_config is not None:
-            raise ValueError("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
+            raise InvalidValue("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise ValueError(
+            raise InvalidValue(
                 f"Accelerator: expected mixed_precision 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
             )
         init()
@@ -139,7 +140,7 @@ class Accelerator(accelerate.Accelerator):
         """
         scaled = {id(one.handle): one for one in self._sharded_optimizers() if one.scaling.default is not None}
         if len(scaled) > 1:
-            raise RuntimeError(
+            raise InvalidState(
                 "accelerator.backward: several models have a loss scale, and a loss does not say whose it is: call "
                 "optimizer.optimizer.backward(loss) of that model's optimizer"
             )
@@ -231,7 +232,7 @@ class Accelerator(accelerate.Accelerator):
             load(_folder(found[0], number), handle, optimizers)
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        raise NotImplementedError(
+        raise InvalidState(
             "hooks of save_state get the full weights of the models, which nobody holds here: save what the hook "
             "saves in an object of its own, by register_for_checkpointing"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.mesh import init
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing, trained_state
 from zeroshard.loss_scale import DynamicScale
@@ -83,7 +84,7 @@ class FabricStrategy(DDPStrategy):
             handle = expect_handle_of(module, "fabric.setup(model)")
             scaled = {key: one for key, one in scaled.items() if one.handle is handle}
         if len(scaled) > 1:
-            raise RuntimeError(
+            raise InvalidState(
                 "fabric.backward: several models have a loss scale, and a loss does not say whose it is: "
                 "fabric.backward(loss, model=model)"
             )
@@ -147,7 +148,7 @@ def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
     """Raises:
     TypeError: options of DistributedDataParallel."""
     if found:
-        raise TypeError(
+        raise InvalidType(
             f"this strategy has no {', '.join(found)}: there is no DistributedDataParallel under it; what is about "
             "sharding is a field of Sharding"
         )
@@ -162,7 +163,7 @@ def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) ->
     if plugin is None or (type(plugin) in known and plugin.precision == "32-true"):
         return sharding
     if type(plugin) not in known:
-        raise ValueError(
+        raise InvalidValue(
             f"the precision plugin {type(plugin).__name__} is not supported under zeroshard: use precision="
             "'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true', or Sharding(precision=...)"
         )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.errors import InvalidValue
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy
 from zeroshard.model.casting import Precisions
@@ -58,7 +59,7 @@ class Sharding:
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(found) - set(known))
         if unknown:
-            raise ValueError(f"sharding: unknown keys {unknown}; expected some of {known}")
+            raise InvalidValue(f"sharding: unknown keys {unknown}; expected some of {known}")
         return cls(**found)
 
     def in_precision(self, name: str | None, argument: str) -> Sharding:
@@ -70,7 +71,7 @@ class Sharding:
         if name in (None, "no"):
             return self
         if self.precision is not None:
-            raise ValueError(
+            raise InvalidValue(
                 f"{argument} asks for {name!r}, and sharding for precision={self.precision!r}: leave out one of the two"
             )
         return replace(self, precision=name)
@@ -84,7 +85,7 @@ class Sharding:
         handle = handle_of_model(model)
         if handle is not None:
             if handle.plan != as_plan(self.plan):
-                raise ValueError(
+                raise InvalidValue(
                     f"this {type(model).__name__} is sharded already, and not as asked for ({self.plan}) but so: "
                     f"{handle}. Call close() of its handle first, or ask for the same"
                 )
@@ -103,7 +104,7 @@ class Sharding:
         handles = {id(handle): handle for handle in map(handle_of, parameters)}
         handle = next(iter(handles.values()), None)
         if len(handles) != 1 or handle is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"{type(optimizer).__name__} has parameters of {len(handles)} models, or of one that is not sharded: "
                 "prepare (set up) the model before its optimizer or together with it, and one optimizer for each model"
             )
@@ -125,7 +126,7 @@ def expect_handle_of(model: nn.Module, what: str) -> Handle:
     ValueError: the model is not sharded. `what`: by which call of the framework it would be."""
     handle = handle_of_model(model)
     if handle is None:
-        raise ValueError(f"this {type(model).__name__} is not sharded yet: {what} first")
+        raise InvalidValue(f"this {type(model).__name__} is not sharded yet: {what} first")
     return handle
 
 
@@ -164,7 +165,7 @@ def optimizer_of(
         return None
     [(optimizer, own), *others] = found.values()
     if others or asked != own:
-        raise ValueError(
+        raise InvalidValue(
             f"{what}: expected all parameters of one optimizer, found {len(asked & own)} of its {len(own)} and "
             f"{len(asked - own)} others. Clip by the optimizer: optimizer.{what}(...) of the ShardedOptimizer itself"
         )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import load, save
+from zeroshard.errors import InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.accelerate import FOLDER, Accelerator
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing
@@ -195,9 +196,9 @@ def expect_supported(args: Any) -> None:
     }
     for name, reason in refused.items():
         if getattr(args, name, False):
-            raise ValueError(f"TrainingArguments({name}=True) is not supported under zeroshard: {reason}")
+            raise InvalidValue(f"TrainingArguments({name}=True) is not supported under zeroshard: {reason}")
     if args.n_gpu > 1:
-        raise ValueError(
+        raise InvalidValue(
             f"one process sees {args.n_gpu} GPUs, and the Trainer would use torch.nn.DataParallel: start one process "
             "for each, torchrun --nproc-per-node N script.py"
         )
