@@ -32,3 +32,7 @@ class SystemRefused(Error, OSError):
 
 class TookTooLong(Error, TimeoutError):
     """Ranks that had not ended in time."""
+
+
+class NotInstalled(Error, ModuleNotFoundError):
+    """A library that something here is for."""

@@ -75,7 +75,7 @@ class Accelerator(accelerate.Accelerator):
             raise InvalidValue("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise InvalidValue(
-                f"Accelerator: expected mixed_precision 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
+                f"Accelerator: mixed_precision must be 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
             )
         init()
         self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")

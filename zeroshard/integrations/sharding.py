@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidValue, NotInstalled
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy
 from zeroshard.model.casting import Precisions
@@ -177,12 +177,12 @@ def needing(package: str, extra: str) -> Iterator[None]:
     """Around the imports of a framework.
 
     Raises:
-        ModuleNotFoundError: it is not installed; with the line that installs it.
+        NotInstalled: with the line that installs it.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
+        raise NotInstalled(
             f"zeroshard.integrations.{extra} needs {package} ({error.name} is missing): pip install "
             f"'zeroshard[{extra}]'",
             name=error.name,
