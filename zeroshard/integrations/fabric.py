@@ -129,7 +129,7 @@ class FabricStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         for name, plan in NAMES.items():
-            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", sharding=plan)
+            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", override=True, sharding=plan)
 
 
 class _NoSync(_BackwardSyncControl):

@@ -1,0 +1,50 @@
+"""What is imported by whom: nothing by zeroshard itself; and what is said where a library is missing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from zeroshard.testing import run_ranks
+
+NEEDED = {
+    "accelerate": "accelerate",
+    "transformers": "transformers",
+    "lightning": "lightning",
+    "fabric": "lightning",
+}
+
+
+def hide(*names: str) -> None:
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_a_library_that_is_missing_is_named_with_the_line_that_installs_it() -> None:
+    def check(rank: int) -> None:
+        for module, library in NEEDED.items():
+            hide(
+                "zeroshard.integrations.accelerate", f"zeroshard.integrations.{module}", "zeroshard.integrations.fabric"
+            )
+            hidden = [one for one in sys.modules if one.partition(".")[0] == library]
+            with pytest.MonkeyPatch.context() as patch:
+                for name in [*hidden, library]:  # as if it were not installed
+                    patch.setitem(sys.modules, name, None)
+                with pytest.raises(ModuleNotFoundError, match=rf"pip install 'zeroshard\[{library}\]'"):
+                    importlib.import_module(f"zeroshard.integrations.{module}")
+
+    pytest.importorskip("accelerate")  # the Trainer's is built on it
+    run_ranks(check, 1)
+
+
+def test_the_package_imports_none_of_them() -> None:
+    def check(rank: int) -> None:
+        for name in [one for one in sys.modules if one.partition(".")[0] in (*NEEDED, "zeroshard")]:
+            del sys.modules[name]
+        importlib.import_module("zeroshard.integrations")
+        assert not [library for library in NEEDED if library in sys.modules]
+        assert "zeroshard.integrations.sharding" in sys.modules
+
+    run_ranks(check, 1)
