@@ -259,16 +259,24 @@ def test_the_divisor_of_the_gradient_is_the_ranks_or_the_weights() -> None:
     run_ranks(check, 2)
 
 
-def test_a_profile_names_what_is_gathered_and_reduced() -> None:
-    """LoggingTests.test_fsdp_logging: there a log of hooks; here the spans of the collectives, by unit."""
+def test_a_profile_names_phases_and_what_is_gathered_and_reduced() -> None:
+    """LoggingTests.test_fsdp_logging: there a log of hooks; here the ranges of the phases, and of the collectives by
+    unit. The negative control: what is called after the profiler has stopped leaves no range."""
 
     def check(rank: int) -> None:
         model = transformer(2)
-        zeroshard.shard(model, "zero3", units=Block)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         with profile() as found:
             model(tokens(rank)).sum().backward()
-        names = {event.name for event in found.events() if event.name.startswith("zeroshard::")}
+            optimizer.step()
+            optimizer.state_dict()
+        handle.full_state_dict()
+        names = {event.name.removeprefix("zeroshard::") for event in found.events() if "zeroshard::" in event.name}
         for unit in ("root", "layers.0", "layers.1"):
-            assert {f"zeroshard::all_gather({unit})", f"zeroshard::reduce_scatter({unit})"} <= names
+            of_unit = {"gather", "all_gather", "reduce", "reduce_scatter", "wait: reduce", "step: updated"}
+            assert {f"{what}({unit})" for what in of_unit} <= names
+        assert {"before forward", "begin of backward", "end of backward", "step: agree", "step: update"} <= names
+        assert "state_dict" in names and "full state" not in names
 
     run_ranks(check, 2)

@@ -33,6 +33,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_file
+from zeroshard.comm.profiling import phase
 from zeroshard.comm.together import in_words
 
 
@@ -72,6 +73,7 @@ class Job:
         if verdict:
             raise CheckpointError(verdict) from failure
 
+    @phase("save: commit")
     def _conclude(self) -> str:
         """Rank 0: commit, or remove everything. Returns, and tells the others, what went wrong."""
         step, verdict = self.base.step, ""
@@ -79,10 +81,12 @@ class Job:
             manifest = merged(self.base, self.meeting.gather())
             data = manifest.encode()
             expect_readable(len(data))
+            # Last of all files: a folder without a manifest is no checkpoint, whatever else has reached the disk.
             files.write_new(self.folder / MANIFEST_NAME, data)
             self.meeting.beat()
             folders.publish(self.folder, step, self.base.id)
         except BaseException as error:
+            # A rank that still writes would create files in a folder that is being removed.
             self.meeting.let_stop()
             verdict = f"step {step} was not saved: {in_words(error)}{discard(self.folder)}"
             self.meeting.announce(verdict)
@@ -90,6 +94,8 @@ class Job:
                 raise
             return verdict
         try:
+            # The rename is on the disk only when the folder above is synced (fsync(2)); `latest` must not name a step
+            # that a power failure takes back. From here on nothing is undone: the step is complete.
             files.sync_folder(self.folder.parent)
             folders.set_latest(self.folder.parent, step, self.base.id)
             folders.sweep(self.folder.parent)

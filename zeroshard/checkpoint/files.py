@@ -16,6 +16,7 @@ def make_folder(path: Path) -> None:
 
 def create(path: Path) -> int:
     """A descriptor of a new file; one that exists, or a link, is refused."""
+    # O_EXCL and O_NOFOLLOW: nothing that is there already is written to, nor what a link leads to.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -100,6 +101,7 @@ def lock_folder(path: Path) -> int | None:
 
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        # The system releases it however the process ends; a file that says "in use" would survive a kill.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)

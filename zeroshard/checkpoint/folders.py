@@ -146,6 +146,8 @@ def publish(temporary: Path, step: int, unique: str) -> None:
     lock = files.lock_folder(final) if final.exists() else None  # a sweep between the two renames leaves it alone
     try:
         if final.exists():
+            # Two renames, as rename(2) does not replace a folder that is not empty. Between them `.old-` counts as the
+            # step.
             files.rename(final, aside)
         try:
             files.rename(temporary, final)

@@ -195,6 +195,7 @@ def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:
     return None, problems
 
 
+@phase("verify")
 def verify(path: Path | str) -> Manifest:
     """Check every byte of a step folder (`.../step-12`) against its digests. Not collective; needs no model.
 

@@ -75,6 +75,7 @@ class Meeting:
         Raises:
             CheckpointError: the first rank that failed, or has not been heard of.
         """
+        # One after the other, but an error of any rank ends the wait for each (`_expect_no_error`).
         for rank in range(self.size):
             self._wait(f"report-{rank}", rank, self._expect_no_error)
         self._expect_no_error()
@@ -143,6 +144,7 @@ class Meeting:
         parts = [text[i : i + _PART] for i in range(0, len(text), _PART)]
         for index, part in enumerate(parts):
             self._store.set(f"{key}/{index}", part)
+        # Last: whoever finds the key finds all parts.
         self._store.set(key, str(len(parts)))
 
     def _get(self, key: str) -> Any:

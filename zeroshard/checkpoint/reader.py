@@ -130,6 +130,7 @@ class Reader:
         """The block in memory, checked; the last one is kept: neighbours often lie in the same."""
         if self._held == (number, offset):
             return
+        # First: a read that fails leaves the block half overwritten.
         self._held = None
         file = self._file(number)
         place = bytes_of(self._block[:num_bytes])
@@ -138,6 +139,8 @@ class Reader:
             files.fill(file, place, offset)
         self.num_bytes += num_bytes
         quick = _sum_of(self._block[:num_bytes])
+        # A block is read twice, before anything is changed and then to keep it. The second time a sum of what had its
+        # digest is enough: it finds a file that was replaced in between, and costs a tenth.
         if self._checked.get((number, offset)) != quick:
             if digest_of(place) != digest:
                 at = f"bytes {offset} to {offset + num_bytes}"

@@ -123,6 +123,8 @@ def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> 
         for group, saved_group in zip(optimizer.param_groups, saved_groups(saved), strict=False):
             if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
                 _set_options(group, decode(saved_group["options"], reader.tensor))
+        # An update that raised half way has left a mixture of old and new values (`Agreement.updating`): all are new
+        # now.
         optimizer.agreement.half_done = False
         optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
     if extra:

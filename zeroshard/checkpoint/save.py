@@ -106,6 +106,7 @@ class Saving:
             with suppress(Exception):
                 print(f"zeroshard: a save in the background failed: {self._error}", file=sys.stderr)
                 sys.stdout.flush(), sys.stderr.flush()
+            # sys.exit is ignored in an atexit handler: the exit status would be 0.
             os._exit(1)
 
 

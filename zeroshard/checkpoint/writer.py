@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
+from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidValue
 from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
 from zeroshard.layout.interval import Interval, round_up
@@ -89,6 +90,8 @@ class FilePlan:
     def of(cls, items: Iterable[Item], file: int, metadata: dict[str, str], *, whole: bool = False) -> FilePlan:
         """Wide dtypes first, so that everything is aligned; empty items take part with their names alone. `whole`: the
         items are whole tensors, and the file lists them by their own names and shapes, the empty ones too."""
+        # safetensors needs no alignment, but a reader that maps the file does: wide dtypes first keep every tensor
+        # aligned.
         ordered = tuple(sorted(items, key=lambda item: -item.dtype.itemsize))
         header: dict[str, object] = {"__metadata__": metadata}
         end = 0
@@ -126,6 +129,7 @@ class FilePlan:
         return entries
 
 
+@phase("save: write")
 def write_file(path: Path, plan: FilePlan, tick: Callable[[], None]) -> tuple[FileEntry, list[str]]:
     """Write and sync; returns the entry and the digest of each block. `tick`: called between blocks, and may raise."""
     digests = []

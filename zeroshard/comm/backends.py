@@ -123,6 +123,7 @@ def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
 def _through_store(group: dist.ProcessGroup, value: str) -> list[str]:
     """That of every rank of the group, in its order."""
     rank, store = dist.get_rank(group), PrefixStore("zeroshard/devices", _get_process_group_store(group))
+    # Each rank counts its own rounds: the keys of an earlier call must not answer this one.
     number = store.add(f"round-{rank}", 1)
     store.set(f"{number}-{rank}", value)
     return [store.get(f"{number}-{other}").decode() for other in range(dist.get_world_size(group))]

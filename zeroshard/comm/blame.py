@@ -41,6 +41,8 @@ class Seen:
     left: bool = False
 
     def note(self, now: float, beats: int, where: str = "", position: Position | None = None) -> None:
+        # Silence counts only while somebody looks: a rank that nobody has read for a minute may have beaten all the
+        # time.
         if beats != self.beats or now - self.looked > STILL_SECONDS:  # or nobody has looked for a while
             self.changed = now
         self.beats, self.where, self.position, self.looked = beats, where, position, now

@@ -124,6 +124,8 @@ class Collectives:
             self._expect_followed(f"a gather of unit {unit} ({phase})")
         axis = self.mesh.shard
         at = self._begin("all_gather", axis, f"all_gather of unit {unit} ({phase})")
+        # The number is taken now, not on arrival: gathers may arrive in another order on each rank, and the number
+        # chooses which elements are sampled.
         look = partial(self.samples.take, self.samples.next_number(), unit, full)
         if axis.size == 1 or not full.numel():
             return Pending().then(look, at)
@@ -156,6 +158,7 @@ class Collectives:
         """
         axis, replicas = self.mesh.reduce, self.mesh.replicate
         moved = portions or everything(full.numel(), axis.size)
+        # One division, after the last sum: a division before the sum over replicas would round twice.
         over_shards = reduction if replicas.size == 1 else replace(reduction, divisor=1)
         sum_ = Sum(axis, moved, full, out, over_shards, "reduce_scatter", label(unit))
         at = self._begin("reduce_scatter", axis, f"reduce_scatter of unit {unit} ({phase})")

@@ -76,6 +76,8 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     # With both, a model that stays on the CPU of a machine with GPUs trains as well.
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in backend:
+        # Before the group exists: NCCL makes a communicator on the device that is current, which is GPU 0 on every
+        # rank.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -187,6 +189,11 @@ class Mesh:
             replicate = Axis(group, 0, (dist.get_rank(),))
             device = device_for(group, device)
         expect_usable(world.group, device)
+        # [Note: two communicators]
+        # NCCL runs what is issued on one communicator in the order of issue (NVIDIA/nccl#574), so gathers and
+        # reductions on one would need one order of both on all ranks. With two there is a hazard of another kind: a
+        # kernel of one may keep the GPU while it waits for a peer that waits in the other (NVIDIA/nccl#195). This has
+        # not been tried on GPUs.
         own_reduce_group = shard.size > 1 and not has_tagged_messages(shard.group, device)
         reduce = Axis.of(_new_group(shard.ranks, shard.group, device)) if own_reduce_group else shard
         return cls(shard, replicate, world, reduce, device)
@@ -257,6 +264,7 @@ def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.de
         list(ranks),
         backend=dist.get_backend_config(like),
         timeout=timeout_of(like, device),
+        # Only the members call this. Without it every rank of the world would have to, also those outside of the mesh.
         use_local_synchronization=True,
         **order,
     )

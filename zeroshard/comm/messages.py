@@ -62,7 +62,9 @@ class Announcement:
     works: list[Any]
 
     def arrive(self) -> None:
-        while self.works:  # a work must not be waited for twice
+        # Removed before it is waited for: each wait for a gloo message consumes one completion, so that a second wait
+        # for the same work would last until the timeout.
+        while self.works:
             self.works.pop().wait()
 
 
@@ -103,6 +105,8 @@ class Messages:
             OutOfOrder: a peer is at another unit.
         """
         not_compared = self._not_compared[announced.kind]
+        # In the order in which they were announced: messages of one kind arrive in order, whichever is waited for
+        # first.
         while announced in not_compared:
             first = not_compared.popleft()
             first.arrive()

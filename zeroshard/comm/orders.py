@@ -40,6 +40,7 @@ class Orders:
 
     def meet(self, followers: Sequence[int]) -> None:
         """All ranks have met: these follow from now on, and a new list of orders begins."""
+        # Not earlier: a slow follower may still be reading. That it has come to this meeting shows that it is done.
         if self.rank == self.leader:  # everybody has read the old one
             for number in range(self._next):
                 self._store.delete_key(self._key(number))

@@ -55,6 +55,7 @@ class Peers:
     def death(self, store: Store) -> Cause | None:
         """Of a process on this host that has ended without a report."""
         for rank, who in self._neighbours.items():
+            # A rank that is done has written so before it ended (`Watch.close`): only the others have died.
             if who.state == "ended" and not self._notices.has_left(store, rank):
                 died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
                 return Cause(rank, f"{died}: {_SEE_ELSEWHERE}")
@@ -67,6 +68,8 @@ class Peers:
         left = {rank: self._notices.begun(store, rank) for rank, seen in self._seen.items() if seen.left}
         positions = {rank: seen.position for rank, seen in self._seen.items() if seen.position is not None}
         positions = {**positions, self._rank: position}
+        # Positions are read one after the other, not at one instant: a rank may have moved on in between. The same knot
+        # twice, a beat apart, is no coincidence.
         suspected, self._suspected = self._suspected, knot(positions, left)
         if not self._suspected or self._suspected != suspected:
             return None

@@ -167,6 +167,7 @@ def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | Non
     """In a function of torch.distributed that somebody else than this engine has called."""
     while frame is not None:
         code = frame.f_code
+        # By the stack: nothing of torch is patched in order to hear of collectives that are not the engine's.
         if code.co_name in _SYNCHRONISING and code.co_filename.endswith("distributed_c10d.py"):
             group = frame.f_locals.get("group")
             ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD)

@@ -50,6 +50,7 @@ def _stat(pid: int) -> tuple[str, int]:
     """State letter and start of a process; ("X", 0) where there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # After the last ")": the name of the program, in parentheses, may contain spaces and parentheses (proc(5)).
             fields = file.read().rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):

@@ -1,8 +1,20 @@
 """Named ranges in the trace of torch's profiler: the trace reads as the source does.
 
-    zeroshard::step: agree
-    zeroshard::gather(blocks.3)                  a phase: from when a module needs the unit until it is shown
+    zeroshard::gather(blocks.3)              a phase: from when a module needs the unit until it is shown
         zeroshard::all_gather(blocks.3)      a collective: what this rank does to start it
+    zeroshard::reduce(blocks.3)
+        zeroshard::wait: reduce(blocks.5)    for a reduction that was started earlier, and whose memory is needed now
+    zeroshard::step: agree
+
+| of                | phases                                                                                          |
+|-------------------|-------------------------------------------------------------------------------------------------|
+| forward           | before forward, gather                                                                          |
+| backward          | begin of backward, gather, reduce, end of backward; wait: reduce, wait: peers have read         |
+| a step            | step: agree, update, updated, read from peers; of whole parameters: gradients to owners,        |
+|                   | main to owners, main to holders                                                                 |
+| between steps     | unshard, read in full, full state, load full state, state_dict, load_state_dict, park, unpark   |
+| a join            | join: gather, backward, open, reduce, end, agree, step (what this rank is told to do)           |
+| checkpoints       | save: collect, plan, write, commit; load: find, compare, preflight, restore; verify             |
 
 Every call costs one test of a flag (less than a microsecond) while no profiler runs. With one, a range costs some
 microseconds, so it is asked for per unit or per step, never per parameter.

@@ -50,6 +50,7 @@ class Samples:
             return
         stride = -(-full.numel() // min(_ELEMENTS, _ROW_BYTES // full.element_size()))
         sample = full[number * _STEP % stride :: stride]
+        # Copied on the device, never read here: `.item()` would make every gather wait for the GPU.
         self._rows[number % _LIMIT, : sample.nbytes].view(full.dtype).copy_(sample)
         self._taken[number % _LIMIT] = number, unit
 

@@ -65,6 +65,8 @@ class SharedMemory:
             return torch.empty(0, dtype=torch.uint8)
         segment, fd = self.create(num_bytes)
         tensor = self.map(segment, fd, num_bytes)
+        # The descriptor lives as long as the tensor: peers open it through /proc when they first need it. What a peer
+        # has mapped stays valid after the close.
         weakref.finalize(tensor, os.close, fd)
         return tensor
 
@@ -218,4 +220,5 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def _map(path: str, num_bytes: int) -> Tensor:
+    # shared=True: a private mapping, which is the default, would keep what is written to itself.
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

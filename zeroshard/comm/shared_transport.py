@@ -45,6 +45,8 @@ class SharedTransport(Transport):
         probe = Probe(memory, world.rank, world.size)
         cards = exchange(probe.card())
         answers = exchange(probe.answer(cards))
+        # Three exchanges: nobody looks for answers before all have written theirs, and one refusal decides for all
+        # ranks. Ranks with different transports would wait for messages that nobody sends.
         if not all(exchange(all(answers) and probe.is_answered(cards))):
             return None
         processes = {rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, cards, strict=True)}
@@ -81,6 +83,7 @@ class SharedTransport(Transport):
         return Pending(self, (), copy_from_peers, announced)
 
     def reduce(self, sum_: Sum) -> Pending:
+        # A peer reads the buffer as it is held: terms that are cast on the way have to be sent.
         location = None if sum_.is_cast else self.memory.locate(sum_.full)
         if location is None:
             return self._otherwise.reduce(sum_)

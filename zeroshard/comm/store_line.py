@@ -37,6 +37,7 @@ class StoreLine:
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._answered = time.monotonic()
         self._asked: float | None = None  # since when a question is open
+        # A daemon: a call that the store never answers must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
         self._thread.start()
 
@@ -87,6 +88,7 @@ class StoreLine:
         try:
             return job(self._store)
         except RuntimeError as error:
+            # DistNetworkError, DistStoreError, ...: what a store raises when its connection is closed.
             self.gone = True
             raise Silent("the store of the process group is gone") from error
         finally:

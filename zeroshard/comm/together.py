@@ -80,5 +80,7 @@ def tell_together(
         try:
             raise {one.__name__: one for one in errors}.get(kind, errors[0])(f"{what}{where}: {text}") from failure
         finally:
-            failure = None  # its traceback has this frame: a circle, which would keep what `work` has looked at
+            # Its traceback refers to this frame, which refers to it: a cycle that keeps all that `work` has looked at
+            # until the garbage collector runs (Python reference, "The try statement").
+            failure = None
     return kept, [of_rank for _, of_rank in results]

@@ -118,6 +118,7 @@ class Sum:
             of_peers: the terms of each, in rank order.
             totals: where the sum so far is put (see `sum_in_rank_order`).
         """
+        # See [Note: sums in rank order] in `pairwise_transport.py`.
         for number, (place, total) in enumerate(zip(self.places, totals, strict=True)):
             terms = [of_peer[number] for of_peer in of_peers]
             sum_in_rank_order(self.own[number], terms, self.axis.rank, total, place, self.reduction.divisor)

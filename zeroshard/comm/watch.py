@@ -102,6 +102,7 @@ class Watch:
         self._reported = self._said = False
         self.line = StoreLine(PrefixStore("zeroshard/watch", _connection_of_its_own(store)), self._beat, BEAT_SECONDS)
         self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
+        # A second thread: the first may wait in the store for ever, and somebody has to notice.
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
 
@@ -135,6 +136,8 @@ class Watch:
                     _print(f"rank {self.rank} of {self.world_size} failed first:")
                 if show is not None:
                     show()
+                # After the traceback is out: the others exit on this, and a launcher that sees one process end kills
+                # the rest.
                 self._announce(mine)
                 return
             cause = self._hear(patience=2 * BEAT_SECONDS)
@@ -197,6 +200,8 @@ class Watch:
         position = HERE.position(sys._current_frames().get(main or 0))
         at = where(main)
         self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
+        # Before looking for processes that have ended: a rank that has reported its error ends, too, and its own words
+        # say more.
         failure = self._notices.failure(store)
         if failure is not None:
             self._cause = failure
@@ -205,6 +210,8 @@ class Watch:
         cause = self._peers.death(store)
         if cause is None and position is not None:
             cause = self._peers.deadlock(store, position, at)
+        # Several ranks may find a death in the same beat. Only one of them may name the cause, or ranks would exit with
+        # different reasons.
         if cause is not None and self._notices.claim(store, cause):
             self._notices.announce(store, cause)
             self._cause = cause
@@ -233,6 +240,8 @@ class Watch:
         with suppress(Exception):
             self._say(cause)
             sys.stdout.flush(), sys.stderr.flush()
+        # Not sys.exit: in a thread it ends the thread alone, and the main thread may wait inside of NCCL, which no
+        # exception interrupts.
         os._exit(FAILED)
 
     # What the main thread asks ---------------------------------------------------------------------------------------
@@ -306,6 +315,9 @@ def start() -> None:
 
 def current() -> Watch | None:
     """Of this process."""
+    # [Note: forked workers]
+    # A DataLoader forks by default (pytorch/pytorch#138957). A worker inherits the objects of its parent, but not its
+    # threads, and the sockets of both are the same: it must neither beat nor report, nor wait for a message.
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
@@ -387,13 +399,14 @@ def has_one_launcher(world_size: int) -> bool:
 
 
 def interrupt_gloo() -> None:
-    """Whatever this process waits for inside of gloo, in whichever thread, raises. (To wait a millisecond for a message
-    that nobody sends is enough: gloo then closes all connections of the group, and all that wait for one wake up.)"""
+    """Whatever this process waits for inside of gloo, in whichever thread, raises."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(Exception):
             size = dist.get_world_size(group)
             if size > 1 and backends_of(group).get("cpu") == "gloo":
                 peer = (dist.get_rank(group) + 1) % size
+                # gloo has no call that interrupts a wait. A receive that times out makes it close all connections of
+                # the group, and whoever waits for one wakes up.
                 group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
@@ -407,6 +420,8 @@ def _address(store: Any) -> str:
 def _connection_of_its_own(store: Any) -> Store:
     """To the same store: the main thread may be waiting on the other one."""
     try:
+        # A TCPStore holds a lock for the length of each call: while the main thread waits for a key, no other thread
+        # could write a heartbeat through the same connection.
         own: Store = store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):  # not every store has that
         return cast(Store, store)

@@ -91,6 +91,7 @@ class AbsentTensor(Tensor):
             if attribute in _VALUES:
                 raise _NeedsValues(attribute if name == "__get__" else f"setting {attribute}", args)
         elif name in _STRIDES:
+            # Of a tensor of that shape: the placeholder is one expanded scalar, whose strides are all 0.
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
         elif func in (torch.autograd.grad, torch.autograd.backward):
             return func(*_as_edges(args), **_as_edges(kwargs))
@@ -148,6 +149,7 @@ class Absent:
         plain = type(parameter)
         if plain not in self._classes:
             self._classes[plain] = _class_of(plain, self._unit, self._names, self)
+        # In this order, and in `give` in the other one: an absent parameter refuses to have its data set.
         parameter.data = view
         parameter.__class__ = self._classes[plain]
 
@@ -169,6 +171,8 @@ class Absent:
     def index_of(self, tensor: Tensor) -> int | None:
         """Of which slot the tensor is the placeholder, or a view of it."""
         with as_tensors():
+            # By the storage: a view of a placeholder is another object, at another class, but of the same storage; and
+            # the offset in it is the number of the slot.
             if not torch._C._has_storage(tensor) or tensor.untyped_storage()._cdata != self._storage:
                 return None
             return int(tensor.storage_offset())

@@ -127,6 +127,7 @@ def casts_of(model: nn.Module, rules: Rules, units: Iterable[str]) -> dict[nn.Mo
 def attach_casts(casts: Mapping[nn.Module, Cast]) -> Iterator[Remover]:
     for module, one in casts.items():
         if one.into is not None:
+            # See [Note: order of hooks] in `hooks.py`.
             yield module.register_forward_pre_hook(_cast_call(one.into), prepend=True, with_kwargs=True).remove
         if one.out is not None:
             yield module.register_forward_hook(_cast_output(one.out)).remove

@@ -40,6 +40,8 @@ def _tensors(tree: Any, seen: set[int]) -> Iterator[Tensor]:
     for leaf in [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
+        # Not into modules: an output that refers to its module would lead to all parameters. `seen`: objects may refer
+        # to each other in a circle.
         elif not isinstance(leaf, (str, bytes, int, float, type, nn.Module, type(None))) and id(leaf) not in seen:
             seen.add(id(leaf))
             names = [name for one in type(leaf).__mro__ for name in getattr(one, "__slots__", ())]

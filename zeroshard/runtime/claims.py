@@ -33,6 +33,7 @@ class Claims:
     def __init__(self, name_of: Callable[[nn.Parameter], str]) -> None:
         """`name_of`: a bound method, held weakly: whose it is owns the claims."""
         self._name_of = weakref.WeakMethod(name_of)
+        # Weak, and by id: a parameter that owned its optimizer would keep state and model alive after `del optimizer`.
         self._owner_of: dict[int, weakref.ref[Owner]] = {}
         self._owners: list[weakref.ref[Owner]] = []  # also those that have no parameter yet
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast
@@ -237,6 +238,7 @@ class Engine(NotCopied):
             unfinished.finish()
 
     @torch.no_grad()
+    @phase("park")
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
         parked = self.life.after("park")
@@ -246,9 +248,11 @@ class Engine(NotCopied):
         self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
         self.pool.empty()
         self._parking.park(self.units, self.claims.owners(), device)
+        # Last: a handle that refuses to park stays open.
         self.life = parked
 
     @torch.no_grad()
+    @phase("unpark")
     def unpark(self) -> None:
         """See `Handle.unpark`."""
         opened = self.life.after("unpark")
@@ -260,6 +264,7 @@ class Engine(NotCopied):
         """Install the hooks that train the model."""
         self.schedule.attach(self.model, casts, self.before_forward)
 
+    @phase("before forward")
     def before_forward(self, module: nn.Module, args: object) -> None:
         """The model is about to be called: agree on what trains, and look at what the user may have done since.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.profiling import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
@@ -48,6 +49,7 @@ class Destination(NamedTuple):
 EVERYWHERE = Destination()
 
 
+@phase("full state")
 def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[str, Tensor]:
     """Name -> full value, on the ranks of the destination; empty on the others. Collective.
 
@@ -77,6 +79,7 @@ def give_back(engine: Engine) -> None:
         give(parameter, value)
 
 
+@phase("load full state")
 def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
     """Main, weights and buffers become these values. Collective.
 

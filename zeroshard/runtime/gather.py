@@ -137,6 +137,7 @@ class Gatherer:
         were_there = unit.weights.state is not Residency.SHARDED
         unit.weights.drop()
         if unit.weights.buffer.rests_in_full:
+            # Weights that were not all here (a write inside `unsharded` has failed, say) miss more than these slots.
             unit.weights.gather(self.collectives, "step", slots=slots if were_there else None)
             self._begun.append(unit)
             (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
@@ -144,10 +145,12 @@ class Gatherer:
 
     @phase("step: read from peers")
     def read(self) -> None:
-        """All ranks have updated their intervals, and are still in the same call. In shared memory nothing moves by
-        itself, and a peer's weights lie where its user may write to them once they are shown: so they are read now.
-        (Nobody may wait for that later: a rank may run the model alone.)"""
+        """All ranks have updated their intervals, and are still in the same call: what they have updated is read."""
         begun, self._begun = self._begun, []
+        # [Note: reading weights inside the step]
+        # In shared memory nothing moves by itself, and a peer's weights lie where its user may write to them once they
+        # are shown. So they are copied now, while every rank is in this call. Later nobody may wait for a peer: one
+        # rank may run the model alone (an evaluation on rank 0).
         if begun and self.collectives.transport.reads_peers:
             self._wait_for_readers()
             for unit in begun:
@@ -162,8 +165,9 @@ class Gatherer:
 
     def bring(self, unit: Unit) -> None:
         """Somebody reads weights that rest in full, and are hidden since a step so that they can arrive behind the
-        next forward. All ranks have been in that step, so this one may wait for them alone; but not in a worker that
-        was forked, where no message arrives, nor on a thread beside the one that may show them at this moment."""
+        next forward. All ranks have been in that step, so this one may wait for them alone."""
+        # Not in a worker ([Note: forked workers] in `watch.py`), where no message arrives, nor on a thread beside the
+        # one that may be showing them at this moment.
         is_own_thread = (os.getpid(), threading.get_ident()) == self._own_thread
         if is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
             with torch.no_grad():
@@ -187,6 +191,7 @@ class Gatherer:
                 unit.weights.expect_in_place()
                 unit.weights.show()
 
+    @phase(of_unit("unshard"))
     def unshard(self, unit: Unit, *, apart: bool = False) -> None:
         """Gather one unit outside of any forward. `apart`: not in a pool buffer, which others may need meanwhile."""
         self._wait_for_readers()
@@ -198,6 +203,7 @@ class Gatherer:
             self.start(unit, "unshard")
         unit.weights.arrive()
 
+    @phase(of_unit("read in full"))
     def read_in_full(self, unit: Unit, *, main: bool = True) -> list[Tensor]:
         """Values of each slot, in the parameter's shape, from all ranks: main's, or the weights' (as of a frozen unit
         always). They may be gone when the next unit is read. Collective."""
@@ -248,6 +254,7 @@ class Gatherer:
     def start(self, unit: Unit, during: During) -> None:
         """Let the weights of a unit that is SHARDED arrive, in its buffer."""
         if during in ("forward", "backward"):
+            # Before this rank gathers: a follower joins in only when it has read the order (`orders.py`).
             self.collectives.give_order("gather", unit.name, during)
         if unit.weights.buffer.rests_in_full:
             unit.weights.gather(self.collectives, during)

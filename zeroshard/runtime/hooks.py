@@ -99,7 +99,8 @@ class Entry:
         # [Note: who made an output]
         # A skipped block returns its input. To gather for that output would take the place of the unit that made it,
         # just when backward is about to use it: gradients from another unit's weights, without an error. The number of
-        # a node alone does not tell: each thread counts for itself, and a recomputed forward counts anew.
+        # a node alone does not tell: each thread counts for itself (pytorch/pytorch#52180), and a recomputed forward
+        # counts anew.
         node = _made_by(output)
         return node not in self.given and node._sequence_nr() >= self.next_node
 
@@ -149,11 +150,16 @@ class Schedule(NotCopied):
                 if unit not in of_module:
                     of_module.append(unit)
         self._casts = dict(casts)
+        # [Note: order of hooks]
+        # Outermost to innermost: gather, casts, the user's hooks, forward; and back in reverse. torch runs hooks in the
+        # order of registration, but for `prepend=True`. So casts come first here, gathers are put before them, and the
+        # hooks that hide move to the end before each call, behind what the user has registered since.
         self._removers += attach_casts(casts)
         inner = _inside_another(model, self._needs)
         for module, needed in self._needs.items():
             asked = Inside() if module in inner else None
-            # `always_call`: without it an exception in forward leaves the unit shown, and in use, for good.
+            # `always_call`: without it an exception in forward leaves the unit shown, and in use, for good
+            # (pytorch/pytorch#104278 added it for hooks that clean up).
             after_call = _after(self, needed)
             after = module.register_forward_hook(
                 after_call if asked is None else _after_asking(asked, after_call), always_call=True
@@ -180,7 +186,8 @@ class Schedule(NotCopied):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             # [Note: modules inside a unit]
             # torch.compile traces through this hook: it guards the attributes, and the call of a whole unit stays one
-            # graph. What it must not look into (`before`) would end the graph at each layer.
+            # graph. What it must not look into (`before`) would end the graph at each layer, and a graph break in a
+            # pre-hook makes Dynamo skip the forward behind it (pytorch/pytorch#111966, pytorch/pytorch#135410).
             for of_unit in inside:
                 if not of_unit.now:
                     asked.begin()
@@ -259,6 +266,8 @@ class Schedule(NotCopied):
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not under_transform():
             for leaf in _differentiable(output):
+                # On the output, as the loss is not known here. A backward that does not come by the output (of a loss
+                # on something in between) begins at its first gradient: `before_gradient`.
                 leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
 
     def expect_no_transform(self, units: Sequence[Unit]) -> None:
@@ -331,6 +340,8 @@ class Schedule(NotCopied):
         self.begin_backward()
         units = [visit.unit for visit in visits]
         if torch.is_grad_enabled():  # create_graph
+            # The second backward reads weights through views that the first has left in the graph: there is no hook
+            # that could gather them again.
             self.gatherer.expect_to_stay(units)
         with torch.no_grad():
             waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
@@ -400,8 +411,10 @@ class Schedule(NotCopied):
         """
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
-            # torch has no public hook for the end of a backward; DDP and FSDP2 queue this one as well. It belongs to
-            # the graph task that runs now, so a reentrant checkpoint's inner backward must not queue it again.
+            # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 queue this one
+            # as well. It belongs to the graph task that runs now (pytorch/pytorch#24965): queued by the inner backward
+            # of a reentrant checkpoint it would run at the end of that one, in the middle of the outer
+            # (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if accumulates is None:
                 accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)

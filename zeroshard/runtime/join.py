@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.orders import Orders, Voice
+from zeroshard.comm.profiling import span
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import During
@@ -197,7 +198,8 @@ class Part:
     @torch.no_grad()
     def act(self, what: str, arguments: Sequence[Any]) -> None:
         """As an order says."""
-        self._acts[what](*arguments)
+        with span(f"join: {what}"):
+            self._acts[what](*arguments)
 
     def _gather(self, unit: str, during: During) -> None:
         """Give the own shard; what arrives goes where it would."""

@@ -100,6 +100,7 @@ class LossLedger:
     def add(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """A gradient of the loss at hand, multiplied as those are that it is added to, in `dtype`."""
         if self._loss.looked_at:
+            # Not read here: that would wait for the GPU at every gradient.
             self._loss.finite.append(torch.isfinite(grad).all())
         if self._scale is None or self._scale == self._loss.scale:
             return grad

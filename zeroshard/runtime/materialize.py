@@ -44,6 +44,7 @@ def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=target).expand(parameter.shape)
             moved = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
             moved.__dict__.update(parameter.__dict__)
+            # Swapped, not replaced: tied modules, and optimizers of other parts, refer to the parameter itself.
             torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -79,6 +80,8 @@ def _initialize(
         with torch.no_grad():
             together(collectives, f"materialize, at a {type(module).__name__}", partial(init, module), words=repr)
         taken = [parameter.data for parameter in own if id(parameter) in place]
+        # Always: ranks draw other random numbers unless the user has seeded them alike, and `init` may depend on
+        # anything.
         collectives.broadcast([*taken, *module.buffers(recurse=False)])
         for parameter, before in zip(own, absent, strict=True):
             if id(parameter) in place:

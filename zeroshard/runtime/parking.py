@@ -85,6 +85,8 @@ class Parking:
         if not storage.nbytes():
             return
         self._emptied.append((tensor, storage.nbytes()))
+        # A mapped file cannot be resized as a storage, and peers map it, too. The pages go, for all of them; the
+        # mappings stay.
         if self._collectives.is_shared(tensor):
             if ctypes.CDLL(None).madvise(
                 ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), _MADV_REMOVE

@@ -71,6 +71,7 @@ class Reducer:
     def expect_backward(self) -> None:
         """An optimizer is going to run one. Nothing to do: hooks of the model say when it begins."""
 
+    @phase("begin of backward")
     def begin_backward(self) -> None:
         """Gradients are going to be accumulated."""
         self.visible.withdraw()
@@ -203,6 +204,10 @@ class Reducer:
             )
         if self._complete_but_seen:  # hooks of the user have seen, by now, the last gradient of the unit before
             self._advance()
+        # [Note: the user's gradient hooks]
+        # Hooks of one parameter run in the order of registration, so those that the user has added after shard() have
+        # not seen this gradient yet, and may still change it. It stays in `p.grad`, and is taken when the unit is
+        # reduced: not before the next gradient of any unit, or the end of backward.
         seen_by_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
         if not seen_by_others:
             self._take(unit, index, grads)
@@ -217,6 +222,7 @@ class Reducer:
         parameter = unit.parameters[index]
         if parameter.grad is None:
             return
+        # Emptied at once: autograd adds to what lies there, and the bucket would get the sum a second time.
         grad, parameter.grad = parameter.grad.detach(), None
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
             grad = grad.to_dense()
@@ -248,6 +254,7 @@ class Reducer:
             elif index >= self._cursor:
                 self._launch(unit)
         self.origins.next_backward()
+        # Before this rank waits for its reductions: followers must have been told to take part in all of them.
         self.collectives.give_order("end")
         self._finish()
         for unit in self.order:  # all have been started: they arrive together

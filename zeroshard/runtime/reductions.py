@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.profiling import span
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
@@ -100,13 +101,17 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
-        grads.arrive()
+        with span(f"wait: reduce({unit.name})"):
+            grads.arrive()
         self._free_scratch.append(scratch)
         self._read_by_peers.append((unit, grads))
 
     def _release_oldest(self) -> None:
         unit, grads = self._read_by_peers.popleft()
-        grads.release()  # not a moment earlier: the next unit's gradients overwrite what a peer may still be reading
+        # Before the bucket is given to anybody: the next unit's gradients overwrite what a peer may still be reading.
+        # See [Note: who may write to shared memory] in `shared_transport.py`.
+        with span(f"wait: peers have read({unit.name})"):
+            grads.release()
         grads.replicate(self._collectives)
         self.close(unit, grads)
 

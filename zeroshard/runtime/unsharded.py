@@ -64,6 +64,7 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
         yield
         for unit, (edits, versions) in zip(units, before, strict=True):
             for parameter, slot, version in zip(unit.parameters, unit.layout.slots, versions, strict=True):
+                # Writes through `p.data` are not seen: they leave the version as it is (pytorch/pytorch#7386).
                 if parameter._version != version and unit.edits == edits:  # else a scope inside has taken it
                     raise InvalidState(
                         f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
@@ -113,6 +114,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
 def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
     for unit in units:
         if not unit.weights.in_use:  # else they are here: a scope around this one has gathered them
+            # Apart: a scope may stay open for long, and show more units than there are pool buffers.
             gatherer.unshard(unit, apart=True)
             unit.weights.show()
         unit.weights.in_use += 1  # a forward inside leaves them as they are

@@ -116,6 +116,8 @@ class FlatStep:
             inner.optimizer.param_groups = list(inner.groups.values())
             for index, group in inner.groups.items():
                 group["params"] = self.state.tensors_of(index)
+            # Gradients lie in scratch that the next step overwrites, or are views of a bucket that is going to be given
+            # back.
             for piece in self.state.pieces:
                 piece.tensor.grad = None
         inner.write_options(options)
@@ -146,6 +148,7 @@ class FlatStep:
         """Main of a piece, as it is now, in its tensor."""
         main = piece.unit.main
         if main.needs_scratch:
+            # `.data`, so that the object stays: it is the key of its state in the inner optimizer.
             piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
         elif main.follows:  # the tensor is a view of main
             self._held_scratch.rewind()

@@ -114,6 +114,7 @@ def begin_training(optimizer: Any) -> None:
 def _step_of(optimizer_class: OptimizerClass) -> Callable[..., Any]:
     """torch wraps `step` once per class, and keeps what it has wrapped."""
     function: Any = optimizer_class.step
+    # With the wrapper the user's hooks would run once for each batch of pieces, not once for a step.
     unwrapped: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
     return unwrapped
 
@@ -175,6 +176,7 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
     """
     implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
     parameter = torch.zeros(2, 3, requires_grad=True)
+    # The user's random numbers must be what they would be without this trial.
     with torch.random.fork_rng(devices=()), torch.no_grad():
         try:
             group = {**copy.deepcopy(options), **implementation, "params": [parameter]}

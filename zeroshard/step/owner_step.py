@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm.profiling import phase
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.inner import Arguments, run_step
@@ -114,6 +115,7 @@ class OwnerStep:
             self._to_holders(self.state.wholes)
         return result
 
+    @phase("step: gradients to owners")
     def _fetch_gradients(self, update: Update) -> None:
         def read(route: Route, out: Tensor) -> None:
             route.whole.unit.grads.read(route.world, out)
@@ -121,10 +123,13 @@ class OwnerStep:
 
         self._to_owners([route for route in self._routes if self._active[route.whole]], read, self._gradients)
 
+    @phase("step: main to owners")
     def _fetch_main(self) -> None:
         """What has been set from outside reaches the owners. Until they give main back, nobody else has theirs."""
         changed = {unit for unit in self.assignment.groups if self._edits.get(unit) != unit.edits}
         self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self.state.values)
+        # Forgotten until `_to_holders` has run: if the step raises in between, owners and holders have different
+        # values, and the next step must fetch main again.
         self._edits = {}
         for whole, value in self.state.values.items():
             main, buffer = whole.unit.main, whole.unit.weights.buffer
@@ -145,6 +150,7 @@ class OwnerStep:
             for route in self._incoming(of_dtype):
                 target[route.whole].view(-1)[route.param.slice] = received.advance(route.world.numel)
 
+    @phase("step: main to holders")
     def _to_holders(self, wholes: Collection[WholeParameter]) -> None:
         """Main of `wholes` is sent, and set: owners and holders have the same again."""
         wanted = set(wholes)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.comm.profiling import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
@@ -28,6 +29,7 @@ class StateDicts:
     def __init__(self, groups: ParamGroups, state: OptimizerState, losses: LossAccount, engine: Engine) -> None:
         self._groups, self._state, self._losses, self._engine = groups, state, losses, engine
 
+    @phase("state_dict")
     def collect(self, destination: Destination) -> dict[str, Any]:
         """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; empty where it
         does not go. Unit by unit, where it does not stay here. Collective."""
@@ -53,6 +55,7 @@ class StateDicts:
                 }
         return state
 
+    @phase("load_state_dict")
     def load(self, state_dict: dict[str, Any], adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:
         """Replace the state, the hyper-parameters and the loss scaler's state. Collective.
 
@@ -68,6 +71,7 @@ class StateDicts:
         self._state.load(self._groups.state_by_parameter(state_dict))
         self._load_rest(state_dict)
 
+    @phase("load_state_dict")
     def load_from_rank0(
         self, state_dict: dict[str, Any] | None, adopt: Callable[[Iterable[nn.Parameter]], None]
     ) -> None:

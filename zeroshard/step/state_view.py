@@ -68,6 +68,8 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def _gather(self, only: Collection[Tensor] | None) -> FullState:
         full = self._state.gather(only)
+        # Inference tensors, as they are the only ones that raise on an in-place write outside of inference mode: a
+        # write to a copy would be lost in silence.
         with torch.inference_mode():
             for state in full.values():
                 state.update({key: v.clone() for key, v in state.items() if isinstance(v, Tensor)})

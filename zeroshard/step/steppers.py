@@ -71,6 +71,7 @@ class Steppers:
         steppers_left = {unit: sum(unit in one.assignment.groups for one in self.all) for unit in self.units}
 
         def start(unit: Unit) -> None:
+            # What is still arriving would overwrite what this step is about to write.
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive(stale=True)
 

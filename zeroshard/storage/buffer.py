@@ -240,6 +240,8 @@ class FlatBuffer:
 
     def _cut_up(self) -> Cut:
         assert self.full is not None, "the full buffer is not here"
+        # By identity: a pool buffer gives the same tensor object each time (`PoolBuffer.tensor`), so that its views are
+        # not made anew, one for each parameter, at every gather.
         if self._cut is None or self._cut.full is not self.full:
             self._cut = Cut.of(self.full, self.layout)
         return self._cut

@@ -132,6 +132,7 @@ class Gradients:
             own = self.buffer.layout.shard(self.buffer.rank)
             self.buffer.full[: own.start].zero_()
             self.buffer.full[own.stop :].zero_()
+            # See [Note: reducing more than once].
             self.buffer.shard.mul_(self.mean.num_ranks)
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
@@ -165,6 +166,7 @@ class Gradients:
     def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
         """PARTIAL -> REDUCING. Summed slots without a gradient take part with zeros."""
         self._expect((GradState.PARTIAL,), "reduce")
+        # What got no gradient here still holds what the bucket had before, and would be added to the sum.
         for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
             self.buffer.views()[index].zero_()
         self.stale.clear()
@@ -172,6 +174,10 @@ class Gradients:
         if self.buffer.borrows and not self._portions.is_whole:
             self._clear_between_portions()
         if self._carry:
+            # [Note: reducing more than once]
+            # Times the number of ranks, as the division after the sum divides it too. To add the two means afterwards
+            # would be simpler, and round in another place than DDP, whose bucket carries the sum itself (`open`): plans
+            # would differ.
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
         self.buffer.redistribute(
             SHARDED,

@@ -35,7 +35,9 @@ def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
     gives (0 with a negative remainder, infinity with a positive one) has been written, and is the weight alone."""
     bits = out.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
+    # Added, not joined by `|`: the remainder is signed, as rounding may have carried into the weight.
     bits.add_(remainder)
+    # On a CPU a sum is cheaper than `where`. On a GPU to read it would wait for everything before it.
     if out.is_cuda or not math.isfinite(out.sum()):  # these would be NaN
         torch.where(out.isnan(), weight.to(out.dtype), out, out=out)
 
@@ -44,6 +46,7 @@ def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """bf16 `weight` and int16 `remainder` = fp32 `master`, which is overwritten. See [Note: remainder]."""
     master.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # some NaNs would round to inf, or carry into 0
     bits = master.view(torch.int32)
+    # First: the next line rounds the bits in place.
     remainder.copy_(bits)  # keeps the low 16 bits
     weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 

@@ -84,6 +84,8 @@ class PoolBuffer:
     def storage(self) -> Tensor:
         """uint8 [num_bytes], held from now on."""
         if self._bytes is None:
+            # Autograd refuses to save what was made in inference mode; FSDP fails so when it is evaluated before it is
+            # trained (pytorch/pytorch#113203).
             with torch.inference_mode(False):  # what is made inside an evaluation serves the training after it as well
                 self._bytes = self._memory.take()
             if (pool := self._pool_ref()) is not None:
@@ -132,6 +134,8 @@ class PoolBuffer:
         """Its values are lost."""
         if self._bytes is not None:
             self._bytes = self.occupant = None
+            # Cached views own their storage: as long as they live, nothing is given back. Those of an emptied storage
+            # stay, as autograd holds some of them too.
             if not isinstance(self._memory, Emptied):
                 self._tensors.clear()
             self._memory.give_back()
@@ -172,6 +176,7 @@ class Emptied:
 
     def give_back(self) -> None:
         if self._bytes is not None:
+            # See [Note: storage that autograd holds] in `weights.py`.
             self._bytes.untyped_storage().resize_(0)
 
 
@@ -205,6 +210,8 @@ class Pool:
         self.expect_room(num_bytes, why)
         memory: Memory = (Emptied if kind == "ring" else Plain)(num_bytes, self._device)
         if kind == "buckets" and self._collectives.shared is not None and num_bytes:
+            # The same segment each time: peers map it once. A new one for every backward would be mapped by every peer
+            # anew.
             memory = Segment(self._collectives.shared, num_bytes)
         self._buffers.append(PoolBuffer(self, kind, num_bytes, user, memory))
         return self._buffers[-1]

@@ -66,6 +66,7 @@ class Unit:
         mesh, precision, device = collectives.mesh, self.spec.precision, self.weights.own().device
         # A shard of gradients is read by no peer, and by nobody between a step and the next backward.
         lasting = self.plan.grads is not SHARDED
+        # What peers read in a reduction must lie where they can map it.
         allocate = partial(collectives.allocate if lasting else plain_bytes, device=device)
         buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
         mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)

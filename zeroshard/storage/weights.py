@@ -136,6 +136,8 @@ class Weights:
     def drop(self, *, forget: bool = False) -> None:
         """RESIDENT (or GATHERING, waited for) -> SHARDED: only the own interval is valid from now on."""
         if self.buffer.is_arriving:
+            # A message that has been posted writes into the buffer whenever it arrives, also over the next unit that
+            # has it.
             self.arrive(stale=True)
         self.hide()
         self.buffer.detach(forget=forget)
@@ -155,6 +157,7 @@ class Weights:
         """Point the parameters at their values."""
         if not self.shown:
             self._expect(Residency.RESIDENT, "show")
+            # First: after `give` nobody could tell any more that somebody had replaced the data.
             self.expect_in_place()
             self.absent.give(self._parameters, self.buffer.views())
             first = self.full.data_ptr()  # another one each time: the storage is emptied and refilled
