@@ -275,7 +275,7 @@ class Collectives:
             rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8)
             rest[: max(0, len(text) - ROOM_BYTES)] = data[ROOM_BYTES:]
             rows = torch.cat([rows, self._from_all(rest.to(self.device), at).cpu()], 1)
-        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     @property
     def _nothing(self) -> Tensor:
