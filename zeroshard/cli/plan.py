@@ -70,6 +70,7 @@ class _List(click.ParamType[list[Any]]):
     "--machine", type=click.Choice(list(MACHINES)), help="how long a step takes there with such a --batch, by a model"
 )
 @click.option("--phases", is_flag=True, help="each phase on its own")
+@click.option("--each-unit", is_flag=True, help="of the first row, each unit: its size, and whether it is held in full")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
 def plan(model: str | None, run: Path | None, **options: Any) -> None:
     """Show what each rank will hold, send and write.
@@ -156,7 +157,14 @@ def _workload(
 
 
 def _show(
-    forecasts: list[Forecast], *, as_json: bool, phases: bool, modules: bool, machine: str | None, **_: Any
+    forecasts: list[Forecast],
+    *,
+    as_json: bool,
+    phases: bool,
+    modules: bool,
+    machine: str | None,
+    each_unit: bool,
+    **_: Any,
 ) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(forecast) for forecast in forecasts], indent=2))
@@ -172,6 +180,8 @@ def _show(
         )
     if machine is not None:
         _show_times(forecasts, machine)
+    if each_unit:
+        table(("unit", "elements", "in full", "here", "held in full"), list(_units_of(first)))
     for forecast in forecasts if phases else ():
         click.echo(" ".join(map(str, _named(forecast)[:4])))
         kinds = list(vars(forecast.at_rest))
@@ -184,6 +194,17 @@ def _show(
             for name, phase in forecast.phases.items()
         ]
         table(("phase", *kinds, "copies", "together"), rows)
+
+
+def _units_of(forecast: Forecast) -> Iterator[tuple[str, ...]]:
+    """Name, sizes, and when a rank has all of it."""
+    training = forecast.training
+    for unit in training.units:
+        itemsize = unit.spec.weight_dtype.itemsize
+        in_full, here = unit.layout.numel * itemsize, unit.held(peak=False).weights
+        when = "in its own buffer" if unit.spec.outer or unit.spec.stays else "in turns"
+        held = "always" if here == in_full else when
+        yield unit.spec.name, f"{unit.layout.numel:,}", in_units(in_full), in_units(here), held
 
 
 def _show_times(forecasts: list[Forecast], machine: str) -> None:
