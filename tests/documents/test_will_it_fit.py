@@ -1,0 +1,41 @@
+"""docs/will-it-fit.md: fourteen questions, each with a command that runs. (The full run compares the answers, too: with
+the model of the page, which takes a minute.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_commands import said
+from tests.grids import EVERYTHING
+from tests.house.pages import DOCS
+
+PAGE = (DOCS / "will-it-fit.md").read_text(encoding="utf-8")
+QUESTIONS = re.findall(r"^## (\d+)\. .*?\?\n\n    zeroshard (.*?)\n\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_each_question_has_a_command_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert [int(number) for number, *_ in QUESTIONS] == list(range(1, 15))
+    config = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0])
+    if not EVERYTHING:
+        config |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        config |= {"num_key_value_heads": 4, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        for number, command, answer in QUESTIONS:
+            found = said(capsys, *command.split())
+            values = re.findall(r"`(\d[\d.]* (?:[kMGT]?B|ms|s))`", answer)
+            assert "6,738,415,616 parameters" in found or not EVERYTHING or "fit into" in found
+            assert len(values) >= 1, f"question {number} has no answer in numbers"
+            for value in values if EVERYTHING else ():
+                assert value in found, f"question {number}: {value} is not what the command says"
+    finally:
+        os.chdir(before)
