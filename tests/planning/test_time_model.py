@@ -34,12 +34,12 @@ def test_compute_and_messages_by_hand() -> None:
 
 def test_what_nothing_hides() -> None:
     """Messages that take longer than all computation: only that hides, and a first gather and a last reduction do not
-    hide behind anything."""
+    hide behind anything; nor does the exchange of the step, 6 kB."""
     slow = time("zero3", tokens=1)
     assert slow.exposed == pytest.approx(slow.communication, rel=0.6) and slow.exposed < slow.communication
     quick = time("zero3", tokens=1_000_000)
-    assert quick.exposed == pytest.approx(2 * SECONDS, rel=0.01)
-    assert time("zero1", tokens=1_000_000).exposed == pytest.approx(2 * SECONDS, rel=0.01)
+    assert quick.exposed == pytest.approx(2 * SECONDS, rel=0.02)
+    assert time("zero1", tokens=1_000_000).exposed == pytest.approx(2 * SECONDS, rel=0.02)
     assert time("ddp", tokens=1_000_000).exposed < 3 * SECONDS
 
 
