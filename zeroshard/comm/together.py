@@ -64,8 +64,10 @@ def tell_together(
     try:
         kept, told = work()
     except Exception as error:  # whatever it is: the others wait
-        # What torch or the user's code raises is raised as the class of ours that is of the same kind.
-        kind = next((one.__name__ for one in errors if type(error) in (one, *one.__bases__)), "")
+        # What torch or the user's code raises is raised as the class of ours that is of the same kind. (A checkpoint's
+        # is of no kind: any RuntimeError keeps its name in the text.)
+        kinds = {base: one.__name__ for one in errors if one is not CheckpointError for base in one.__bases__}
+        kind = {**kinds, **{one: one.__name__ for one in errors}}.get(type(error), "")
         text = str(error) if kind else words(error)
         problem, failure = [kind, text.removeprefix(f"{what}: ")], error
     if patient:
