@@ -177,7 +177,7 @@ def test_dir_is_the_api_and_every_error_is_one_of_ours(caplog: pytest.LogCapture
     assert {"shard", "ShardedOptimizer", "Error", "optim"} <= set(dir(zeroshard)) and "handle" not in dir(zeroshard)
     with pytest.raises(AttributeError, match="module 'zeroshard' has no attribute 'shrad'"):
         zeroshard.shrad  # type: ignore[attr-defined]  # noqa: B018
-    kinds = (ValueError, TypeError, RuntimeError, KeyError, FileExistsError, OSError, TimeoutError)
+    kinds = (ValueError, TypeError, RuntimeError, KeyError, FileExistsError, OSError, TimeoutError, ImportError)
     errors = [one for one in vars(zeroshard.errors).values() if isinstance(one, type) and one is not zeroshard.Error]
     errors += [zeroshard.CheckpointError, zeroshard.LostPeer, zeroshard.testing.RankError]
     assert all(issubclass(one, zeroshard.Error) and issubclass(one, kinds) for one in errors)

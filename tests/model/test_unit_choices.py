@@ -73,7 +73,7 @@ def test_bad_groups() -> None:
             ([("norm", nn.Linear(1, 1))], "a Linear in a group is no module inside Net"),
             ([Block, ()], "a group without modules"),
             ([("norm", "head"), ("head", "embed")], "head is in two groups"),
-            ([Block, "norm"], "groups of modules or names"),
+            ([Block, "norm"], "no module of a class 'norm'"),
         ):
             with pytest.raises(ValueError, match=told):
                 zeroshard.shard(make(Net), "zero3", units=wrong)

@@ -87,10 +87,13 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
     """A forward begins.
 
     Raises:
-        RuntimeError: it is that of a DistributedDataParallel that has some of these parameters.
+        RuntimeError: it is that of a DistributedDataParallel that reduces some of these parameters' gradients.
     """
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is not None and not {id(p) for p in ddp.parameters()}.isdisjoint(map(id, parameters)):
+    if ddp is None:
+        return
+    reduced = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    if not reduced.isdisjoint(map(id, parameters)):
         raise InvalidState(
             "DistributedDataParallel is around this model, and its parameters are sharded: both would reduce the "
             "gradients. Build the model anew without DistributedDataParallel, shard() it, and call it itself"
