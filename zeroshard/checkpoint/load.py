@@ -147,8 +147,7 @@ class _Load:
             for work in (partial(preflight, reader, self.engine, pairs, meeting), restore):
                 on_all_ranks(self.engine, "load", partial(_unless_stopped, meeting, work))
         finally:
-            if meeting.rank == 0:
-                meeting.forget()
+            meeting.forget()
         for unit in self.engine.units:
             self.engine.gatherer.updated(unit)
         self.engine.gatherer.settle()

@@ -4,32 +4,51 @@ it while the main thread trains.
     rank      write ... report(part or error) ------------------------> verdict, acknowledge
     rank 0    write ... report -> gather (all parts, or the first error) -> conclude -> announce
 
+Of more than `_FOLLOWERS` ranks, each first rank of so many gathers the reports of these, and passes them on as one.
+Whoever waits is told by the last one that it waits for: its bell is rung (`comm/bell.py`). Without a watch there are no
+bells, and it asks now and then.
+
 Every rank keeps counting while it works. One whose count stands still for `timeout` seconds has died or hangs, and is
-named. After an error `beat` raises on the ranks that still work, so that they stop within a moment.
+named. After an error `beat` raises on the ranks that still work, so that they stop within a moment. The more ranks
+there are, the more slowly each counts: all together they make a thousand calls a second.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.comm import watch
 from zeroshard.comm.backends import timeout_of
-from zeroshard.comm.blame import Seen
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.watch import BEAT_SECONDS, GRACE_SECONDS
 
 _PART = 1 << 20  # a store refuses long values
+_FOLLOWERS = 64
+_RANKS_AT_FULL_PACE = 256
+
+Report = list[Any]
+"""[rank, its part, what it says has gone wrong ("" for nothing), whether it was silent]."""
 
 
 class Stopped(Exception):
     """Another rank has failed: this one is to stop."""
+
+
+@dataclass
+class _Count:
+    """Of another rank, as it was last seen to change."""
+
+    value: int
+    changed: float
 
 
 class Meeting:
@@ -38,13 +57,20 @@ class Meeting:
 
     def __init__(self, collectives: Collectives | None, unique: str) -> None:
         self.rank, self.size, self._timeout = 0, 1, 0.0
+        self._watch: watch.Watch | None = None
+        self._ranks: tuple[int, ...] = (0,)
         store: Store = HashStore()
         if collectives is not None:
             world = collectives.mesh.world
             self.rank, self.size, store = world.rank, world.size, _get_default_store()
+            self._watch, self._ranks = watch.current(), world.ranks
             self._timeout = timeout_of(world.group, collectives.device).total_seconds()
         self._store = PrefixStore(f"zeroshard/{unique}", store)
         self._last_beat = 0.0
+        slower = max(1.0, self.size / _RANKS_AT_FULL_PACE)
+        self._pace = max(BEAT_SECONDS, min(BEAT_SECONDS * slower, self._timeout / 4))
+        self._mine = [f"beat-{self.rank}"]  # keys that this rank has put in the store
+        self._reports: list[Report] = []  # of this rank and, where it gathers them, of others
 
     def beat(self) -> None:
         """Called between two pieces of work.
@@ -53,50 +79,62 @@ class Meeting:
             Stopped: another rank has failed.
         """
         now = time.monotonic()
-        if now - self._last_beat >= BEAT_SECONDS:
+        if now - self._last_beat >= self._pace:
             self._last_beat = now
             self._store.add(f"beat-{self.rank}", 1)
             if self._store.check(["stop"]):
                 raise Stopped
 
     def report(self, part: Any = None, error: str = "") -> None:
-        """This rank has done its part, or failed; `part` is JSON-able."""
+        """This rank has done its part, or failed; `part` is JSON-able. The first of some ranks waits for these."""
         if error:
             self.stop()
-        self._put(f"report-{self.rank}", {"part": part, "error": error})
+        self._reports = [[self.rank, part, error, False]]
+        if self.rank % _FOLLOWERS == 0:
+            self._take_reports(self._followers(self.rank))
+        if self.rank:
+            self._put(f"report-{self.rank}", self._reports)
+            leads = self.rank % _FOLLOWERS == 0
+            leader = 0 if leads else self.rank // _FOLLOWERS * _FOLLOWERS
+            awaited = self._leaders() if leads else self._followers(leader)
+            self._be_counted(f"reports-{leader}-{leads}", len(awaited), leader, at_once=bool(error))
 
     def stop(self) -> None:
         """Let the others stop."""
         self._store.set("stop", "1")
 
     def gather(self) -> list[Any]:
-        """The parts of all ranks. Rank 0.
+        """The parts of all ranks. Rank 0, once it has reported.
 
         Raises:
             CheckpointError: the first rank that failed, or has not been heard of.
         """
-        # One after the other, but an error of any rank ends the wait for each (`_expect_no_error`).
-        for rank in range(self.size):
-            self._wait(f"report-{rank}", rank, self._expect_no_error)
-        self._expect_no_error()
-        return [self._get(f"report-{rank}")["part"] for rank in range(self.size)]
+        self._take_reports(self._leaders())
+        self._reports.sort(key=lambda report: report[0])
+        for rank, _, error, is_silent in self._reports:
+            if error:
+                raise CheckpointError(error if is_silent else f"rank {rank}: {error}")
+        return [part for _, part, _, _ in self._reports]
 
     def let_stop(self) -> None:
-        """Wait a moment until all ranks have stopped. Rank 0, after an error, before it removes what they wrote."""
+        """All ranks have stopped, or have had a moment to. Rank 0, after an error, before it removes what they
+        wrote."""
         self.stop()
+        known = {rank for rank, *_ in self._reports}
+        missing = [rank for rank in (*self._followers(0), *self._leaders()) if rank not in known]
         end = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < end and not self._store.check([f"report-{rank}" for rank in range(self.size)]):
+        while missing and time.monotonic() < end and not self._store.check([f"report-{rank}" for rank in missing]):
             time.sleep(0.005)
 
     def announce(self, error: str) -> None:
         """How it ended. Rank 0; waits a moment until the others know, and then leaves nothing in the store."""
         self._put("verdict", error)
-        end = time.monotonic() + GRACE_SECONDS
-        known = [f"known-{rank}" for rank in range(1, self.size)]
-        while known and not self._store.check(known):
+        self._ring(self._ranks[1:])
+        waiting, end = self._waiting(), time.monotonic() + GRACE_SECONDS
+        while self.size > 1 and self._store.add("known", 0) < self.size - 1:
             if time.monotonic() > end:
                 return  # whoever comes later finds it
-            time.sleep(0.002)
+            waiting(end - time.monotonic())
         self.forget()
 
     def verdict(self) -> str:
@@ -105,48 +143,108 @@ class Meeting:
         Raises:
             CheckpointError: rank 0 has not been heard of.
         """
-        self._wait("verdict", 0)
+        waiting, counts = self._waiting(), dict[int, _Count]()
+        while not self._store.check(["verdict"]):
+            waiting(self._pace)
+            self._keep_counting()
+            if self._is_silent(0, counts):
+                raise CheckpointError(self._silence_of(0))
         verdict = str(self._get("verdict"))
-        self._store.set(f"known-{self.rank}", "1")
+        self.forget()
+        self._be_counted("known", self.size - 1, 0)
         return verdict
 
     def forget(self) -> None:
-        """Remove what all ranks have put in the store."""
-        names = ["stop", "verdict", *(f"{kind}-{r}" for kind in ("beat", "report", "known") for r in range(self.size))]
-        for name in names:
+        """Remove what this rank has put in the store; the first one also what any of them may have."""
+        keys = [*self._mine, *(["stop", "known", "reports-0-True"] if self.rank == 0 else [])]
+        keys += [f"reports-{self.rank}-False"] * (self.rank % _FOLLOWERS == 0)
+        self._mine = []
+        for key in dict.fromkeys(keys):
             with suppress(RuntimeError):
-                if self._store.check([name]):
-                    parts = self._store.get(name) if name.startswith(("report", "verdict")) else b"0"
-                    for key in [*(f"{name}/{i}" for i in range(int(parts))), name]:
-                        self._store.delete_key(key)
+                self._store.delete_key(key)
 
-    def _expect_no_error(self) -> None:
-        if self._store.check(["stop"]):
-            for rank in range(self.size):
-                if self._store.check([f"report-{rank}"]) and (error := self._get(f"report-{rank}")["error"]):
-                    raise CheckpointError(f"rank {rank}: {error}")
+    # Reports ---------------------------------------------------------------------------------------------------------
 
-    def _wait(self, key: str, rank: int, look: Callable[[], None] = lambda: None) -> None:
-        """Until the key is there, as long as that rank is heard of."""
-        pause, seen = 0.001, Seen(beats=-1, where="", changed=time.monotonic(), looked=time.monotonic())
-        while not self._store.check([key]):
-            look()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            with suppress(Stopped):
-                self.beat()
-            seen.note(time.monotonic(), beats=self._store.add(f"beat-{rank}", 0))
-            if seen.silent_seconds > self._timeout:
-                raise CheckpointError(f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs")
+    def _take_reports(self, ranks: Sequence[int]) -> None:
+        """Of these, as long as they are heard of. Once something has gone wrong, for a moment only."""
+        missing, counts = list(ranks), dict[int, _Count]()
+        waiting, end = self._waiting(), float("inf")
+        while missing and time.monotonic() <= end:
+            is_complete = self._store.check([f"report-{rank}" for rank in missing])
+            for rank in list(missing):
+                if is_complete or self._store.check([f"report-{rank}"]):
+                    self._reports += self._get(f"report-{rank}")
+                    missing.remove(rank)
+                elif self._is_silent(rank, counts):
+                    self._reports.append([rank, None, self._silence_of(rank), True])
+                    missing.remove(rank)
+                    self.stop()
+            if any(error for _, _, error, _ in self._reports):
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+            if missing:
+                waiting(self._pace if end == float("inf") else 0.05)
+                self._keep_counting()
+
+    def _followers(self, leader: int) -> range:
+        return range(leader + 1, min(leader + _FOLLOWERS, self.size))
+
+    def _leaders(self) -> range:
+        return range(_FOLLOWERS, self.size, _FOLLOWERS)
+
+    def _waiting(self) -> Callable[[float], None]:
+        """To call between two looks: returns when this rank's bell has been rung since the last call, or after so many
+        seconds; where there is no bell, after a moment."""
+        bell = self._watch.bell if self._watch is not None else None
+        heard, pause = bell.count if bell is not None else 0, 0.001
+
+        def wait(longest: float) -> None:
+            nonlocal heard, pause
+            if bell is not None and bell.blocks:
+                bell.wait(heard, max(0.0, longest))
+                heard = bell.count
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02 * max(1.0, self.size / _RANKS_AT_FULL_PACE))
+
+        return wait
+
+    def _be_counted(self, key: str, awaited: int, by: int, *, at_once: bool = False) -> None:
+        """The last of so many ranks rings for the one that waits for all of them."""
+        if self._store.add(key, 1) == awaited or at_once:
+            self._ring([self._ranks[by]])
+
+    def _ring(self, ranks: Sequence[int]) -> None:
+        if self._watch is not None and self._watch.bell.blocks:
+            self._watch.ring(ranks)
+
+    def _keep_counting(self) -> None:
+        with suppress(Stopped):
+            self.beat()
+
+    def _is_silent(self, rank: int, counts: dict[int, _Count]) -> bool:
+        """`counts`: as they were seen before."""
+        now, value = time.monotonic(), self._store.add(f"beat-{rank}", 0)
+        count = counts.setdefault(rank, _Count(value, now))
+        if value != count.value:
+            count.value, count.changed = value, now
+        return now - count.changed > self._timeout
+
+    def _silence_of(self, rank: int) -> str:
+        return f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs"
 
     def _put(self, key: str, value: Any) -> None:
+        """In parts, if it is long: the first one, under `key`, says how many others there are, and comes last."""
         text = json.dumps(value)
-        parts = [text[i : i + _PART] for i in range(0, len(text), _PART)]
-        for index, part in enumerate(parts):
-            self._store.set(f"{key}/{index}", part)
-        # Last: whoever finds the key finds all parts.
-        self._store.set(key, str(len(parts)))
+        first, *others = [text[i : i + _PART] for i in range(0, len(text), _PART)]
+        for index, part in enumerate(others):
+            self._set(f"{key}/{index}", part)
+        self._set(key, f"{len(others)} {first}")
+
+    def _set(self, key: str, value: str) -> None:
+        self._mine.append(key)
+        self._store.set(key, value)
 
     def _get(self, key: str) -> Any:
-        parts = [self._store.get(f"{key}/{index}") for index in range(int(self._store.get(key)))]
-        return json.loads(b"".join(parts))
+        count, _, first = self._store.get(key).partition(b" ")
+        others = [self._store.get(f"{key}/{index}") for index in range(int(count))]
+        return json.loads(b"".join([first, *others]))

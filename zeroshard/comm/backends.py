@@ -6,8 +6,9 @@ It is the model's device that says which one is meant.
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -72,8 +73,7 @@ def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:
     if names <= {"gloo"} or moves_nothing(group) or dist.get_world_size(group) == 1:
         problem = _not_current(device)
     else:
-        found = _through_store(group, "\n".join([device.type, _hardware(device), _not_current(device)]))
-        problem = _shared_or_mixed([tuple(text.split("\n")) for text in found])
+        problem = _judged_by_first(group, [device.type, _hardware(device), _not_current(device)], _shared_or_mixed)
     if problem:
         raise InvalidValue(problem)
 
@@ -120,10 +120,16 @@ def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
     return ""
 
 
-def _through_store(group: dist.ProcessGroup, value: str) -> list[str]:
-    """That of every rank of the group, in its order."""
+def _judged_by_first(
+    group: dist.ProcessGroup, own: Sequence[str], judge: Callable[[Sequence[tuple[str, ...]]], str]
+) -> str:
+    """What `judge` says of that of every rank, in their order: asked by the first rank, and told to all. (If each read
+    what all others have written, the store would have to serve the square of their number.)"""
     rank, store = dist.get_rank(group), PrefixStore("zeroshard/devices", _get_process_group_store(group))
     # Each rank counts its own rounds: the keys of an earlier call must not answer this one.
     number = store.add(f"round-{rank}", 1)
-    store.set(f"{number}-{rank}", value)
-    return [store.get(f"{number}-{other}").decode() for other in range(dist.get_world_size(group))]
+    store.set(f"{number}-{rank}", json.dumps(own))
+    if rank == 0:
+        found = store.multi_get([f"{number}-{other}" for other in range(dist.get_world_size(group))])
+        store.set(f"{number}-problem", json.dumps(judge([tuple(json.loads(data)) for data in found])))
+    return str(json.loads(store.get(f"{number}-problem")))

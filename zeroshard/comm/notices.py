@@ -3,17 +3,26 @@
 | key | value | written |
 |---|---|---|
 | who-R | the process of rank R | once |
-| beat-R | how often, where its main thread is, what it waits for (if for long) | twice a second |
-| left-R | how many collectives of each kind it had begun | when its work is done |
+| come | how many ranks have come | once by each |
+| seats-H, seat-H-n | how many ranks have come on host H, and the n-th of them | once by each |
+| beat-R | how often, where it is, what it waits for (for long), what it had begun (at the end) | see `Pace` |
+| looker | the rank that looks at all others | when a rank has been waiting for long, or in vain |
+| looks | how often somebody has asked all ranks where they are | before such a look |
+| bell-R | nothing: rank R waits for this key, and looks at `failure` and `looks` when it comes | with these |
 | first | a cause, by the rank that was the first to claim it | once |
 | failure | a cause: all ranks leave | when the first rank has printed its traceback |
 | come-K | how many ranks have come to the wait K, and how often | as they come |
+
+No rank asks the store again and again whether there is news: it waits for its bell. So a store serves a call of each
+rank at its pace, and one rank that looks at all others in one call.
 """
 
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
 
@@ -42,48 +51,102 @@ class Beat(NamedTuple):
     """A rank says that it runs.
 
     Attributes:
-        number: of the times that it has said so.
+        number: of the times that it has looked around.
         where: its main thread is.
         position: what it waits for, if for long.
+        left: how many collectives of each kind it had begun; None before its work is done.
     """
 
     number: int
     where: str
     position: Position | None
+    left: Mapping[str, int] | None = None
+
+    def encode(self) -> str:
+        return json.dumps([self.number, self.where, self.position and self.position.as_list(), self.left])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Beat:
+        number, where, position, left = json.loads(data)
+        return cls(number, where, Position.of(position) if position else None, left)
 
 
 class Notices:
     """Of one rank. Each method is a job for the line to the store."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
 
     def come(self, store: Store, who: Who) -> None:
+        """The one exchange of hosts and processes: five calls, however many ranks there are."""
         self.beat(store, Beat(0, "at the start", None))
         store.set(f"who-{self._rank}", json.dumps(who.as_list()))
+        host = _name(who)
+        store.set(f"seat-{host}-{store.add(f'seats-{host}', 1)}", str(self._rank))
+        store.add("come", 1)
+
+    def have_all_come(self, store: Store) -> bool:
+        return store.add("come", 0) >= self._world_size
+
+    def on_host_of(self, store: Store, who: Who, known: int) -> list[int]:
+        """Ranks that have come there after the first `known` ones."""
+        host = _name(who)
+        keys = [f"seat-{host}-{number}" for number in range(known + 1, store.add(f"seats-{host}", 0) + 1)]
+        while keys and not store.check(keys):  # counted, and not written yet
+            keys.pop()
+        return [int(rank) for rank in _all_of(store, keys)]
+
+    def who(self, store: Store, ranks: Sequence[int]) -> dict[int, Who]:
+        """Of those that have come."""
+        keys = [f"who-{rank}" for rank in ranks]
+        if not store.check(keys):
+            ranks = [rank for rank in ranks if store.check([f"who-{rank}"])]
+            keys = [f"who-{rank}" for rank in ranks]
+        return {rank: Who(*json.loads(data)) for rank, data in zip(ranks, _all_of(store, keys), strict=True)}
 
     def beat(self, store: Store, beat: Beat) -> None:
-        number, where, position = beat
-        store.set(f"beat-{self._rank}", json.dumps([number, where, position and position.as_list()]))
+        store.set(f"beat-{self._rank}", beat.encode())
 
-    def leave(self, store: Store) -> None:
-        store.set(f"left-{self._rank}", json.dumps(dict(HERE.begun)))
+    def last_beats(self, store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
+        """Of ranks that have come."""
+        ranks = list(ranks)
+        found = _all_of(store, [f"beat-{rank}" for rank in ranks])
+        return {rank: Beat.decode(data) for rank, data in zip(ranks, found, strict=True)}
 
-    def who(self, store: Store, rank: int) -> Who | None:
-        """None where that rank has not come yet."""
-        return Who(*json.loads(store.get(f"who-{rank}"))) if store.check([f"who-{rank}"]) else None
+    def leave(self, store: Store, number: int, where: str) -> None:
+        self.beat(store, Beat(number, where, None, dict(HERE.begun)))
 
-    def last_beat(self, store: Store, rank: int) -> Beat:
-        number, where, position = json.loads(store.get(f"beat-{rank}"))
-        return Beat(number, where, Position.of(position) if position else None)
+    # Bells -----------------------------------------------------------------------------------------------------------
 
-    def has_left(self, store: Store, rank: int) -> bool:
-        return store.check([f"left-{rank}"])
+    @property
+    def bell(self) -> str:
+        """The key that this rank waits for."""
+        return f"bell-{self._rank}"
 
-    def begun(self, store: Store, rank: int) -> dict[str, int]:
-        """How many collectives of each kind a rank that has left had begun."""
-        found: dict[str, int] = json.loads(store.get(f"left-{rank}"))
-        return found
+    def ring(self, store: Store, ranks: Iterable[int]) -> None:
+        """Let these ranks look at the store."""
+        keys = [f"bell-{rank}" for rank in ranks]
+        if keys:
+            cast(Any, store).multi_set(keys, ["1"] * len(keys))  # in one call
+
+    def call(self, store: Store, ranks: Iterable[int]) -> None:
+        """Ask these ranks to say where they are, now and for a while."""
+        store.add("looks", 1)
+        self.ring(store, ranks)
+
+    def calls(self, store: Store) -> int:
+        """How often somebody has."""
+        return store.add("looks", 0)
+
+    def may_look(self, store: Store) -> bool:
+        """Whether this rank is the one that looks at all others: the first that asks, until it says that it is done."""
+        me = str(self._rank)
+        return store.compare_set("looker", "", me).decode() == me
+
+    def has_looked(self, store: Store) -> None:
+        store.compare_set("looker", str(self._rank), "")
+
+    # Failures --------------------------------------------------------------------------------------------------------
 
     def claim(self, store: Store, cause: Cause) -> bool:
         """Whether nobody has claimed to be the first before."""
@@ -92,6 +155,7 @@ class Notices:
 
     def announce(self, store: Store, cause: Cause) -> None:
         store.set("failure", json.dumps(cause))
+        self.ring(store, range(self._world_size))  # its own, too: it is to end, if it does not by itself
 
     def failure(self, store: Store) -> Cause | None:
         """What the rank that failed first has said."""
@@ -100,3 +164,13 @@ class Notices:
     def count(self, store: Store, key: str, by: int) -> int:
         """How often ranks have come to a wait, after `by` more."""
         return store.add(f"come-{key}", by)
+
+
+def _name(who: Who) -> str:
+    """Of a host, in a key; of a rank whose host cannot be told its own."""
+    return f"{zlib.crc32(f'{who.host} {who.name}'.encode()):x}"
+
+
+def _all_of(store: Store, keys: list[str]) -> list[bytes]:
+    """In one call."""
+    return store.multi_get(keys) if keys else []

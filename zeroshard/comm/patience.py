@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from zeroshard.comm import watch
-from zeroshard.comm.positions import HERE, Wait
+from zeroshard.comm.positions import HERE, Wait, in_short
 
 
 def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
@@ -30,7 +30,7 @@ def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
     if current is None:
         return
     everyone = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
-    key = f"all {name} {'-'.join(map(str, everyone))}"
+    key = f"all {name} {in_short(everyone)}"
     number = HERE.begin(key)
     with HERE.waiting(Wait(key, number, everyone, "a wait for all ranks")):
         current.wait_for_all(key, number + 1, everyone)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -51,12 +52,29 @@ class Position:
 
     def as_list(self) -> list[Any]:
         wait = self.wait
-        return [wait.key, wait.number, list(wait.ranks), wait.text, dict(self.begun)]
+        return [wait.key, wait.number, in_short(wait.ranks), wait.text, dict(self.begun)]
 
     @classmethod
     def of(cls, found: Sequence[Any]) -> Position:
         key, number, ranks, text, begun = found
-        return cls(Wait(key, number, tuple(ranks), text), begun)
+        return cls(Wait(key, number, _in_full(ranks), text), begun)
+
+
+@lru_cache(maxsize=64)
+def in_short(ranks: tuple[int, ...]) -> str:
+    """What tells these ranks from others: "0-16383", "0-56:8" where each is 8 after the one before, else all of
+    them."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) > 2 and step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{ranks[0]}-{ranks[-1]}{f':{step}' * (step > 1)}"
+    return ",".join(map(str, ranks))
+
+
+@lru_cache(maxsize=64)
+def _in_full(text: str) -> tuple[int, ...]:
+    start, dash, rest = text.partition("-")
+    stop, _, step = rest.partition(":")
+    return tuple(range(int(start), int(stop) + 1, int(step or 1)) if dash else map(int, text.split(",")))
 
 
 @dataclass
@@ -72,7 +90,7 @@ class Here:
     def name_of_mesh(self, ranks: tuple[int, ...]) -> str:
         """The same on all its ranks, and another for each: ranks build their handles in one order."""
         self._meshes[ranks] += 1
-        return f"{self._meshes[ranks]} of {'-'.join(map(str, ranks))}"
+        return f"{self._meshes[ranks]} of {in_short(ranks)}"
 
     def begin(self, key: str) -> int:
         """The number of a collective that begins here."""
@@ -127,7 +145,7 @@ def knot(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]
         positions: of the ranks that wait.
         left: of the ranks that have ended their work: how many collectives of each kind they had begun.
     """
-    needs = {rank: _needed(rank, positions, left) for rank in positions}
+    needs = _needs(positions, left)
     for rank, needed in sorted(needs.items()):
         gone = [other for other in needed if other in left]
         if gone:
@@ -152,15 +170,26 @@ def _way_back(start: int, needs: Mapping[int, Sequence[int]]) -> list[int]:
     return []
 
 
-def _needed(rank: int, positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
-    """Whom this rank waits for, as far as they wait themselves or have left."""
-    wait = positions[rank].wait
-    others = [other for other in wait.ranks if other != rank]
+def _needs(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> dict[int, list[int]]:
+    """Whom each rank waits for. All that wait for the same need the same: they are looked at once."""
+    of_waits: dict[tuple[str, int, int], list[int]] = {}
+    needs = {}
+    for rank, position in positions.items():
+        wait = position.wait
+        key = wait.key, wait.number, id(wait.ranks)  # to hash them all takes long
+        if key not in of_waits:
+            of_waits[key] = _needed(wait, positions, left)
+        needs[rank] = of_waits[key]
+    return needs
+
+
+def _needed(wait: Wait, positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
+    """Whom those that wait there wait for, as far as they wait themselves or have left."""
     begun = {**{other: position.begun for other, position in positions.items()}, **left}
     if wait.number >= 0:
-        return [other for other in others if other in begun and begun[other].get(wait.key, 0) <= wait.number]
-    elsewhere = [other for other in others if other not in positions or positions[other].wait.key != wait.key]
-    return elsewhere if all(other in begun for other in elsewhere) else []  # else somebody is on the way
+        return [rank for rank in wait.ranks if rank in begun and begun[rank].get(wait.key, 0) <= wait.number]
+    elsewhere = [rank for rank in wait.ranks if rank not in positions or positions[rank].wait.key != wait.key]
+    return elsewhere if all(rank in begun for rank in elsewhere) else []  # else somebody is on the way
 
 
 def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | None]:

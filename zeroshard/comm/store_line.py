@@ -35,7 +35,7 @@ class StoreLine:
         self.gone = False
         self._store, self._beat, self._beat_seconds = store, beat, beat_seconds
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._answered = time.monotonic()
+        self._hurries = False
         self._asked: float | None = None  # since when a question is open
         # A daemon: a call that the store never answers must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
@@ -56,6 +56,11 @@ class StoreLine:
         except TimeoutError:
             raise Silent(f"the store of the process group has not answered for {self.silent_for():.0f} s") from None
 
+    def hurry(self) -> None:
+        """The next beat is due now."""
+        self._hurries = True
+        self._jobs.put((lambda store: None, Future()))
+
     def silent_for(self) -> float:
         """Seconds since the store has been asked something that it has not answered yet."""
         asked = self._asked
@@ -68,6 +73,8 @@ class StoreLine:
     def _run(self) -> None:
         next_beat = time.monotonic() + self._beat_seconds
         while not self.gone:
+            if self._hurries:
+                self._hurries, next_beat = False, time.monotonic()
             try:
                 entry = self._jobs.get(timeout=max(0.0, next_beat - time.monotonic()))
             except queue.Empty:

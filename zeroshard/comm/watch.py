@@ -3,12 +3,14 @@
     rank 1   raises ── prints its traceback ── tells the store ── exits
     rank 0   waits for rank 1 in a collective ... learns of it, or its connection closes ── prints one line ── exits
 
-Twice a second each rank writes to the store that its process runs and where its main thread is. A rank that has waited
-for long also writes what it waits for. A rank whose collective has timed out can therefore report why the other one did
-not come: its process no longer exists, it is stopped, its host cannot be reached, or it is at another place in the
-program. Ranks that wait for each other are detected before any of them times out. A rank that has learnt of a failure
-has `GRACE_SECONDS` to end by itself, and its waits inside gloo are interrupted; after that its watch ends the process.
-For a rank that waits inside NCCL this is the only way out.
+Every few seconds each rank writes to the store that its process runs and where its main thread is; a rank that has
+waited for long also writes what it waits for, and the first such rank looks at all others. A rank whose collective has
+timed out asks all for where they are, and can therefore report why the other one did not come: its process no longer
+exists, it is stopped, its host cannot be reached, or it is at another place in the program. Ranks that wait for each
+other are detected before any of them times out. What a rank has to hear of rings its bell (`bell.py`); it asks for
+nothing, so that the store has little to do, however many ranks there are. A rank that has learnt of a failure has
+`GRACE_SECONDS` to end by itself, and its waits inside gloo are interrupted; after that its watch ends the process. For
+a rank that waits inside NCCL this is the only way out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
+from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.peers import Peers
@@ -56,6 +59,12 @@ _OF_OTHERS = re.compile(
 """Messages of an error that another rank's end may have caused."""
 _TAG = 31_333
 """Of a message that nobody sends."""
+_PREFIX = "zeroshard/watch"
+_PACE_SECONDS = 10.0
+_HURRY_SECONDS = 10.0
+"""For how long a rank that has been asked where it is says so at every beat."""
+_OTHERS_PATIENCE = 8 * BEAT_SECONDS
+"""For what another rank that has been waiting in vain, too, finds out."""
 
 T = TypeVar("T")
 
@@ -79,14 +88,43 @@ class LostPeer(Error, RuntimeError):
         return cls(str(cause), cause, [])
 
 
+class Pace:
+    """When a rank says that it runs: at its pace, at once where it begins to wait for long or no longer does, and at
+    every beat for a while after it has been asked.
+
+    Attributes:
+        seconds: of the pace. A rank that has not been heard of for the timeout of a collective is lost.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.seconds = max(BEAT_SECONDS, min(_PACE_SECONDS, timeout / 8))
+        self._next, self._hurries_until, self._calls, self._was_stuck = 0.0, 0.0, 0, False
+
+    def is_called(self, calls: int) -> bool:
+        """Whether somebody has asked since this was called last; `calls`: how often, in all."""
+        self._calls, before = calls, self._calls
+        if calls > before:
+            self._hurries_until = time.monotonic() + _HURRY_SECONDS
+        return calls > before
+
+    def is_time(self, *, is_stuck: bool) -> bool:
+        now, was_stuck, self._was_stuck = time.monotonic(), self._was_stuck, is_stuck
+        due = now >= self._next or now < self._hurries_until or is_stuck != was_stuck
+        if due:
+            self._next = now + self.seconds
+        return due
+
+
 class Watch:
     """One in each rank, from `start` to `stop`: decides when this rank gives up, and what it says then.
 
-    Two threads: the line to the store, which may wait for it without end, and a guard, which never does.
+    Three threads: the line to the store, which may wait for it without end, the bell, which does nothing else, and a
+    guard, which never does.
 
     Attributes:
         line: to the store.
-        beats: how often this rank has begun to say that it runs.
+        bell: what this rank hears by.
+        beats: how often this rank has looked around, and said that it runs if it was time.
         of_store: that it has been started for.
     """
 
@@ -94,15 +132,18 @@ class Watch:
         """`timeout`: of collectives, in seconds; a store that has not answered for so long is lost."""
         self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
         self._timeout = timeout
-        self._notices = Notices(rank)
+        self._pace = Pace(timeout)
+        self._notices = Notices(rank, world_size)
         self._peers = Peers(rank, world_size, self._notices)
         self.beats = 0
+        self._looks = False  # at all others, as it waits for long
         self._cause: Cause | None = None
         self._ending = threading.Event()
         self._reported = self._said = False
-        self.line = StoreLine(PrefixStore("zeroshard/watch", _connection_of_its_own(store)), self._beat, BEAT_SECONDS)
+        self.line = StoreLine(PrefixStore(_PREFIX, connection_of_its_own(store)), self._beat, BEAT_SECONDS)
         self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
-        # A second thread: the first may wait in the store for ever, and somebody has to notice.
+        self.bell = Bell(connection_of_its_own(store), _PREFIX, self._notices.bell, self._hear_bell, BEAT_SECONDS)
+        # A third thread: the others may wait in the store for ever, and somebody has to notice.
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
 
@@ -112,9 +153,16 @@ class Watch:
             return
         self._ending.set()
         self._guard.join(2 * BEAT_SECONDS)
+        self.bell.close()
         with suppress(Silent):
-            self.line.ask(self._notices.leave, PATIENCE_SECONDS)
+            self.line.ask(self._leave, PATIENCE_SECONDS)
+            self.bell.join(2 * BEAT_SECONDS)
         self.line.close(BEAT_SECONDS)
+
+    def _leave(self, store: Store) -> None:
+        self._notices.leave(store, self.beats, where(threading.main_thread().ident))
+        if self.bell.blocks:  # its thread ends
+            self._notices.ring(store, [self.rank])
 
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
         """This rank cannot go on: tell the others, who then leave. `show` prints the error: before the others hear of
@@ -150,9 +198,13 @@ class Watch:
         """This rank has waited in vain: another one has failed or ended, or (nobody knows of that) where they all are.
         Returns within two seconds or so."""
         cause = self._hear(patience=2 * BEAT_SECONDS)
+        if cause is None and not self._may_look():  # another one looks already, and will say what it has found
+            cause = self._hear(patience=_OTHERS_PATIENCE)
         if cause is not None:
             return LostPeer.because(cause)
         found = self._whom_to_blame()
+        with suppress(Silent):
+            self.line.ask(self._notices.has_looked, PATIENCE_SECONDS)
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
     def wait_for_all(self, key: str, number: int, ranks: Sequence[int]) -> None:
@@ -164,15 +216,23 @@ class Watch:
         everyone = len(ranks) * number
         missing = [rank for rank in ranks if rank != self.rank]
         # However long it takes: the guard ends this process when it takes too long.
+        heard = self.bell.count
         come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._timeout)
-        pause = 0.0005
+        if come == everyone:
+            self.ring(missing)
+        pause, longest = 0.0005, self._pace.seconds if self.bell.blocks else 0.05
         while come < everyone:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            self.bell.wait(heard, pause)
+            heard, pause = self.bell.count, min(2 * pause, longest)
             with suppress(Silent):  # the guard sees to it
                 come = self.line.ask(partial(self._notices.count, key=key, by=0), PATIENCE_SECONDS)
             if come < everyone:
                 self.expect_alive(missing)
+
+    def ring(self, ranks: Sequence[int]) -> None:
+        """Let these ranks look at what they wait for."""
+        with suppress(Silent):  # the guard sees to it
+            self.line.ask(lambda store: self._notices.ring(store, ranks), PATIENCE_SECONDS)
 
     def expect_alive(self, ranks: Sequence[int]) -> None:
         """Called now and then by whoever waits for these ranks without a collective.
@@ -187,28 +247,41 @@ class Watch:
 
     def last_seen(self, rank: int) -> str:
         """Where another rank has been a moment ago."""
+        look, end = partial(self._peers.look, ranks=[rank]), time.monotonic() + 2 * BEAT_SECONDS
         with suppress(Silent):
-            self.line.ask(self._peers.look, PATIENCE_SECONDS)
+            self.line.ask(look, PATIENCE_SECONDS)
+            before = self._peers.number_of(rank)
+            self.line.ask(lambda store: self._notices.call(store, [rank]), PATIENCE_SECONDS)
+            while self._peers.number_of(rank) == before and time.monotonic() < end:
+                time.sleep(0.02)
+                self.line.ask(look, PATIENCE_SECONDS)
         return self._peers.where(rank)
+
+    # When the bell has rung ------------------------------------------------------------------------------------------
+
+    def _hear_bell(self, store: Store) -> None:
+        """On the bell's thread: all ranks leave, or somebody wants to know where this one is."""
+        failure = self._notices.failure(store)
+        if failure is not None:
+            self._cause = failure
+        elif self._pace.is_called(self._notices.calls(store)):
+            self.line.hurry()
 
     # Twice a second, on the line to the store ------------------------------------------------------------------------
 
     def _beat(self, store: Store) -> None:
-        """Say that this process runs, and where; hear of a failure; look for one."""
+        """Say that this process runs, and where, if it is time; look for a failure."""
         self.beats += 1
         main = threading.main_thread().ident
         position = HERE.position(sys._current_frames().get(main or 0))
         at = where(main)
-        self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
-        # Before looking for processes that have ended: a rank that has reported its error ends, too, and its own words
-        # say more.
-        failure = self._notices.failure(store)
-        if failure is not None:
-            self._cause = failure
-            return
-        self._peers.identify(store)
+        is_stuck = position is not None
+        if self._pace.is_time(is_stuck=is_stuck):
+            self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
+            self._looks = self._decide_who_looks(store, is_stuck=is_stuck)
+        self._peers.find_neighbours(store)
         cause = self._peers.death(store)
-        if cause is None and position is not None:
+        if cause is None and position is not None and self._looks:
             cause = self._peers.deadlock(store, position, at)
         # Several ranks may find a death in the same beat. Only one of them may name the cause, or ranks would exit with
         # different reasons.
@@ -216,13 +289,21 @@ class Watch:
             self._notices.announce(store, cause)
             self._cause = cause
 
+    def _decide_who_looks(self, store: Store, *, is_stuck: bool) -> bool:
+        """Of those that wait for long, one looks at all: the first."""
+        if is_stuck:
+            return self._notices.may_look(store)
+        if self._looks:
+            self._notices.has_looked(store)
+        return False
+
     # The guard -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._ending.wait(BEAT_SECONDS / 2):
             if self._cause is not None:
                 return self._end(self._cause)
-            if self.line.gone:  # with the launcher, or with rank 0, of which the connections tell
+            if self.line.gone or self.bell.gone:  # with the launcher, or with rank 0, of which the connections tell
                 if has_one_launcher(self.world_size):
                     self._end(Cause(None, "is gone"))
                 return None
@@ -275,9 +356,19 @@ class Watch:
             _print(f"rank {self.rank} exits because {cause}")
 
     @waits_in_vain
+    def _may_look(self) -> bool:
+        try:
+            return self.line.ask(self._notices.may_look, PATIENCE_SECONDS)
+        except Silent:
+            return True
+
+    @waits_in_vain
     def _whom_to_blame(self) -> list[str]:
         """See `blame`. Looks for a moment, unless something is clear at once."""
-        end = time.monotonic() + 3.5 * BEAT_SECONDS
+        end = time.monotonic() + 4 * BEAT_SECONDS
+        with suppress(Silent):
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            self.line.ask(lambda store: self._notices.call(store, others), PATIENCE_SECONDS)
         while True:
             try:
                 self.line.ask(self._peers.look, PATIENCE_SECONDS)
@@ -415,17 +506,6 @@ def _address(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
-
-
-def _connection_of_its_own(store: Any) -> Store:
-    """To the same store: the main thread may be waiting on the other one."""
-    try:
-        # A TCPStore holds a lock for the length of each call: while the main thread waits for a key, no other thread
-        # could write a heartbeat through the same connection.
-        own: Store = store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):  # not every store has that
-        return cast(Store, store)
-    return own
 
 
 def _print(*lines: str) -> None:

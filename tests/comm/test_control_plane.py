@@ -1,0 +1,164 @@
+"""What the ranks ask of the store grew with the square of their number at the start (20 s at 1,024 ranks), and 65,000
+times a second at 16,384 each rank asked whether another one had failed."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from tests.patience import wait_until
+from zeroshard.checkpoint import meeting
+from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.comm import positions
+from zeroshard.comm.bell import Bell, connection_of_its_own
+from zeroshard.comm.positions import Position, Wait, in_short, knot
+from zeroshard.comm.watch import BEAT_SECONDS, Pace
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
+
+
+def test_no_path_takes_more_of_each_rank_where_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks together: four times as many, four times as many calls; before (the control) some took sixteen times as
+    many. The benchmark itself is run by this."""
+    spec = importlib.util.spec_from_file_location("control_plane", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    benchmark: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 60.0)
+    squares = set()
+    for name, path in benchmark.PATHS.items():
+        (small_before, small), (large_before, large) = path(128), path(512)
+        assert large.calls <= 4.1 * max(small.calls, 1), name
+        assert large.num_bytes <= 4.5 * small.num_bytes, name
+        if large_before.calls > 15 * max(small_before.calls, 1) or large_before.num_bytes > 15 * small_before.num_bytes:
+            squares.add(name)
+    assert squares >= {
+        "start of the watch",
+        "start: devices of a native backend",
+        "a timeout on all ranks: who is it",
+        "a deadlock: each look",
+    }
+    before, now = benchmark.control_exchange(512)
+    assert now.num_bytes < benchmark.control_exchange(128)[1].num_bytes * 1.3 and before.num_bytes > 4 * now.num_bytes
+
+
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("make", [server, HashStore])
+def test_a_bell_is_heard_each_time_and_by_nobody_else(make: Callable[[], Any]) -> None:
+    store = make()
+    heard: list[int] = []
+    bells = [
+        Bell(connection_of_its_own(store), "p", f"bell-{i}", lambda store, i=i: heard.append(i), 0.01) for i in (0, 1)
+    ]
+    assert all(bell.blocks is isinstance(store, TCPStore) for bell in bells)
+    ring = PrefixStore("p", store)
+    for number in range(1, 4):
+        ring.set("bell-0", "1")
+        wait_until(lambda number=number: len(heard) == number)
+        bells[0].wait(number - 1, 60.0)
+        assert bells[0].count == number
+    assert heard == [0, 0, 0] and not ring.check(["bell-0"])
+    for number, bell in enumerate(bells):
+        bell.close()
+        ring.set(f"bell-{number}", "1")
+        bell.join(60.0)
+        assert not bell._thread.is_alive()
+    assert heard == [0, 0, 0] and not any(bell.gone for bell in bells)
+
+
+def test_the_pace_of_a_rank() -> None:
+    pace = Pace(120.0)
+    assert pace.seconds == 10.0 and Pace(4.0).seconds == BEAT_SECONDS
+    found = [pace.is_time(is_stuck=stuck) for stuck in (False, False, True, True, False, False)]
+    assert found == [True, False, True, False, True, False]  # first, and when it is stuck, and when it is no longer
+    assert not pace.is_called(0) and not pace.is_time(is_stuck=False)
+    assert pace.is_called(1) and pace.is_time(is_stuck=False) and pace.is_time(is_stuck=False)
+    assert not pace.is_called(1)
+
+
+@pytest.mark.parametrize(
+    "ranks", [(0,), (3,), (0, 1), (5, 4), tuple(range(16384)), tuple(range(3, 900, 8)), (0, 2, 3), (0, 5, 4, 9)]
+)
+def test_ranks_in_short_are_these_ranks(ranks: tuple[int, ...]) -> None:
+    position = Position(Wait("a", 1, ranks, "text"), {"a": 2})
+    assert Position.of(position.as_list()) == position
+    assert len(ranks) < 100 or len(in_short(ranks)) < 12
+
+
+def test_ranks_that_wait_for_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = tuple(range(4096))
+    waits = [Wait(key, 3, everyone, key) for key in ("gather", "reduce")]
+    begun = [{"gather": 4, "reduce": 3}, {"gather": 3, "reduce": 4}]
+    looks = []
+    needed = positions._needed
+    monkeypatch.setattr(positions, "_needed", lambda *args: (looks.append(args[0]), needed(*args))[1])
+    assert len(knot({rank: Position(waits[rank % 2], begun[rank % 2]) for rank in everyone}, {})) == 2
+    assert looks == waits
+
+
+# A meeting in a tree --------------------------------------------------------------------------------------------------
+
+
+def meet(monkeypatch: pytest.MonkeyPatch, act: Callable[[meeting.Meeting], None], absent: int = -1) -> tuple[Any, Any]:
+    """Seven ranks, as threads, of which each third one gathers: what rank 0 finds, and what all others hear."""
+    monkeypatch.setattr(meeting, "_FOLLOWERS", 3)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.5)
+    store, found, heard = HashStore(), [], {}
+
+    def run(rank: int) -> None:
+        one = meeting.Meeting(None, "m")
+        one.rank, one.size, one._timeout, one._store, one._pace = rank, 7, 1.5, PrefixStore("m", store), 0.02
+        one._mine, one._ranks = [f"beat-{rank}"], tuple(range(7))
+        act(one)
+        if rank:
+            heard[rank] = one.verdict()
+            return
+        try:
+            found.append(one.gather())
+            one.announce("")
+        except CheckpointError as error:
+            found.append(str(error))
+            one.let_stop()
+            one.announce(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(7) if rank != absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if absent < 0:
+        assert store.num_keys() == 0, "nothing is left in the store"
+    return found[0], heard
+
+
+def test_reports_come_by_way_of_others_and_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, heard = meet(monkeypatch, lambda one: one.report(10 * one.rank))
+    assert found == [0, 10, 20, 30, 40, 50, 60]
+    assert heard == dict.fromkeys(range(1, 7), "")
+
+
+@pytest.mark.parametrize("culprit", [1, 3, 5, 6])
+def test_an_error_anywhere_in_the_tree_is_heard_by_all(monkeypatch: pytest.MonkeyPatch, culprit: int) -> None:
+    def act(one: meeting.Meeting) -> None:
+        one.report(0, error="no space" if one.rank == culprit else "")
+
+    found, heard = meet(monkeypatch, act)
+    assert found == f"rank {culprit}: no space" and heard == dict.fromkeys(range(1, 7), found)
+
+
+@pytest.mark.parametrize("absent", [1, 4])
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, absent: int) -> None:
+    """Also where it is another rank that has waited for it; that one counts on meanwhile."""
+    found, heard = meet(monkeypatch, lambda one: one.report(0), absent=absent)
+    assert found == f"no heartbeat from rank {absent} for 2 s: it died or hangs"
+    assert set(heard.values()) == {found} and len(heard) == 5
