@@ -18,7 +18,7 @@ from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
-from zeroshard.checkpoint.save import on_all_ranks
+from zeroshard.checkpoint.save import on_all_ranks, work_on_all_ranks
 from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
@@ -145,7 +145,7 @@ class _Load:
 
         try:
             for work in (partial(preflight, reader, self.engine, pairs, meeting), restore):
-                on_all_ranks(self.engine, "load", partial(_unless_stopped, meeting, work))
+                work_on_all_ranks(self.engine, "load", partial(_unless_stopped, meeting, work))
         finally:
             meeting.forget()
         for unit in self.engine.units:
@@ -156,14 +156,13 @@ class _Load:
         """What is not sharded."""
 
         @phase("load: restore what is whole")
-        def restore_what_is_whole() -> tuple[None, None]:
+        def restore_what_is_whole() -> None:
             restore_rest(reader, self.engine, pairs_of(reader.manifest, self.optimizers), self.extra)
-            return None, None
 
-        on_all_ranks(self.engine, "load", restore_what_is_whole)
+        work_on_all_ranks(self.engine, "load", restore_what_is_whole)
 
 
-def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> tuple[None, None]:
+def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> None:
     """If it fails, the other ranks stop; if another rank has failed, this one stops."""
     try:
         work()
@@ -172,7 +171,6 @@ def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> tuple[None, N
     except BaseException:
         meeting.stop()
         raise
-    return None, None
 
 
 def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:

@@ -166,6 +166,14 @@ def on_all_ranks(
     return tell_together(engine.collectives, what, work, errors=(CheckpointError, *kinds), patient=True)
 
 
+def work_on_all_ranks(engine: Engine, what: str, work: Callable[[], T]) -> T:
+    """The same where nobody has to know anything: what is exchanged does not grow with the number of ranks."""
+    told = tell_together(
+        engine.collectives, what, lambda: (work(), None), errors=(CheckpointError,), patient=True, tell=False
+    )
+    return told[0]
+
+
 @dataclass(frozen=True)
 class _Own:
     """What this rank has found to save."""
@@ -204,7 +212,7 @@ class _Save:
         values = {**own.values, "extra": own.extra.values, "world_size": world.size}
         base = Manifest(self.step, unique, (), {}, values, versions())
         # 3. There is room.
-        lock, _ = on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
+        lock = work_on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
         return Job(temporary_folder(self.directory, base), file, base, Meeting(self.engine.collectives, unique), lock)
 
     @phase("save: collect")
@@ -253,10 +261,10 @@ class _Save:
         yield from random.items()
         yield blob(f"rank/{rank}/state", {"random": random.values, **alone})
 
-    def _make_folder(self, base: Manifest, sizes: list[list[int]]) -> tuple[int | None, None]:
+    def _make_folder(self, base: Manifest, sizes: list[list[int]]) -> int | None:
         expect_readable(least_size(base, (num_bytes for num_bytes, _ in sizes)), "would have at least")
         is_first = self.engine.collectives.mesh.world.rank == 0
-        return open_folder(self.directory, base, sizes) if is_first else None, None
+        return open_folder(self.directory, base, sizes) if is_first else None
 
 
 def _nothing() -> None:
