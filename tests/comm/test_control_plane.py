@@ -36,7 +36,7 @@ def test_no_path_takes_more_of_each_rank_where_there_are_more(monkeypatch: pytes
     for name, path in benchmark.PATHS.items():
         (small_before, small), (large_before, large) = path(128), path(512)
         assert large.calls <= 4.1 * max(small.calls, 1), name
-        assert large.num_bytes <= 4.5 * small.num_bytes, name
+        assert large.num_bytes <= 6 * small.num_bytes, name  # reports pass through leaders, of which 64 have none
         if large_before.calls > 15 * max(small_before.calls, 1) or large_before.num_bytes > 15 * small_before.num_bytes:
             squares.add(name)
     assert squares >= {
