@@ -155,14 +155,14 @@ class Watch:
         self._guard.join(2 * BEAT_SECONDS)
         self.bell.close()
         with suppress(Silent):
-            self.line.ask(self._leave, PATIENCE_SECONDS)
+            if self.bell.blocks:
+                self.line.ask(lambda store: self._notices.ring(store, [self.rank]), PATIENCE_SECONDS)
             self.bell.join(2 * BEAT_SECONDS)
+            self.line.ask(self._leave, PATIENCE_SECONDS)  # last: who hears of it counts on the process ending
         self.line.close(BEAT_SECONDS)
 
     def _leave(self, store: Store) -> None:
         self._notices.leave(store, self.beats, where(threading.main_thread().ident))
-        if self.bell.blocks:  # its thread ends
-            self._notices.ring(store, [self.rank])
 
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
         """This rank cannot go on: tell the others, who then leave. `show` prints the error: before the others hear of
