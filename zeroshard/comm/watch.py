@@ -194,6 +194,7 @@ class Watch:
                 show()
             self._say(cause)
 
+    @waits_in_vain
     def what_happened(self) -> LostPeer:
         """This rank has waited in vain: another one has failed or ended, or (nobody knows of that) where they all are.
         Returns within two seconds or so."""
