@@ -25,10 +25,11 @@ class Peers:
 
     Attributes:
         me: this rank's process.
+        looks: whether this is the rank that looks at all others, as it has been waiting for long.
     """
 
     def __init__(self, rank: int, world_size: int, notices: Notices) -> None:
-        self.me = Who.this()
+        self.me, self.looks = Who.this(), False
         self._rank, self._world_size, self._notices = rank, world_size, notices
         self._who = {rank: self.me}
         self._neighbours: dict[int, Who] = {}
@@ -76,6 +77,14 @@ class Peers:
                 died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
                 return Cause(rank, f"{died}: {_SEE_ELSEWHERE}")
         return None
+
+    def decide_who_looks(self, store: Store, *, is_stuck: bool) -> None:
+        """Of those that have been waiting for long, one looks at all: the first."""
+        if is_stuck:
+            self.looks = self._notices.may_look(store)
+        elif self.looks:
+            self._notices.has_looked(store)
+            self.looks = False
 
     def deadlock(self, store: Store, position: Position, where: str) -> Cause | None:
         """This rank has been waiting for long, there, and looks at all: do ranks wait for each other without end? The

@@ -93,10 +93,12 @@ class Pace:
     every beat for a while after it has been asked.
 
     Attributes:
-        seconds: of the pace. A rank that has not been heard of for the timeout of a collective is lost.
+        timeout: of collectives, in seconds: a rank that has not been heard of for so long is lost.
+        seconds: of the pace.
     """
 
     def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
         self.seconds = max(BEAT_SECONDS, min(_PACE_SECONDS, timeout / 8))
         self._next, self._hurries_until, self._calls, self._was_stuck = 0.0, 0.0, 0, False
 
@@ -131,12 +133,10 @@ class Watch:
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         """`timeout`: of collectives, in seconds; a store that has not answered for so long is lost."""
         self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
-        self._timeout = timeout
         self._pace = Pace(timeout)
         self._notices = Notices(rank, world_size)
         self._peers = Peers(rank, world_size, self._notices)
         self.beats = 0
-        self._looks = False  # at all others, as it waits for long
         self._cause: Cause | None = None
         self._ending = threading.Event()
         self._reported = self._said = False
@@ -218,7 +218,7 @@ class Watch:
         missing = [rank for rank in ranks if rank != self.rank]
         # However long it takes: the guard ends this process when it takes too long.
         heard = self.bell.count
-        come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._timeout)
+        come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._pace.timeout)
         if come == everyone:
             self.ring(missing)
         pause, longest = 0.0005, self._pace.seconds if self.bell.blocks else 0.05
@@ -243,7 +243,7 @@ class Watch:
         """
         if self._cause is not None:
             raise LostPeer.because(self._cause)
-        if any(self._peers.silence_of(rank) > self._timeout for rank in ranks):
+        if any(self._peers.silence_of(rank) > self._pace.timeout for rank in ranks):
             raise self.what_happened()
 
     def last_seen(self, rank: int) -> str:
@@ -279,24 +279,16 @@ class Watch:
         is_stuck = position is not None
         if self._pace.is_time(is_stuck=is_stuck):
             self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
-            self._looks = self._decide_who_looks(store, is_stuck=is_stuck)
+            self._peers.decide_who_looks(store, is_stuck=is_stuck)
         self._peers.find_neighbours(store)
         cause = self._peers.death(store)
-        if cause is None and position is not None and self._looks:
+        if cause is None and position is not None and self._peers.looks:
             cause = self._peers.deadlock(store, position, at)
         # Several ranks may find a death in the same beat. Only one of them may name the cause, or ranks would exit with
         # different reasons.
         if cause is not None and self._notices.claim(store, cause):
             self._notices.announce(store, cause)
             self._cause = cause
-
-    def _decide_who_looks(self, store: Store, *, is_stuck: bool) -> bool:
-        """Of those that wait for long, one looks at all: the first."""
-        if is_stuck:
-            return self._notices.may_look(store)
-        if self._looks:
-            self._notices.has_looked(store)
-        return False
 
     # The guard -------------------------------------------------------------------------------------------------------
 
@@ -308,7 +300,7 @@ class Watch:
                 if has_one_launcher(self.world_size):
                     self._end(Cause(None, "is gone"))
                 return None
-            if self.line.silent_for() > self._timeout:
+            if self.line.silent_for() > self._pace.timeout:
                 return self._end(Cause("", self._on_silence()))
         return None
 
