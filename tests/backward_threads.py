@@ -49,5 +49,5 @@ def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
     thread.start()
     thread.join()
     if errors:
-        raise errors[0]
+        raise errors.pop()  # its traceback has this frame, which would keep it
     return result[0]
