@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.stored_runs import KINDS, SAVE_ID, STEP, file_digests, load_and_save, unpack
+from tests.checkpoint.stored_runs import KINDS, SAVE_ID, STEP, file_digests, load_and_save, low_bit, unpack
 from zeroshard.checkpoint import Reader, folders
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own
 OF_TORCHAO = "zero3-adamw8bit"
 """Its state goes through a table of values that torchao computes: their last bit depends on the kind of CPU."""
+
+
+def has_codebooks_of_the_writer() -> bool:
+    """Then the state is the same to the bit, and so are the files."""
+    optimizer = low_bit()([torch.nn.Parameter(torch.zeros(4096))])
+    books = [optimizer._new_buffer(torch.zeros(4096), signed).qmap for signed in (True, False)]
+    return hashlib.sha256(torch.cat(books).numpy().tobytes()).hexdigest()[:16] == "ff5a4c58a17762b2"
 
 
 def ranks_of(name: str) -> set[int]:
@@ -63,5 +71,7 @@ def test_what_was_stored_loads_and_is_stored_again(
                 with Reader(tmp_path / f"step-{STEP}") as old:
                     for key in ("optimizer/exp_avg/0.weight", "optimizer/exp_avg_sq/0.weight"):
                         torch.testing.assert_close(reader.tensor(key), old.tensor(key), rtol=1e-6, atol=0)
-                return
+    if name == OF_TORCHAO and not has_codebooks_of_the_writer():
+        return
+    assert loaded[kind.ranks][0][name][0] == expected["state"]
     assert file_digests(folder / f"{kind.ranks}" / name) == expected["files"]
