@@ -40,7 +40,7 @@ def summed(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor
     def run(rank: int) -> None:
         axis = Axis(None, rank, tuple(range(num_ranks)))  # type: ignore[arg-type]
         numbers = torch.tensor([1, 1 << rank % 40, rank])
-        PairwiseTransport(Messages(rank), CommLog()).add_up(axis, numbers).wait()
+        PairwiseTransport(Messages(rank, "sums"), CommLog()).add_up(axis, numbers).wait()
         results[rank] = numbers
 
     monkeypatch.setattr(PairwiseTransport, "_from_before", from_before)
@@ -107,7 +107,7 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     collectives: Any = object.__new__(Collectives)
     collectives.mesh = SimpleNamespace(world=axis, replicate=SimpleNamespace(rank=1), stands_for=1)
     collectives.device, collectives.log, collectives.samples = device, CommLog(), Samples(device)
-    collectives.orders, collectives._name, collectives.messages = None, "a mesh", Messages(1)
+    collectives.orders, collectives._name, collectives.messages = None, "a mesh", Messages(1, "a mesh")
     own = control.Contribution(control.Status.READY, 1.0, control.Norms(norms, [0, 1], 2, 2.0), [True] * 300)
     row = control._pack(collectives, own, SettingsReport(), None)
     assert row.shape == (control.row_numbers(2, 300, 3),) and len(row) <= ROOM

@@ -40,6 +40,7 @@ from zeroshard.comm.packets import (
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
+from zeroshard.comm.pipes import pipes_of
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.profiling import span
 from zeroshard.comm.samples import Samples
@@ -67,8 +68,8 @@ class Collectives:
         self.mesh = mesh
         self.log = log
         self.device = mesh.device
-        self.messages = Messages(mesh.world.rank)
         self._name = HERE.name_of_mesh(mesh.world.ranks)
+        self.messages = Messages(mesh.world.rank, self._name)
         self.orders: Voice | None = None
         self.samples = Samples(self.device)
         transport = PairwiseTransport if mesh.is_pairwise else NativeTransport
@@ -78,6 +79,7 @@ class Collectives:
 
     def _try_to_share(self) -> None:
         """Read each other's memory, where every rank can."""
+        self.messages.pipes = pipes_of(self.mesh.world.group)
         self.transport = (
             SharedTransport.between(self.mesh.world, self.transport, self.exchange_objects) or self.transport
         )

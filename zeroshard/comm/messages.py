@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from zeroshard.comm import watch
 from zeroshard.comm.mesh import Axis
+from zeroshard.comm.pipes import MOST_BYTES, Pipes
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.shared_memory import NOWHERE, Location
 from zeroshard.errors import Error
@@ -77,12 +79,16 @@ class Messages:
 
     Attributes:
         rank: of this process in the world.
+        name: of the mesh, the same on all its ranks.
         failed: whether something was waited for in vain.
+        pipes: by which small messages go, where all ranks are on one host; None: all go by gloo.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank, self.name = rank, name
         self.failed = False
+        self.pipes: Pipes | None = None
+        self._channels: dict[tuple[tuple[int, ...], str], int] = {}
         self._known: dict[int, str] = {}
         self._not_compared: dict[str, deque[Announcement]] = {}
 
@@ -91,8 +97,8 @@ class Messages:
         same of them."""
         mine = torch.tensor([*location, num_bytes, self._number_of(about)], dtype=torch.int64)
         messages = {rank: torch.empty_like(mine) for rank in axis.peers}
-        works = [receive(axis, message, rank, f"announce {kind}") for rank, message in messages.items()]
-        works += [send(axis, mine, rank, f"announce {kind}") for rank in axis.peers]
+        works = [self.receive(axis, message, rank, f"announce {kind}") for rank, message in messages.items()]
+        works += [self.send(axis, mine, rank, f"announce {kind}") for rank in axis.peers]
         announced = Announcement(axis, kind, about, num_bytes, messages, works)
         self._not_compared.setdefault(kind, deque()).append(announced)
         return announced
@@ -161,24 +167,41 @@ class Messages:
     def acknowledge(self, axis: Axis) -> list[Any]:
         """Say to all peers that their memory has been read; the works are done when they have said so too."""
         tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
-        works = [receive(axis, tokens[rank], rank, "read") for rank in axis.peers]
-        return works + [send(axis, tokens[axis.rank], rank, "read") for rank in axis.peers]
+        works = [self.receive(axis, tokens[rank], rank, "read") for rank in axis.peers]
+        return works + [self.send(axis, tokens[axis.rank], rank, "read") for rank in axis.peers]
+
+    def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
+        """To a rank of an axis: a work to wait for. `kind`: one of `_TAGS`."""
+        pipes = self._pipes_for(tensor)
+        try:
+            if pipes is not None:
+                return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
+            return axis.group.send([tensor], rank, _TAGS[kind])
+        except RuntimeError as error:  # the connection is closed already
+            raise watch.explain(error) or error from None
+
+    def receive(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
+        """From a rank of an axis, which sends as many bytes: a work to wait for."""
+        pipes = self._pipes_for(tensor)
+        try:
+            if pipes is not None:
+                return pipes.receive(axis.ranks[rank], self._channel(axis, kind), tensor)
+            return axis.group.recv([tensor], rank, _TAGS[kind])
+        except RuntimeError as error:
+            raise watch.explain(error) or error from None
+
+    def _pipes_for(self, tensor: Tensor) -> Pipes | None:
+        # Sender and receiver must choose alike, so by what both of them know.
+        return self.pipes if tensor.nbytes <= MOST_BYTES else None
+
+    def _channel(self, axis: Axis, kind: str) -> int:
+        key = axis.ranks, kind
+        if key not in self._channels:
+            text = f"{self.name} {axis.ranks} {kind}"
+            self._channels[key] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        return self._channels[key]
 
     def _number_of(self, about: str) -> int:
         number = zlib.crc32(about.encode())
         self._known[number] = about
         return number
-
-
-def send(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    try:
-        return axis.group.send([tensor], rank, _TAGS[kind])
-    except RuntimeError as error:  # the connection is closed already
-        raise watch.explain(error) or error from None
-
-
-def receive(axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-    try:
-        return axis.group.recv([tensor], rank, _TAGS[kind])
-    except RuntimeError as error:
-        raise watch.explain(error) or error from None

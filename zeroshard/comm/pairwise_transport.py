@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.mesh import Axis
-from zeroshard.comm.messages import receive, send
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum, Transport
 from zeroshard.layout.sums import carve, parts, split_like
@@ -31,8 +30,8 @@ class PairwiseTransport(Transport):
         works = []
         # Receives are posted before sends: what arrives goes straight into place.
         for source, target in axis.rounds:
-            works += [receive(axis, part, source, gather.kind) for part in parts(full, of_shard[source])]
-            works += [send(axis, part, target, gather.kind) for part in parts(full, of_shard[axis.rank])]
+            works += [self.messages.receive(axis, part, source, gather.kind) for part in parts(full, of_shard[source])]
+            works += [self.messages.send(axis, part, target, gather.kind) for part in parts(full, of_shard[axis.rank])]
         return Pending(self, works, announced=announced)
 
     def reduce(self, sum_: Sum) -> Pending:
@@ -51,7 +50,7 @@ class PairwiseTransport(Transport):
         if sum_.about:
             announced = self.messages.announce(axis, sum_.kind, sum_.about, sum_.num_bytes)
         works = [
-            receive(axis, part, peer, sum_.kind)
+            self.messages.receive(axis, part, peer, sum_.kind)
             for peer, term in zip(axis.peers, received, strict=True)
             for part in term
         ]
@@ -63,7 +62,7 @@ class PairwiseTransport(Transport):
                 for place, part in zip(split_like(cast[0], term), term, strict=True):
                     place.copy_(part)
                 term = split_like(cast[0], term)
-            works += [send(axis, part, peer, sum_.kind) for part in term]
+            works += [self.messages.send(axis, part, peer, sum_.kind) for part in term]
         is_narrow = wire.itemsize < full.element_size() and len(axis.peers) > 1
 
         def add_up() -> None:
@@ -78,9 +77,9 @@ class PairwiseTransport(Transport):
         terms, places, works = torch.split(data, list(sent)), torch.split(out, list(received)), []
         for source, target in axis.rounds:
             if places[source].numel():
-                works.append(receive(axis, places[source], source, "all_to_all"))
+                works.append(self.messages.receive(axis, places[source], source, "all_to_all"))
             if terms[target].numel():
-                works.append(send(axis, terms[target], target, "all_to_all"))
+                works.append(self.messages.send(axis, terms[target], target, "all_to_all"))
         places[axis.rank].copy_(terms[axis.rank])
         return Pending(self, works)
 
@@ -110,8 +109,8 @@ class PairwiseTransport(Transport):
     def _from_before(self, axis: Axis, values: Tensor, distance: int) -> Tensor:
         """What the rank so many places before this one has; the one so many places after it gets `values`."""
         received = torch.empty_like(values)
-        works = [receive(axis, received, (axis.rank - distance) % axis.size, "exchange")]
-        works.append(send(axis, values, (axis.rank + distance) % axis.size, "exchange"))
+        works = [self.messages.receive(axis, received, (axis.rank - distance) % axis.size, "exchange")]
+        works.append(self.messages.send(axis, values, (axis.rank + distance) % axis.size, "exchange"))
         for work in works:
             work.wait()
         return received

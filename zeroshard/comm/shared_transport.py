@@ -16,6 +16,7 @@ from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Announcement
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
+from zeroshard.comm.pipes import Connecting
 from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.comm.transport import Gather, Sum, Transport
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
@@ -43,13 +44,20 @@ class SharedTransport(Transport):
         """
         memory = SharedMemory()
         probe = Probe(memory, world.rank, world.size)
-        cards = exchange(probe.card())
-        answers = exchange(probe.answer(cards))
+        line = Connecting(world.group, world.ranks[world.rank], world.ranks)
+        cards = exchange([probe.card(), line.card()])
+        of_memory, of_pipes = zip(*cards, strict=True)
+        answers = exchange([probe.answer(of_memory), line.connect([pid for pid, *_ in of_memory], of_pipes)])
         # Three exchanges: nobody looks for answers before all have written theirs, and one refusal decides for all
         # ranks. Ranks with different transports would wait for messages that nobody sends.
-        if not all(exchange(all(answers) and probe.is_answered(cards))):
+        can_read, are_connected = (all(answer) for answer in zip(*answers, strict=True))
+        if not all(exchange(can_read and probe.is_answered(of_memory))):
             return None
-        processes = {rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, cards, strict=True)}
+        if are_connected:
+            otherwise.messages.pipes = line.pipes()
+        processes = {
+            rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, of_memory, strict=True)
+        }
         return cls(otherwise, memory, processes)
 
     @property

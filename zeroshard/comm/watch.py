@@ -39,6 +39,7 @@ from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.peers import Peers
+from zeroshard.comm.pipes import interrupt_all
 from zeroshard.comm.positions import HERE
 from zeroshard.comm.store_line import Silent, StoreLine
 from zeroshard.comm.whereabouts import waits_in_vain, where
@@ -308,6 +309,7 @@ class Watch:
         """Let the main thread end by itself, which no longer waits inside of gloo, and the process not much later."""
         self._cause = cause
         self._peers.wake()
+        interrupt_all("a rank has failed")
         interrupt_gloo()
         if self._ending.wait(GRACE_SECONDS):
             return

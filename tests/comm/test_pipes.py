@@ -1,0 +1,284 @@
+"""Small messages between the ranks of one host go through pipes, as gloo's do: in order of their receives, each channel
+by itself; and whoever waits for a rank that has ended, or for nothing, is told so."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroshard
+from tests.kit import Job, Outcome, logs, same_bits, train, train_reference
+from zeroshard.comm.messages import Messages
+from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, pipes_of
+from zeroshard.testing import expect_same_logs, run_ranks
+
+A, B = 7, 2**64 - 1
+"""Channels."""
+
+
+def number(value: int, numel: int = 1) -> Tensor:
+    return torch.full((numel,), value, dtype=torch.int64)
+
+
+def connected(num_ranks: int = 2, timeout: float = 60.0) -> list[Pipes]:
+    """All in this process."""
+    ranks = range(num_ranks)
+    made = [Pipes(rank, ranks, timeout) for rank in ranks]
+    cards = [pipes.card(ranks) for pipes in made]
+    for rank, pipes in enumerate(made):
+        pipes.connect({other: (os.getpid(), cards[other][rank]) for other in ranks if other != rank})
+    for pipes in made:
+        pipes.start()
+    return made
+
+
+def receive(pipes: Pipes, rank: int, channel: int, numel: int = 1) -> tuple[Receive, Tensor]:
+    into = number(-1, numel)
+    return pipes.receive(rank, channel, into), into
+
+
+def test_a_message_is_for_the_receive_that_was_posted_first_whichever_is_waited_for_first() -> None:
+    first, second, third = connected(3)
+    before = [receive(first, 1, A), receive(first, 1, B), receive(first, 1, A)]
+    for value, channel in ((1, A), (2, A), (3, A), (4, B)):
+        second.send(0, channel, number(value))
+    third.send(0, A, number(5))
+    after, of_third = receive(first, 1, A), receive(first, 2, A)
+    for work, _ in (after, before[2], of_third, before[0], before[1]):
+        work.wait()
+    assert [into.item() for _, into in (*before, after, of_third)] == [1, 4, 2, 3, 5]
+
+
+def test_ranks_that_all_write_before_they_read_take_in_what_comes() -> None:
+    """Each pipe holds 64 KiB: here 4 MB go both ways, and neither rank has asked for anything."""
+
+    def exchange(rank: int) -> list[int]:
+        for message in range(256):
+            ends[rank].send(1 - rank, A, number(1000 * rank + message, MOST_BYTES // 8))
+        works = [receive(ends[rank], 1 - rank, A, MOST_BYTES // 8) for _ in range(256)]
+        for work, _ in works:
+            work.wait()
+        return [int(into[0]) for _, into in works if int(into.sum()) == int(into[0]) * into.numel()]
+
+    ends = connected()
+    found = in_threads(exchange)
+    assert found == {0: list(range(1000, 1256)), 1: list(range(256))}
+
+
+def test_a_rank_whose_pipe_is_full_gives_up_when_nobody_reads() -> None:
+    """The negative control of the test above: the pipes are full indeed."""
+    ends = connected(timeout=0.2)
+
+    def send_many() -> None:
+        for _ in range(256):
+            ends[0].send(1, A, number(0, MOST_BYTES // 8))
+
+    with pytest.raises(RuntimeError, match="timed out waiting for rank 1"):
+        send_many()
+
+
+def test_two_threads_of_a_rank_may_wait_at_once() -> None:
+    """What one of them reads may be what the other one waits for, and be needed for its own to come."""
+    first, second = connected()
+
+    def ask(rank: int) -> list[int]:
+        if rank == 0:
+            work, into = receive(first, 1, A)
+            both_wait.wait()
+            work.wait()
+            first.send(1, A, into + 1)
+            return [into.item()]
+        work, into = receive(first, 1, B)
+        both_wait.wait()
+        work.wait()
+        return [into.item()]
+
+    def answer() -> None:
+        both_wait.wait()
+        second.send(0, A, number(1))
+        work, into = receive(second, 0, A)
+        work.wait()
+        second.send(0, B, into + 1)
+
+    both_wait = threading.Barrier(3)
+    other = threading.Thread(target=answer)
+    other.start()
+    assert in_threads(ask) == {0: [1], 1: [3]}
+    other.join()
+
+
+def in_threads(work: Callable[[int], list[int]]) -> dict[int, list[int]]:
+    found = {}
+
+    def run(rank: int) -> None:
+        found[rank] = work(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_what_a_rank_has_sent_arrives_after_its_end_and_then_its_end_is_known() -> None:
+    first, second, third = connected(3)
+    second.send(0, A, number(1))
+    second.interrupt("it leaves")
+    work, into = receive(first, 1, A)
+    work.wait()
+    assert into.item() == 1
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        receive(first, 1, A)[0].wait()
+    third.send(0, A, number(2))  # the other ranks are still there
+    work, into = receive(first, 2, A)
+    work.wait()
+    assert into.item() == 2
+
+
+def test_a_wait_that_lasts_too_long_ends_for_both() -> None:
+    first, second = connected(timeout=0.1)
+    with pytest.raises(RuntimeError, match="timed out waiting for rank 1"):
+        receive(first, 1, A)[0].wait()
+    with pytest.raises(RuntimeError, match="connection to rank 1 closed: timed out"):
+        first.send(1, A, number(0))
+    with pytest.raises(RuntimeError, match="connection closed by rank 0"):
+        receive(second, 0, A)[0].wait()
+
+
+def test_a_wait_ends_when_another_thread_says_so() -> None:
+    first, _ = connected()
+    polls = threading.Event()
+    poll = first._poller.poll
+
+    class Poller:
+        register, unregister = first._poller.register, first._poller.unregister
+
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            polls.set()
+            return poll(milliseconds)
+
+    first._poller = Poller()  # type: ignore[assignment]
+    other = threading.Thread(target=lambda: (polls.wait(), first.interrupt("a rank has failed")))
+    other.start()
+    with pytest.raises(RuntimeError, match="closed: a rank has failed"):
+        receive(first, 1, A)[0].wait()
+    other.join()
+
+
+def test_a_message_of_another_size_is_refused() -> None:
+    first, second = connected()
+    second.send(0, A, number(1, 3))
+    with pytest.raises(RuntimeError, match="rank 1 sent 24 bytes where 8 were expected"):
+        receive(first, 1, A)[0].wait()
+
+
+def test_a_forked_copy_takes_nothing_from_its_parent() -> None:
+    first, second = connected()
+    work, into = receive(first, 1, A)
+    second.send(0, A, number(1))
+    if os.fork() == 0:
+        try:
+            work.wait()
+            second.send(0, A, number(2))
+            first.interrupt("a copy ends")
+        finally:
+            os._exit(0)
+    os.wait()
+    work.wait()
+    assert into.item() == 1
+    second.send(0, A, number(3))
+    work, into = receive(first, 1, A)
+    work.wait()
+    assert into.item() == 3
+
+
+def test_another_file_is_not_taken_for_a_pipe_of_a_peer() -> None:
+    """Numbers of processes and of files are given again."""
+    ranks = range(2)
+    first, second = (Pipes(rank, ranks, 60.0) for rank in ranks)
+    end, inode = first.card(ranks)[1]
+    with pytest.raises(OSError, match=f"expected pipe {inode + 1} of rank 0"):
+        second.connect({0: (os.getpid(), [end, inode + 1])})
+
+
+def test_all_files_are_closed_with_the_pipes() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    made = connected(3)
+    assert count() > before
+    del made
+    assert count() == before
+
+
+# In training ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_by_gloo() -> Iterator[list[int]]:
+    """Bytes of each message that an engine hands to gloo."""
+    found: list[int] = []
+    send = Messages.send
+
+    def counted(self: Messages, axis: Any, tensor: Tensor, rank: int, kind: str) -> Any:
+        if self._pipes_for(tensor) is None:
+            found.append(tensor.nbytes)
+        return send(self, axis, tensor, rank, kind)
+
+    Messages.send = counted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Messages.send = send  # type: ignore[method-assign]
+
+
+def no_pipes_on_the_last_rank(rank: int, num_ranks: int) -> None:
+    """There are no numbers left for its files."""
+    if rank == num_ranks - 1:
+        make = Pipes.__init__
+
+        def without_numbers(self: Pipes, *arguments: Any) -> None:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+            try:
+                make(self, *arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+        Pipes.__init__ = without_numbers  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_in_shared_memory_hands_nothing_to_gloo_and_is_the_same_with_and_without_pipes(num_ranks: int) -> None:
+    job = Job(steps=2)
+
+    def two(rank: int) -> tuple[list[Outcome], bool, list[int]]:
+        """The second shares the pipes of the first, which has made them."""
+        first = train(job, zeroshard.ZERO3, rank)
+        with counted_by_gloo() as by_gloo:
+            second = train(job, zeroshard.ZERO1, rank)
+        return [first, second], pipes_of(torch.distributed.group.WORLD) is not None, by_gloo
+
+    def two_without(rank: int) -> tuple[list[Outcome], bool, list[int]]:
+        no_pipes_on_the_last_rank(rank, num_ranks)
+        return two(rank)
+
+    truth = run_ranks(lambda rank: train_reference(job, num_ranks), 1)[0]
+    for run, has_pipes in ((two, True), (two_without, False)):
+        by_rank = run_ranks(run, num_ranks)
+        for (outcomes, found, by_gloo), expected in zip(by_rank, truth, strict=True):
+            for outcome in outcomes:
+                assert outcome.losses == expected.losses and same_bits(outcome.weights, expected.weights)
+            assert (found, not by_gloo) == (has_pipes, has_pipes)  # without pipes gloo has them all
+        for plan in range(2):
+            expect_same_logs(logs([outcomes[plan] for outcomes, *_ in by_rank]))

@@ -1,0 +1,356 @@
+"""Small messages between the ranks of one host, through pipes.
+
+With gloo a thread of its own reads every message and then wakes the thread that waits for it. A rank that waits for a
+pipe reads it itself: one switch in place of two. And where ranks outnumber cores, gloo's thread spends much of the time
+in a busy loop: `Pair::handleEvents` tries the lock of a connection, whose holder has lost its core, and returns to an
+`epoll_wait` that returns at once.
+
+Each rank makes one pipe for each peer. The peer opens its writing end by way of /proc/<pid>/fd, as it maps shared
+memory. A message is a header (channel, number of bytes) and its bytes. Messages of one channel are received in the
+order in which their receives were posted, as with gloo's tags. Channels do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.backends import timeout_of
+from zeroshard.errors import SystemRefused
+
+MOST_BYTES = 16 << 10
+"""Of a message. What is longer is quicker by gloo, which copies it once less."""
+
+_HEADER = struct.Struct("=QI")
+_AT_ONCE = 1 << 16
+"""Bytes read from a pipe in one call: all that it holds, by default."""
+_LONGEST_POLL = 60.0
+
+Card = list[list[int]]
+"""Of a rank: [file number, inode] of the writing end for each rank of the group; its own place is empty."""
+
+
+class Sent:
+    """A message that has been written: there is nothing left to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+_SENT = Sent()
+
+
+class Receive:
+    """A message that is expected, or has come."""
+
+    def __init__(self, pipes: Pipes, rank: int, into: Tensor) -> None:
+        self._pipes, self._rank, self._into = pipes, rank, into
+        self.data: bytes | None = None
+
+    def wait(self) -> None:
+        """Fill the tensor.
+
+        Raises:
+            RuntimeError: the peer has ended, or nothing has come within the timeout.
+        """
+        self._pipes.wait_until(lambda: self.data is not None, self._rank)
+        data = self.data
+        if data is None:  # a forked copy of this process: the message is the parent's
+            return
+        if len(data) != self._into.nbytes:
+            raise RuntimeError(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
+        ctypes.memmove(self._into.data_ptr(), data, len(data))
+
+
+@dataclass(eq=False)
+class _Channel:
+    """Of one peer: what has come before anybody expected it, or is expected and has not come. One is empty."""
+
+    early: deque[bytes] = field(default_factory=deque)
+    expected: deque[Receive] = field(default_factory=deque)
+
+
+class Pipes:
+    """Of one process, to all other ranks of a group."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
+        """
+        Args:
+            rank, ranks: global ranks: of this process, and of the group.
+            timeout: seconds that one wait lasts.
+
+        Raises:
+            OSError: there are no file numbers left.
+        """
+        self._rank, self._timeout, self._pid = rank, timeout, os.getpid()
+        self._changed = threading.Condition()
+        self._polls = False  # some thread does, for all that wait
+        self._closed = ""  # why
+        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._gone: set[int] = set()
+        self._files: set[int] = set()
+        weakref.finalize(self, _close_all, self._files)
+        self._own_ends: dict[int, int] = {}  # peer -> writing end of its pipe, until the peer has opened it
+        self._outboxes: dict[int, int] = {}
+        self._inboxes: dict[int, int] = {}  # reading end -> peer
+        self._partial: dict[int, bytes] = dict.fromkeys(ranks, b"")
+        for peer in ranks:
+            if peer != rank:
+                reading, self._own_ends[peer] = self._keep(os.pipe())
+                self._inboxes[reading] = peer
+                os.set_blocking(reading, False)
+        self._wake, self._bell = self._keep(os.pipe())
+        self._poller = select.poll()
+        for file in (*self._inboxes, self._wake):
+            self._poller.register(file, select.POLLIN)
+
+    def card(self, ranks: Sequence[int]) -> Card:
+        """What the peers need to know."""
+        ends = [self._own_ends.get(rank) for rank in ranks]
+        return [[] if end is None else [end, os.fstat(end).st_ino] for end in ends]
+
+    def connect(self, peers: Mapping[int, tuple[int, list[int]]]) -> None:
+        """Open the writing ends of the pipes that lead to the peers.
+
+        Args:
+            peers: by global rank: the process, and its card's entry for this rank.
+
+        Raises:
+            OSError: one of them cannot be opened.
+        """
+        for rank, (pid, (end, inode)) in peers.items():
+            path = f"/proc/{pid}/fd/{end}"
+            # Before it is opened, and again after: see [Note: a process number is not a process].
+            if os.readlink(path) != f"pipe:[{inode}]":
+                raise SystemRefused(f"{path}: expected pipe {inode} of rank {rank}, found {os.readlink(path)}")
+            (file,) = self._keep([os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)])
+            if os.fstat(file).st_ino != inode:
+                raise SystemRefused(f"{path}: expected pipe {inode} of rank {rank}, found another file")
+            self._outboxes[rank] = file
+
+    def start(self) -> None:
+        """All peers have opened their ends: from now on a pipe ends when its peer does."""
+        self._release(self._own_ends.values())
+        self._own_ends.clear()
+
+    def send(self, rank: int, channel: int, tensor: Tensor) -> Sent:
+        """Returns when the pipe has it.
+
+        Raises:
+            RuntimeError: the peer has ended, or does not read.
+        """
+        if self.is_forked_copy:
+            return _SENT
+        data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while data:
+                self._expect_open(rank)
+                try:
+                    data = data[os.write(self._outboxes[rank], data) :]
+                except BlockingIOError:
+                    # Its pipe is full. It may be writing, too, to this rank: take that in, or neither goes on.
+                    self._take_in(deadline, rank, self._outboxes[rank])
+                except OSError as error:
+                    self._gone.add(rank)
+                    raise RuntimeError(f"connection to rank {rank} closed: {error}") from None
+        return _SENT
+
+    def receive(self, rank: int, channel: int, into: Tensor) -> Receive:
+        """Post a receive; `into` is filled when it is waited for."""
+        receive = Receive(self, rank, into)
+        with self._changed:
+            found = self._channel(rank, channel)
+            if found.early:
+                receive.data = found.early.popleft()
+            else:
+                found.expected.append(receive)
+        return receive
+
+    def wait_until(self, is_there: Callable[[], bool], rank: int) -> None:
+        """Until something has come that rank `rank` sends. At once in a forked copy of this process, whose pipes are
+        its parent's.
+
+        Raises:
+            RuntimeError: as `Receive.wait`.
+        """
+        if is_there() or self.is_forked_copy:
+            return
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while not is_there():
+                self._expect_open(rank)
+                self._take_in(deadline, rank)
+
+    def interrupt(self, why: str) -> None:
+        """Whoever waits here raises, in whichever thread, and so do the peers that wait for this rank."""
+        if not self.is_forked_copy:
+            with self._changed:
+                self._close(why)
+
+    @property
+    def is_forked_copy(self) -> bool:
+        """Whether this process is not the one that made them."""
+        # See [Note: forked workers]: the pipes are the parent's, and another thread of it may have held the lock.
+        return os.getpid() != self._pid
+
+    # Under the lock --------------------------------------------------------------------------------------------------
+
+    def _take_in(self, deadline: float, rank: int, outbox: int | None = None) -> None:
+        """Wait until something can be read, or written to the outbox, and read it. One thread does so for all."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            self._close(f"timed out after {self._timeout:.0f} s")
+            raise RuntimeError(f"timed out waiting for rank {rank}: nothing came for {self._timeout:.0f} s")
+        if self._polls:
+            self._changed.wait(left if outbox is None else 0.01)
+            return
+        self._polls = True
+        if outbox is not None:
+            self._poller.register(outbox, select.POLLOUT)
+        self._changed.release()
+        try:
+            ready = self._poller.poll(1000 * min(left, _LONGEST_POLL))
+        finally:
+            self._changed.acquire()
+            if outbox is not None:
+                with suppress(KeyError):
+                    self._poller.unregister(outbox)
+            self._polls = False
+            self._changed.notify_all()
+        for file, _ in ready:
+            if file in self._inboxes:
+                self._read(file, self._inboxes[file])
+
+    def _read(self, file: int, rank: int) -> None:
+        try:
+            data = os.read(file, _AT_ONCE)
+        except BlockingIOError:
+            return
+        if not data:
+            self._gone.add(rank)
+            self._poller.unregister(file)
+            return
+        data, start = self._partial[rank] + data, 0
+        while len(data) - start >= _HEADER.size:
+            key, size = _HEADER.unpack_from(data, start)
+            stop = start + _HEADER.size + size
+            if stop > len(data):
+                break
+            self._deliver(rank, key, data[start + _HEADER.size : stop])
+            start = stop
+        self._partial[rank] = data[start:]
+
+    def _deliver(self, rank: int, key: int, message: bytes) -> None:
+        channel = self._channel(rank, key)
+        if channel.expected:
+            channel.expected.popleft().data = message
+        else:
+            channel.early.append(message)
+
+    def _channel(self, rank: int, key: int) -> _Channel:
+        found = self._channels.get((rank, key))
+        if found is None:
+            found = self._channels[rank, key] = _Channel()
+        return found
+
+    def _expect_open(self, rank: int) -> None:
+        if self._closed:
+            raise RuntimeError(f"connection to rank {rank} closed: {self._closed}")
+        if rank in self._gone:
+            raise RuntimeError(f"connection closed by rank {rank}")
+
+    def _close(self, why: str) -> None:
+        """The peers find out by the end of their pipes."""
+        if not self._closed:
+            self._closed = why
+            with suppress(OSError):
+                os.write(self._bell, b"!")  # who polls returns; its files must stay until then
+            self._release(self._outboxes.values())
+            self._outboxes.clear()
+            self._changed.notify_all()
+
+    def _keep(self, files: Sequence[int]) -> Sequence[int]:
+        self._files.update(files)
+        return files
+
+    def _release(self, files: Iterable[int]) -> None:
+        for file in list(files):
+            self._files.discard(file)
+            os.close(file)
+
+
+def _close_all(files: set[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)
+
+
+_OF_GROUPS: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
+
+
+def pipes_of(group: Any) -> Pipes | None:
+    """All meshes of a process group share them, as they share its connections."""
+    found = _OF_GROUPS.get(group)
+    return None if found is None or found.is_forked_copy else found
+
+
+class Connecting:
+    """The pipes of a process group, made when the first mesh of it is: what each rank says to the others meanwhile."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> None:
+        """`rank`, `ranks`: global ranks: of this process, and of the group."""
+        self._group, self._rank, self._ranks = group, rank, ranks
+        self._pipes, self._is_new = pipes_of(group), False
+        if self._pipes is None:
+            timeout = timeout_of(group, torch.device("cpu")).total_seconds()
+            with suppress(OSError):  # no file numbers are left: messages go by gloo
+                self._pipes, self._is_new = Pipes(rank, ranks, timeout), True
+
+    def card(self) -> Card | None:
+        """None where there is nothing to connect."""
+        return self._pipes.card(self._ranks) if self._pipes is not None and self._is_new else None
+
+    def connect(self, pids: Sequence[int], cards: Sequence[Card | None]) -> bool:
+        """Whether this rank can write to all others. In the order of the ranks: process numbers, cards."""
+        if self._pipes is None or not self._is_new:
+            return self._pipes is not None
+        place = self._ranks.index(self._rank)
+        peers = {}
+        for rank, pid, card in zip(self._ranks, pids, cards, strict=True):
+            if card is None:
+                return False
+            if rank != self._rank:
+                peers[rank] = pid, card[place]
+        try:
+            self._pipes.connect(peers)
+        except OSError:
+            return False
+        return True
+
+    def pipes(self) -> Pipes | None:
+        """Called where all ranks are connected: these are in use from now on."""
+        if self._pipes is not None and self._is_new:
+            self._pipes.start()
+            _OF_GROUPS[self._group] = self._pipes
+        return self._pipes
+
+
+def interrupt_all(why: str) -> None:
+    """Whoever waits for a message from a pipe raises, in whichever thread."""
+    for pipes in list(_OF_GROUPS.values()):
+        pipes.interrupt(why)
