@@ -206,7 +206,7 @@ def test_another_file_is_not_taken_for_a_pipe_of_a_peer() -> None:
     ranks = range(2)
     first, second = (Pipes(rank, ranks, 60.0) for rank in ranks)
     end, inode = first.card(ranks)[1]
-    with pytest.raises(OSError, match=f"expected pipe {inode + 1} of rank 0"):
+    with pytest.raises(OSError, match=rf"expected pipe:\[{inode + 1}\] of a peer"):
         second.connect({0: (os.getpid(), [end, inode + 1])})
 
 

@@ -19,8 +19,8 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.backends import timeout_of
-from zeroshard.errors import SystemRefused
+from zeroshard.errors import Error, InvalidState, SystemRefused
 
 MOST_BYTES = 16 << 10
 """Of a message. What is longer is quicker by gloo, which copies it once less."""
@@ -38,7 +38,8 @@ MOST_BYTES = 16 << 10
 _HEADER = struct.Struct("=QI")
 _AT_ONCE = 1 << 16
 """Bytes read from a pipe in one call: all that it holds, by default."""
-_LONGEST_POLL = 60.0
+_LONG, _SHORT = 60.0, 0.01
+"""Seconds: of one poll, and between two looks of a thread that wants to write while another one polls."""
 
 Card = list[list[int]]
 """Of a rank: [file number, inode] of the writing end for each rank of the group; its own place is empty."""
@@ -65,15 +66,20 @@ class Receive:
         """Fill the tensor.
 
         Raises:
-            RuntimeError: the peer has ended, or nothing has come within the timeout.
+            PeerGone: the peer has ended, or nothing has come within the timeout.
+            RuntimeError: a message of another size.
         """
         self._pipes.wait_until(lambda: self.data is not None, self._rank)
         data = self.data
         if data is None:  # a forked copy of this process: the message is the parent's
             return
         if len(data) != self._into.nbytes:
-            raise RuntimeError(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
+            raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
         ctypes.memmove(self._into.data_ptr(), data, len(data))
+
+
+class PeerGone(Error, RuntimeError):
+    """A rank has ended, has closed its pipes, or nothing comes from it."""
 
 
 @dataclass(eq=False)
@@ -84,8 +90,51 @@ class _Channel:
     expected: deque[Receive] = field(default_factory=deque)
 
 
+@dataclass(eq=False)
+class _Peer:
+    """Another rank, and the files that lead from it and to it.
+
+    Attributes:
+        inbox, own_end: both ends of the pipe that it writes to; `own_end` is closed when it has opened that.
+        outbox: the writing end of its own pipe.
+        rest: of what has been read: a message that has not come as a whole.
+        is_gone: it has closed its end, or does not read any more.
+    """
+
+    rank: int
+    inbox: int
+    own_end: int
+    outbox: int = -1
+    rest: bytes = b""
+    is_gone: bool = False
+    channels: defaultdict[int, _Channel] = field(default_factory=lambda: defaultdict(_Channel))
+
+    def read(self) -> None:
+        """What is there, and whom it is for."""
+        try:
+            data = os.read(self.inbox, _AT_ONCE)
+        except BlockingIOError:
+            return
+        self.is_gone |= not data
+        data, start = self.rest + data, 0
+        while len(data) - start >= _HEADER.size:
+            key, size = _HEADER.unpack_from(data, start)
+            stop = start + _HEADER.size + size
+            if stop > len(data):
+                break
+            self._deliver(self.channels[key], data[start + _HEADER.size : stop])
+            start = stop
+        self.rest = data[start:]
+
+    def _deliver(self, channel: _Channel, message: bytes) -> None:
+        if channel.expected:
+            channel.expected.popleft().data = message
+        else:
+            channel.early.append(message)
+
+
 class Pipes:
-    """Of one process, to all other ranks of a group."""
+    """Of one process, to all other ranks of a group. Any thread may send, receive and wait."""
 
     def __init__(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
         """
@@ -96,85 +145,77 @@ class Pipes:
         Raises:
             OSError: there are no file numbers left.
         """
-        self._rank, self._timeout, self._pid = rank, timeout, os.getpid()
+        self._timeout, self._pid = timeout, os.getpid()
         self._changed = threading.Condition()
         self._polls = False  # some thread does, for all that wait
         self._closed = ""  # why
-        self._channels: dict[tuple[int, int], _Channel] = {}
-        self._gone: set[int] = set()
         self._files: set[int] = set()
         weakref.finalize(self, _close_all, self._files)
-        self._own_ends: dict[int, int] = {}  # peer -> writing end of its pipe, until the peer has opened it
-        self._outboxes: dict[int, int] = {}
-        self._inboxes: dict[int, int] = {}  # reading end -> peer
-        self._partial: dict[int, bytes] = dict.fromkeys(ranks, b"")
-        for peer in ranks:
-            if peer != rank:
-                reading, self._own_ends[peer] = self._keep(os.pipe())
-                self._inboxes[reading] = peer
-                os.set_blocking(reading, False)
-        self._wake, self._bell = self._keep(os.pipe())
+        self._peers = {other: _Peer(other, *self._pipe()) for other in ranks if other != rank}
+        self._wake, self._bell = self._pipe()
         self._poller = select.poll()
-        for file in (*self._inboxes, self._wake):
-            self._poller.register(file, select.POLLIN)
+        self._poller.register(self._wake, select.POLLIN)
+        for peer in self._peers.values():
+            os.set_blocking(peer.inbox, False)
+            self._poller.register(peer.inbox, select.POLLIN)
 
     def card(self, ranks: Sequence[int]) -> Card:
         """What the peers need to know."""
-        ends = [self._own_ends.get(rank) for rank in ranks]
+        ends = [self._peers[rank].own_end if rank in self._peers else None for rank in ranks]
         return [[] if end is None else [end, os.fstat(end).st_ino] for end in ends]
 
-    def connect(self, peers: Mapping[int, tuple[int, list[int]]]) -> None:
+    def connect(self, found: Mapping[int, tuple[int, list[int]]]) -> None:
         """Open the writing ends of the pipes that lead to the peers.
 
         Args:
-            peers: by global rank: the process, and its card's entry for this rank.
+            found: by global rank: the process, and its card's entry for this rank.
 
         Raises:
             OSError: one of them cannot be opened.
         """
-        for rank, (pid, (end, inode)) in peers.items():
-            path = f"/proc/{pid}/fd/{end}"
+        for rank, (pid, (end, inode)) in found.items():
+            path, name = f"/proc/{pid}/fd/{end}", f"pipe:[{inode}]"
             # Before it is opened, and again after: see [Note: a process number is not a process].
-            if os.readlink(path) != f"pipe:[{inode}]":
-                raise SystemRefused(f"{path}: expected pipe {inode} of rank {rank}, found {os.readlink(path)}")
-            (file,) = self._keep([os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)])
-            if os.fstat(file).st_ino != inode:
-                raise SystemRefused(f"{path}: expected pipe {inode} of rank {rank}, found another file")
-            self._outboxes[rank] = file
+            _expect(path, name)
+            outbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._files.add(outbox)
+            _expect(f"/proc/self/fd/{outbox}", name)
+            self._peers[rank].outbox = outbox
 
     def start(self) -> None:
         """All peers have opened their ends: from now on a pipe ends when its peer does."""
-        self._release(self._own_ends.values())
-        self._own_ends.clear()
+        for peer in self._peers.values():
+            self._release(peer.own_end)
 
     def send(self, rank: int, channel: int, tensor: Tensor) -> Sent:
         """Returns when the pipe has it.
 
         Raises:
-            RuntimeError: the peer has ended, or does not read.
+            PeerGone: the peer has ended, or does not read.
         """
         if self.is_forked_copy:
             return _SENT
+        peer = self._peers[rank]
         data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         deadline = time.monotonic() + self._timeout
         with self._changed:
             while data:
-                self._expect_open(rank)
+                self._expect_open(peer)
                 try:
-                    data = data[os.write(self._outboxes[rank], data) :]
+                    data = data[os.write(peer.outbox, data) :]
                 except BlockingIOError:
                     # Its pipe is full. It may be writing, too, to this rank: take that in, or neither goes on.
-                    self._take_in(deadline, rank, self._outboxes[rank])
+                    self._take_in(deadline, peer, writes=True)
                 except OSError as error:
-                    self._gone.add(rank)
-                    raise RuntimeError(f"connection to rank {rank} closed: {error}") from None
+                    peer.is_gone = True
+                    raise PeerGone(f"connection to rank {rank} closed: {error}") from None
         return _SENT
 
     def receive(self, rank: int, channel: int, into: Tensor) -> Receive:
         """Post a receive; `into` is filled when it is waited for."""
         receive = Receive(self, rank, into)
         with self._changed:
-            found = self._channel(rank, channel)
+            found = self._peers[rank].channels[channel]
             if found.early:
                 receive.data = found.early.popleft()
             else:
@@ -186,15 +227,15 @@ class Pipes:
         its parent's.
 
         Raises:
-            RuntimeError: as `Receive.wait`.
+            PeerGone: the peer has ended, or nothing has come within the timeout.
         """
         if is_there() or self.is_forked_copy:
             return
         deadline = time.monotonic() + self._timeout
         with self._changed:
             while not is_there():
-                self._expect_open(rank)
-                self._take_in(deadline, rank)
+                self._expect_open(self._peers[rank])
+                self._take_in(deadline, self._peers[rank])
 
     def interrupt(self, why: str) -> None:
         """Whoever waits here raises, in whichever thread, and so do the peers that wait for this rank."""
@@ -210,88 +251,63 @@ class Pipes:
 
     # Under the lock --------------------------------------------------------------------------------------------------
 
-    def _take_in(self, deadline: float, rank: int, outbox: int | None = None) -> None:
-        """Wait until something can be read, or written to the outbox, and read it. One thread does so for all."""
+    def _take_in(self, deadline: float, peer: _Peer, *, writes: bool = False) -> None:
+        """Wait until something can be read, or written to the peer, and read it. One thread does so for all."""
         left = deadline - time.monotonic()
         if left <= 0:
             self._close(f"timed out after {self._timeout:.0f} s")
-            raise RuntimeError(f"timed out waiting for rank {rank}: nothing came for {self._timeout:.0f} s")
+            raise PeerGone(f"timed out waiting for rank {peer.rank}: nothing came for {self._timeout:.0f} s")
         if self._polls:
-            self._changed.wait(left if outbox is None else 0.01)
+            self._changed.wait(min(left, _SHORT) if writes else left)
             return
         self._polls = True
-        if outbox is not None:
-            self._poller.register(outbox, select.POLLOUT)
+        if writes:
+            self._poller.register(peer.outbox, select.POLLOUT)
         self._changed.release()
         try:
-            ready = self._poller.poll(1000 * min(left, _LONGEST_POLL))
+            ready = self._poller.poll(1000 * min(left, _LONG))
         finally:
             self._changed.acquire()
-            if outbox is not None:
-                with suppress(KeyError):
-                    self._poller.unregister(outbox)
+            if writes:
+                self._poller.unregister(peer.outbox)
             self._polls = False
             self._changed.notify_all()
-        for file, _ in ready:
-            if file in self._inboxes:
-                self._read(file, self._inboxes[file])
+        files = {file for file, _ in ready}
+        for other in self._peers.values():
+            if other.inbox in files:
+                other.read()
+                if other.is_gone:
+                    self._poller.unregister(other.inbox)
 
-    def _read(self, file: int, rank: int) -> None:
-        try:
-            data = os.read(file, _AT_ONCE)
-        except BlockingIOError:
-            return
-        if not data:
-            self._gone.add(rank)
-            self._poller.unregister(file)
-            return
-        data, start = self._partial[rank] + data, 0
-        while len(data) - start >= _HEADER.size:
-            key, size = _HEADER.unpack_from(data, start)
-            stop = start + _HEADER.size + size
-            if stop > len(data):
-                break
-            self._deliver(rank, key, data[start + _HEADER.size : stop])
-            start = stop
-        self._partial[rank] = data[start:]
-
-    def _deliver(self, rank: int, key: int, message: bytes) -> None:
-        channel = self._channel(rank, key)
-        if channel.expected:
-            channel.expected.popleft().data = message
-        else:
-            channel.early.append(message)
-
-    def _channel(self, rank: int, key: int) -> _Channel:
-        found = self._channels.get((rank, key))
-        if found is None:
-            found = self._channels[rank, key] = _Channel()
-        return found
-
-    def _expect_open(self, rank: int) -> None:
+    def _expect_open(self, peer: _Peer) -> None:
         if self._closed:
-            raise RuntimeError(f"connection to rank {rank} closed: {self._closed}")
-        if rank in self._gone:
-            raise RuntimeError(f"connection closed by rank {rank}")
+            raise PeerGone(f"connection to rank {peer.rank} closed: {self._closed}")
+        if peer.is_gone:
+            raise PeerGone(f"connection closed by rank {peer.rank}")
 
     def _close(self, why: str) -> None:
         """The peers find out by the end of their pipes."""
         if not self._closed:
             self._closed = why
-            with suppress(OSError):
-                os.write(self._bell, b"!")  # who polls returns; its files must stay until then
-            self._release(self._outboxes.values())
-            self._outboxes.clear()
+            os.write(self._bell, b"!")  # who polls returns
+            for peer in self._peers.values():
+                self._release(peer.outbox)
             self._changed.notify_all()
 
-    def _keep(self, files: Sequence[int]) -> Sequence[int]:
+    def _pipe(self) -> tuple[int, int]:
+        files = os.pipe()
         self._files.update(files)
         return files
 
-    def _release(self, files: Iterable[int]) -> None:
-        for file in list(files):
-            self._files.discard(file)
+    def _release(self, file: int) -> None:
+        if file in self._files:
+            self._files.remove(file)
             os.close(file)
+
+
+def _expect(path: str, name: str) -> None:
+    if os.readlink(path) != name:
+        raise SystemRefused(f"{path}: expected {name} of a peer, found {os.readlink(path)}")
 
 
 def _close_all(files: set[int]) -> None:
