@@ -17,7 +17,7 @@ from torch import Tensor
 import zeroshard
 from tests.kit import Job, Outcome, logs, same_bits, train, train_reference
 from zeroshard.comm.messages import Messages
-from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, pipes_of
+from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, connected
 from zeroshard.testing import expect_same_logs, run_ranks
 
 A, B = 7, 2**64 - 1
@@ -28,7 +28,7 @@ def number(value: int, numel: int = 1) -> Tensor:
     return torch.full((numel,), value, dtype=torch.int64)
 
 
-def connected(num_ranks: int = 2, timeout: float = 60.0) -> list[Pipes]:
+def ends_of(num_ranks: int = 2, timeout: float = 60.0) -> list[Pipes]:
     """All in this process."""
     ranks = range(num_ranks)
     made = [Pipes(rank, ranks, timeout) for rank in ranks]
@@ -46,7 +46,7 @@ def receive(pipes: Pipes, rank: int, channel: int, numel: int = 1) -> tuple[Rece
 
 
 def test_a_message_is_for_the_receive_that_was_posted_first_whichever_is_waited_for_first() -> None:
-    first, second, third = connected(3)
+    first, second, third = ends_of(3)
     before = [receive(first, 1, A), receive(first, 1, B), receive(first, 1, A)]
     for value, channel in ((1, A), (2, A), (3, A), (4, B)):
         second.send(0, channel, number(value))
@@ -68,14 +68,14 @@ def test_ranks_that_all_write_before_they_read_take_in_what_comes() -> None:
             work.wait()
         return [int(into[0]) for _, into in works if int(into.sum()) == int(into[0]) * into.numel()]
 
-    ends = connected()
+    ends = ends_of()
     found = in_threads(exchange)
     assert found == {0: list(range(1000, 1256)), 1: list(range(256))}
 
 
 def test_a_rank_whose_pipe_is_full_gives_up_when_nobody_reads() -> None:
     """The negative control of the test above: the pipes are full indeed."""
-    ends = connected(timeout=0.2)
+    ends = ends_of(timeout=0.2)
 
     def send_many() -> None:
         for _ in range(256):
@@ -87,7 +87,7 @@ def test_a_rank_whose_pipe_is_full_gives_up_when_nobody_reads() -> None:
 
 def test_two_threads_of_a_rank_may_wait_at_once() -> None:
     """What one of them reads may be what the other one waits for, and be needed for its own to come."""
-    first, second = connected()
+    first, second = ends_of()
 
     def ask(rank: int) -> list[int]:
         if rank == 0:
@@ -130,7 +130,7 @@ def in_threads(work: Callable[[int], list[int]]) -> dict[int, list[int]]:
 
 
 def test_what_a_rank_has_sent_arrives_after_its_end_and_then_its_end_is_known() -> None:
-    first, second, third = connected(3)
+    first, second, third = ends_of(3)
     second.send(0, A, number(1))
     second.interrupt("it leaves")
     work, into = receive(first, 1, A)
@@ -145,7 +145,7 @@ def test_what_a_rank_has_sent_arrives_after_its_end_and_then_its_end_is_known() 
 
 
 def test_a_wait_that_lasts_too_long_ends_for_both() -> None:
-    first, second = connected(timeout=0.1)
+    first, second = ends_of(timeout=0.1)
     with pytest.raises(RuntimeError, match="timed out waiting for rank 1"):
         receive(first, 1, A)[0].wait()
     with pytest.raises(RuntimeError, match="connection to rank 1 closed: timed out"):
@@ -155,7 +155,7 @@ def test_a_wait_that_lasts_too_long_ends_for_both() -> None:
 
 
 def test_a_wait_ends_when_another_thread_says_so() -> None:
-    first, _ = connected()
+    first, _ = ends_of()
     polls = threading.Event()
     poll = first._poller.poll
 
@@ -175,14 +175,14 @@ def test_a_wait_ends_when_another_thread_says_so() -> None:
 
 
 def test_a_message_of_another_size_is_refused() -> None:
-    first, second = connected()
+    first, second = ends_of()
     second.send(0, A, number(1, 3))
     with pytest.raises(RuntimeError, match="rank 1 sent 24 bytes where 8 were expected"):
         receive(first, 1, A)[0].wait()
 
 
 def test_a_forked_copy_takes_nothing_from_its_parent() -> None:
-    first, second = connected()
+    first, second = ends_of()
     work, into = receive(first, 1, A)
     second.send(0, A, number(1))
     if os.fork() == 0:
@@ -215,7 +215,7 @@ def test_all_files_are_closed_with_the_pipes() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
-    made = connected(3)
+    made = ends_of(3)
     assert count() > before
     del made
     assert count() == before
@@ -267,7 +267,7 @@ def test_training_in_shared_memory_hands_nothing_to_gloo_and_is_the_same_with_an
         first = train(job, zeroshard.ZERO3, rank)
         with counted_by_gloo() as by_gloo:
             second = train(job, zeroshard.ZERO1, rank)
-        return [first, second], pipes_of(torch.distributed.group.WORLD) is not None, by_gloo
+        return [first, second], connected(torch.distributed.group.WORLD) is not None, by_gloo
 
     def two_without(rank: int) -> tuple[list[Outcome], bool, list[int]]:
         no_pipes_on_the_last_rank(rank, num_ranks)

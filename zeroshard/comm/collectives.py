@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,6 @@ from zeroshard.comm.packets import (
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import pipes_of
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.profiling import span
 from zeroshard.comm.samples import Samples
@@ -52,6 +51,8 @@ from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
 
 SOME_EXCHANGE = "an exchange among all ranks"
+_TOGETHER_BYTES = 1 << 20
+"""Of tensors that are broadcast as one: each broadcast costs a round trip, however little it moves."""
 
 
 class Collectives:
@@ -79,7 +80,6 @@ class Collectives:
 
     def _try_to_share(self) -> None:
         """Read each other's memory, where every rank can."""
-        self.messages.pipes = pipes_of(self.mesh.world.group)
         self.transport = (
             SharedTransport.between(self.mesh.world, self.transport, self.exchange_objects) or self.transport
         )
@@ -216,12 +216,18 @@ class Collectives:
     def broadcast(self, tensors: Sequence[Tensor], axis: Axis | None = None, source: int = 0) -> None:
         """The values of rank `source` of an axis (all ranks), in place. Not logged: it belongs to no step."""
         axis = axis or self.mesh.world
-        for tensor in tensors if axis.size > 1 else ():
-            if tensor.numel():
-                dense = tensor.contiguous()  # its bytes travel: gloo knows no 8-bit floats
-                self.transport.broadcast(axis, dense.view(-1).view(torch.uint8), source)
-                if dense is not tensor:
-                    tensor.copy_(dense)
+        for batch in _batches(tensors) if axis.size > 1 else ():
+            dense = [tensor.contiguous() for tensor in batch]
+            parts = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # gloo knows no 8-bit floats
+            data = torch.cat(parts) if len(parts) > 1 else parts[0]
+            self.transport.broadcast(axis, data, source)
+            for tensor, copy, part, found in zip(
+                batch, dense, parts, torch.split(data, [*map(len, parts)]), strict=True
+            ):
+                if len(parts) > 1:
+                    part.copy_(found)
+                if copy is not tensor:
+                    tensor.copy_(copy)
 
     # Small things -----------------------------------------------------------------------------------------------
 
@@ -376,3 +382,18 @@ class Collectives:
     def _record_gather(self, gather: Gather, unit: str, phase: str) -> None:
         num_elements, itemsize = gather.portions.sent_to_gather(gather.axis.rank), gather.full.element_size()
         self.log.record(gather.kind, unit, phase, num_elements * itemsize, common=gather.num_bytes)
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, without empty ones; what is small travels together."""
+    batch: list[Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if batch and (num_bytes + tensor.nbytes > _TOGETHER_BYTES or tensor.device != batch[0].device):
+            yield batch
+            batch, num_bytes = [], 0
+        if tensor.numel():
+            batch.append(tensor)
+            num_bytes += tensor.nbytes
+    if batch:
+        yield batch

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.backends import timeout_of
+from zeroshard.comm.shared_memory import Process
 from zeroshard.errors import Error, InvalidState, SystemRefused
 
 MOST_BYTES = 16 << 10
@@ -316,57 +317,62 @@ def _close_all(files: set[int]) -> None:
             os.close(file)
 
 
-_OF_GROUPS: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class Connected:
+    """What the ranks of a group know of each other, once they share memory and have pipes. `processes`: by global
+    rank."""
+
+    pipes: Pipes
+    processes: Mapping[int, Process]
 
 
-def pipes_of(group: Any) -> Pipes | None:
-    """All meshes of a process group share them, as they share its connections."""
-    found = _OF_GROUPS.get(group)
-    return None if found is None or found.is_forked_copy else found
+_CONNECTED: weakref.WeakKeyDictionary[Any, Connected] = weakref.WeakKeyDictionary()
+
+
+def connected(group: dist.ProcessGroup) -> Connected | None:
+    """Of all meshes of a process group, as they share its connections; None before the first."""
+    found = _CONNECTED.get(group)
+    return None if found is None or found.pipes.is_forked_copy else found
 
 
 class Connecting:
-    """The pipes of a process group, made when the first mesh of it is: what each rank says to the others meanwhile."""
+    """What each rank does and says while the pipes of a group are made."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> None:
         """`rank`, `ranks`: global ranks: of this process, and of the group."""
         self._group, self._rank, self._ranks = group, rank, ranks
-        self._pipes, self._is_new = pipes_of(group), False
-        if self._pipes is None:
-            timeout = timeout_of(group, torch.device("cpu")).total_seconds()
-            with suppress(OSError):  # no file numbers are left: messages go by gloo
-                self._pipes, self._is_new = Pipes(rank, ranks, timeout), True
+        self._pipes: Pipes | None = None
+        with suppress(OSError):  # no file numbers are left: messages go by gloo
+            self._pipes = Pipes(rank, ranks, timeout_of(group, torch.device("cpu")).total_seconds())
 
     def card(self) -> Card | None:
-        """None where there is nothing to connect."""
-        return self._pipes.card(self._ranks) if self._pipes is not None and self._is_new else None
+        """For the others; None where there is nothing to connect."""
+        return self._pipes.card(self._ranks) if self._pipes is not None else None
 
     def connect(self, pids: Sequence[int], cards: Sequence[Card | None]) -> bool:
         """Whether this rank can write to all others. In the order of the ranks: process numbers, cards."""
-        if self._pipes is None or not self._is_new:
-            return self._pipes is not None
-        place = self._ranks.index(self._rank)
-        peers = {}
+        place, found = self._ranks.index(self._rank), {}
         for rank, pid, card in zip(self._ranks, pids, cards, strict=True):
             if card is None:
                 return False
             if rank != self._rank:
-                peers[rank] = pid, card[place]
+                found[rank] = pid, card[place]
         try:
-            self._pipes.connect(peers)
+            assert self._pipes is not None, "all have a card"
+            self._pipes.connect(found)
         except OSError:
             return False
         return True
 
-    def pipes(self) -> Pipes | None:
-        """Called where all ranks are connected: these are in use from now on."""
-        if self._pipes is not None and self._is_new:
-            self._pipes.start()
-            _OF_GROUPS[self._group] = self._pipes
+    def start(self, processes: Mapping[int, Process]) -> Pipes:
+        """Called where all ranks are connected: the pipes are in use from now on."""
+        assert self._pipes is not None, "connected"
+        self._pipes.start()
+        _CONNECTED[self._group] = Connected(self._pipes, processes)
         return self._pipes
 
 
 def interrupt_all(why: str) -> None:
     """Whoever waits for a message from a pipe raises, in whichever thread."""
-    for pipes in list(_OF_GROUPS.values()):
-        pipes.interrupt(why)
+    for found in list(_CONNECTED.values()):
+        found.pipes.interrupt(why)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import secrets
 import weakref
@@ -36,6 +37,8 @@ class Location(NamedTuple):
 
 NOWHERE = Location(0, 0, 0, 0)
 """That a peer could read: its segments count from 1."""
+_SEGMENTS = itertools.count(1)
+"""Numbers for all of this process: meshes of one group share its identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,11 @@ class SharedMemory:
         process: this one.
     """
 
-    def __init__(self) -> None:
-        self.process = Process(os.getpid(), secrets.randbits(62))
+    def __init__(self, process: Process | None = None) -> None:
+        """`process`: this one, as its peers know it already; None: under a new identity."""
+        self.process = process or Process(os.getpid(), secrets.randbits(62))
         self._own: dict[int, tuple[int, int]] = {}  # address -> (segment, fd)
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
-        self._count = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
         """uint8 zeros [num_bytes] that peers can map as long as the tensor lives."""
@@ -72,11 +75,11 @@ class SharedMemory:
 
     def create(self, num_bytes: int) -> tuple[int, int]:
         """A file of zeros: (segment, fd)."""
-        self._count += 1
+        segment = next(_SEGMENTS)
         # Anonymous, not `shm_open`: a name in /dev/shm outlives a process that is killed.
-        fd = os.memfd_create(_label(self.process, self._count))
+        fd = os.memfd_create(_label(self.process, segment))
         os.ftruncate(fd, num_bytes)
-        return self._count, fd
+        return segment, fd
 
     def map(self, segment: int, fd: int, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], which `locate` knows as long as the tensor lives."""

@@ -16,7 +16,7 @@ from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Announcement
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import Connecting
+from zeroshard.comm.pipes import Connecting, connected
 from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.comm.transport import Gather, Sum, Transport
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
@@ -42,22 +42,26 @@ class SharedTransport(Transport):
             otherwise: for what does not lie in shared memory.
             exchange: a JSON-able value of every rank, in rank order.
         """
+        known = connected(world.group)
+        if known is not None:  # by another mesh of the same group: nothing has to be tried again
+            otherwise.messages.pipes = known.pipes
+            return cls(otherwise, SharedMemory(known.processes[world.ranks[world.rank]]), known.processes)
         memory = SharedMemory()
         probe = Probe(memory, world.rank, world.size)
-        line = Connecting(world.group, world.ranks[world.rank], world.ranks)
-        cards = exchange([probe.card(), line.card()])
+        pipes = Connecting(world.group, world.ranks[world.rank], world.ranks)
+        cards = exchange([probe.card(), pipes.card()])
         of_memory, of_pipes = zip(*cards, strict=True)
-        answers = exchange([probe.answer(of_memory), line.connect([pid for pid, *_ in of_memory], of_pipes)])
+        answers = exchange([probe.answer(of_memory), pipes.connect([pid for pid, *_ in of_memory], of_pipes)])
         # Three exchanges: nobody looks for answers before all have written theirs, and one refusal decides for all
         # ranks. Ranks with different transports would wait for messages that nobody sends.
         can_read, are_connected = (all(answer) for answer in zip(*answers, strict=True))
         if not all(exchange(can_read and probe.is_answered(of_memory))):
             return None
-        if are_connected:
-            otherwise.messages.pipes = line.pipes()
         processes = {
             rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, of_memory, strict=True)
         }
+        if are_connected:
+            otherwise.messages.pipes = pipes.start(processes)
         return cls(otherwise, memory, processes)
 
     @property
