@@ -1,6 +1,6 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
-# make test   lint, types, then the tests, JOBS at a time
+# make test   the tests, JOBS at a time; lint and types are two of them
 # make test-settings   the tests under every setting that chooses other kernels, and beside a program that keeps all cores busy
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make lint   lint and types only
@@ -53,7 +53,7 @@ $(SITE_STAMP): $(STAMP)
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
-test: lint
+test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-settings: $(STAMP)

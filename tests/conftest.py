@@ -42,6 +42,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if os.environ.get("ZEROSHARD_TEST_BACKEND"):
         for item in items:
             if item.get_closest_marker("by_gloo"):

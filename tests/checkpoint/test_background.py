@@ -126,6 +126,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outcome", ["good", "fail"] if FULL else ["fail"])
 def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) -> None:
     """Two processes with torch's own rendezvous, which end right after the call; a failure shows in their status."""

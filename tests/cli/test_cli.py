@@ -114,6 +114,7 @@ zeroshard.__main__.main()
 """
 
 
+@pytest.mark.long
 def test_core_works_without_the_extras(tmp_path: Path) -> None:
     """`import zeroshard` must work, and stay quick, where only torch is installed, and checkpoints be written and read;
     `train` names its extra. (In an interpreter of its own, which has imported nothing.)"""
@@ -127,6 +128,7 @@ def test_core_works_without_the_extras(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tmp_path: Path) -> None:
     """One run: started with --nproc, SIGTERM to the command, finished by torchrun. (SIGINT takes the same way.)"""
     common = ["--data", str(text_folder), *SMALL]
@@ -159,6 +161,7 @@ def test_refusal_of_the_ranks_is_reported_once(text_folder: Path, tmp_path: Path
     assert "already holds a run" in err
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL]

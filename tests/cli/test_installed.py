@@ -105,6 +105,7 @@ def test_what_the_metadata_says(built: tuple[Path, Path]) -> None:
     assert requirements(metadata.get_all("Requires-Dist")) == {"click", "numpy", "torch"}
 
 
+@pytest.mark.long
 def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     python = tmp_path / "env" / "bin" / "python"

@@ -38,6 +38,7 @@ def train_until_cut_off(rank: int, culprit: int, plan: str) -> None:
             cut_off()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("store_on", "plan"), [(0, "zero3"), (1, "ddp")])
 def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, plan: str) -> None:
     """Two ranks on the first host, one on the second; the store with either."""

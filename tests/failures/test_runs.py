@@ -95,6 +95,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
     return text, folder / "run", time.monotonic() - began
 
 
+@pytest.mark.long
 def test_killed_at_a_random_moment_and_resumed(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
     """Dropout, shuffling, fp16 with overflows, accumulation, saves in the background, in mid-epoch: the run that was
     killed and went on has the losses and the bits of the calm one. 20 times in full; one rank, or both."""
@@ -197,6 +198,7 @@ def stubborn_rank(rank: int, mark: Callable[[], Any], config: Config) -> None:
     train(config)
 
 
+@pytest.mark.long
 def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
     """`--max-restarts`: a rank is killed, and the command ends as if it had not been."""
     text, whole, _ = calm

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import pytest
 import torch
 
 import zeroshard
@@ -160,6 +161,7 @@ def elsewhere() -> None:
     time.sleep(2 * AT_ONCE)
 
 
+@pytest.mark.long
 def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> None:
     """And the negative control: without the watch they wait for the whole timeout, for one that has raised."""
     timeout = 3.0
@@ -223,6 +225,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
     """A rank raises; the launcher is killed."""
     script = tmp_path / "script.py"

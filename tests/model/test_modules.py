@@ -407,6 +407,7 @@ def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_s
     return Outcome(losses, handle.full_state_dict(), handle.comm_log)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
 @pytest.mark.parametrize(
@@ -475,6 +476,7 @@ def all_graphs() -> list[dict[tuple[Plan, str, bool], list[int]]]:
     return run_ranks(lambda rank: {case: graphs_of(rank, *case) for case in GRAPH_CASES}, 2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ONE_GRAPH)
@@ -562,6 +564,7 @@ def raises(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")
 @pytest.mark.filterwarnings("ignore")

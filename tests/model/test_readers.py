@@ -188,6 +188,7 @@ def run_all() -> tuple[dict[str, list[tuple[Outcome, Tensor]]], list[dict[str, l
     return truth, run_ranks(lambda rank: {name: [run(rank, name, *how) for how in settings(name)] for name in CASES}, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_forward_reads_is_there(name: str) -> None:
     """Training against one process, and an evaluation of its result against the plain model, bit for bit."""

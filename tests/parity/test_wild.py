@@ -348,6 +348,7 @@ def cases() -> list[tuple[list[int], int]]:
     return every if EVERYTHING else every[:2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seeds", "num_ranks"), cases(), ids=lambda value: str(value if isinstance(value, int) else value[0])
