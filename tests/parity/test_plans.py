@@ -1,4 +1,5 @@
-"""The contract: at one world size and one reduction schedule, every plan computes the same bits, and the right ones."""
+"""At one world size and one reduction schedule, every plan computes the same bits, and they are those of one
+process."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def test_one_other_batch_on_one_rank_is_seen() -> None:
 
 @pytest.mark.by_gloo
 def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank's term first: plans agree among themselves, not with the truth."""
+    """With the last rank's term first, plans still agree with each other, but not with the reference."""
 
     def last_first(own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int) -> None:
         *others, last = [*received[:rank], own, *received[rank:]]
@@ -174,7 +175,8 @@ def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_plans_step_the_same_vectors() -> None:
-    """What the sharded ranks step, one after the other, is what a rank that steps everything does."""
+    """The pieces that the ranks of sharded plans step are, together and in order, those of a rank that steps
+    everything."""
 
     def pieces(rank: int, plan: Plan) -> list[tuple[str, Interval, int]]:
         model = make(Net)
