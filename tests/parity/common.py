@@ -43,7 +43,7 @@ ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
     "asgd": (torch.optim.ASGD, {"lr": 1e-2, "t0": 2}),
 }
-"""Every elementwise class of torch.optim, with options that bring its less usual state into being."""
+"""Every elementwise class of torch.optim, with options that make it keep its less common state."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ MODELS = [partial(Net, blocks=1, tied=tied) for tied in (False, True)]
 UNITS = [Block, 4000]  # by class, by bytes
 
 TOLERANCE = {"fp32": CANCELLED, "bf16": 2.0**-6}
-"""Where a sum is taken in another order, or `fused` treats a vector's tail its own way. A bf16 weight may round to its
-neighbour."""
+"""For sums in another order, and for `fused`, which rounds the last elements of a vector differently. A bf16 weight may
+round to its neighbour."""
 
 
 JOBS = grid(OPTIMIZERS, SCHEDULES, ("fp32", "bf16"), (1, 2, 3, 4))
@@ -141,7 +141,7 @@ def test_where_sums_are_exact_every_schedule_is_the_reference_bit_for_bit(num_ra
 
 
 def perturbed(model: torch.nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> torch.Tensor:
-    """As `loss_of_tokens`, but the last of three ranks sees another batch in one step."""
+    """`loss_of_tokens`, but with another batch on the last of three ranks in one step."""
     return loss_of_tokens(model, rank, micro_batch, step + (100 if (rank, step) == (2, 1) else 0), micro_batches)
 
 

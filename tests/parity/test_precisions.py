@@ -82,8 +82,8 @@ def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
 
 
 CASES = grid(PRECISIONS, ELEMENTWISE, SCHEDULES, PLANS, (2, 3))
-"""The one table of precision x optimizer x schedule x plan x ranks. Each case is compared with one process, bit for
-bit, and so needs no other plan beside it."""
+"""The grid of precision x optimizer x schedule x plan x ranks. Each case is compared to one process, bit for bit, so
+plans need not be compared to each other."""
 
 
 def job_for(name: str, key: str, schedule: str) -> Job:

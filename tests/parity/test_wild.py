@@ -36,7 +36,8 @@ DOCUMENTED = re.compile(
     "got a second gradient in one backward"
 )
 LEFT_ALONE = re.compile("Timed out waiting|Connection closed by peer|Connection reset by peer")
-"""On ranks that wait for the one that refuses (in a run of its own that would end, and the others say so)."""
+"""Errors of ranks that wait for a rank that has refused. (In a real run that rank would end, and the watch report
+it.)"""
 NUM_CASES = 2000
 IN_A_FORK = 50
 TOLERANCE = 1e-8
@@ -161,7 +162,7 @@ class Run:
         limit = timedelta(seconds=30)  # ranks may wait for a rank that has refused and gone on to the next case
         group = (
             None if rank is None else dist.new_group(list(range(num_ranks)), limit)
-        )  # no trace of it
+        )  # so that a refusal leaves no trace
         self.handle = None if rank is None else zeroshard.shard(self.model, plan, units=units, mesh=group)
         of_model = draw.random() < 0.5
         if self.handle is None:
@@ -359,8 +360,8 @@ def test_wild_loops_do_as_in_one_process(seeds: list[int], num_ranks: int) -> No
 
 
 THROWN_AWAY = [535, 1323, 1420]
-"""DDP and units that no rank used, in a batch that is thrown away: nothing of them is in `p.grad`, so nothing said that
-they were discarded as well, and the losses that came next, with weights, were refused beside those thrown away."""
+"""DDP, and a discarded batch in which no rank used some units. As `p.grad` was None for these units, their gradients
+were not discarded, and the next losses, with weights, were refused because unweighted ones seemed to be waiting."""
 
 
 def test_what_once_failed() -> None:

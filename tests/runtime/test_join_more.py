@@ -153,7 +153,7 @@ def scaled(
 
 
 SCALED_CASES = grid(PLANS, (1, 2), (-1, 3))
-"""Plan, micro-batches, and the step that overflows on the only rank that goes on."""
+"""Plan, micro-batches, and the step that overflows on the last rank with inputs (-1: none)."""
 
 
 def test_a_rank_without_inputs_scales_as_the_others() -> None:

@@ -67,7 +67,7 @@ ALL: Callable[[str], bool] = lambda name: True  # noqa: E731
 BIASES: Callable[[str], bool] = lambda name: "bias" in name  # noqa: E731
 LAST: Callable[[str], bool] = lambda name: name in ("1.down.weight", "2.bias")  # noqa: E731
 PHASES = [ALL, BIASES, LAST, lambda name: "up" in name, ALL]
-"""What trains, one after the other."""
+"""The parameters that train in each phase."""
 
 
 def poisoned(num_bytes: int, device: torch.device) -> Tensor:
