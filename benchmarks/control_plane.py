@@ -1,4 +1,4 @@
-"""What the control paths cost at 1,024 and 16,384 ranks: calls of the store, bytes, and seconds by a stated model.
+"""The costs of the control paths at 1,024 and 16,384 ranks: calls of the store, bytes, and seconds by the model below.
 
     python benchmarks/control_plane.py                    # a minute; no process group, no GPU
     python benchmarks/control_plane.py --clients 256      # and the same calls against a real TCPStore

@@ -44,8 +44,7 @@ def said_by_all(num_ranks: int, run: Callable[[int], object]) -> str:
     return str(found[0])
 
 
-# One rank alone calls a collective function
-# ------------------------------------------------------------------------------------------------
+# Only one rank calls a collective function ----------------------------------------------------------------------------
 
 
 def clip(rank: int, model: nn.Module, handle: Any, optimizer: Any) -> None:

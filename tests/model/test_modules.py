@@ -605,7 +605,7 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     run_ranks(check, 2)
 
 
-# The module trees only ----------------------------------------------------------------------------------------------
+# The module trees only ------------------------------------------------------------------------------------------------
 
 
 def test_tensors_are_found_wherever_they_are() -> None:

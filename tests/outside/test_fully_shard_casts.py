@@ -196,7 +196,7 @@ def test_recomputation_of_a_part_in_its_own_precision(inner: bool) -> None:
     on_all_plans(check)
 
 
-# Ignored parts --------------------------------------------------------------------------------------------------
+# Ignored parts -------------------------------------------------------------------------------------------------------
 
 
 def test_a_part_of_the_model_belongs_to_torch_ddp() -> None:

@@ -32,8 +32,7 @@ from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
-# Inputs, and the state of parameters outside of forward
-# ------------------------------------------------------------------
+# Inputs, and the state of parameters outside of forward --------------------------------------------------------------
 
 
 def test_a_model_without_inputs() -> None:

@@ -135,8 +135,7 @@ def test_fused_kernels_see_the_same_vectors_in_every_plan(num_ranks: int) -> Non
     expect_logs_of_ranks(found)
 
 
-# Wire dtypes that are narrower than gradients
-# --------------------------------------------------------------------------------------------------------
+# Wire dtypes that are narrower than gradients -------------------------------------------------------------------------
 
 
 def reduced_gradients(rank: int, precision: MixedPrecision) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:

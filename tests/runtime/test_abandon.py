@@ -99,7 +99,7 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
 
 
 def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it() -> None:
-    """The negative control: without `abandon`, `close` and deletion wait."""
+    """The negative control: without `abandon`, `close` waits for the gather until the timeout."""
 
     def check(rank: int) -> str:
         store = dist.distributed_c10d._get_default_store()

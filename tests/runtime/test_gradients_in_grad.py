@@ -424,8 +424,7 @@ def test_discarding_on_one_rank_only_is_an_error_everywhere() -> None:
     run_ranks(on_one_rank_only, 2, "zero2")
 
 
-# Other ways to get gradients
-# --------------------------------------------------------------------------------------------
+# Other ways to get gradients ------------------------------------------------------------------------------------------
 
 
 def asked_for(rank: int, plan: str) -> None:
