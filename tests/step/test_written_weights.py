@@ -131,8 +131,7 @@ def test_under_torchs_ddp_and_into_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_every_written_weight_is_itself_beside_every_remainder() -> None:
-    """65,536 weights with about a hundred remainders each: no NaN that was not written, and an error of half a bit at
-    most."""
+    """65,536 weights with 70 remainders each: no NaN that was not written, and an error of half a bit at most."""
     weights = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for low in (*range(-(1 << 15), 1 << 15, 997), -1, 0, 1, (1 << 15) - 1):
         master = torch.empty(weights.numel())
