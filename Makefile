@@ -1,14 +1,14 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   the tests, JOBS at a time; lint and types are two of them
-# make test-settings   the tests under every setting that chooses other kernels, and beside a program that keeps all cores busy
+# make test-settings   the tests under every setting that makes torch choose other kernels, and once with all cores busy
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make lint   lint and types only
-# make docs   the site, into build/site, strictly: what leads nowhere is an error
-# make test-everything  what `make test` takes a part of: every precision x optimizer x schedule x plan; 500 random models;
-#             every way to compile; longer runs, more ranks
+# make docs   build the site into build/site, strictly: a broken link is an error
+# make test-everything  the full versions of tests of which `make test` runs a selection: every precision x optimizer x
+#             schedule x plan; 500 random models; every way to compile; longer runs, more ranks
 
-# The first interpreter that starts (version managers leave stubs that do not), is new enough and can make an environment.
+# The first interpreter that starts (stubs of version managers may not), is new enough and can create environments.
 WORKS := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	if $$python -c '$(WORKS)' >/dev/null 2>&1; then echo $$python; break; fi; done)
@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 SITE_STAMP := $(VENV)/.site-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Tests side by side, one more than cores: many wait. Each has up to 4 ranks.
+# The number of tests that run in parallel: one more than cores, as many tests wait. Each test has up to 4 ranks.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 7 ] && n=7; echo $$((n + 1)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
@@ -28,8 +28,8 @@ SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
 env: $(STAMP)
 
-# torch first and by its exact version, so that nothing can pull another build; the project's build back end is
-# pinned and installed beforehand, so that the editable install needs no isolated environment of its own.
+# torch is installed first, in its exact version, so that no other package can install another build. The project's
+# build back end is pinned and installed beforehand, so that the editable install needs no isolated environment.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make env: no working Python 3.11 or newer with venv was found; set PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,7 +48,7 @@ lint: $(STAMP)
 docs: $(SITE_STAMP)
 	$(BIN)/mkdocs build --strict
 
-# The packages of the site come when it is built for the first time.
+# The packages for the site are installed when it is built for the first time.
 $(SITE_STAMP): $(STAMP)
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@touch $@
@@ -69,6 +69,6 @@ test-everything: $(STAMP)
 		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py tests/runtime/test_replicated_reads.py \
 		tests/runtime/test_losses.py tests/runtime/test_large.py tests/outside/test_deepspeed_zero.py
 
-# The full counts of the fault tests, with the figures that docs/reliability.md records: about an hour on 2 cores.
+# The fault tests with their full counts, whose figures docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)
 	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/checkpoint tests/failures --timeout 7200 -s

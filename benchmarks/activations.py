@@ -1,9 +1,9 @@
-"""The planned peak of a step, with activations, beside the measured one: the resident set of a process above its start.
+"""Compares the planned peak of a step, with activations, to the measured growth of a process's resident set.
 
     python benchmarks/activations.py
 
-The engine runs as rank 0 of 8 in a dry run, so that one process holds what a rank of 8 does. Each case has a process of
-its own; the second step is measured. Needs Linux, zeroshard[train] and transformers.
+The engine runs as rank 0 of 8 in a dry run, so that one process holds what one of 8 ranks would hold. Each case has its
+own process. The second step is measured. Needs Linux, zeroshard[train] and transformers.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def llama() -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, Any], Tens
 
 
 def measured(build: Callable[[], Any], plan: str, batch: int, recompute: bool) -> int:
-    """Bytes: the most in a step, above what there was before the model."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once
+    """Peak bytes of a step, minus the resident bytes before the model was built."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # freed blocks go back to the system at once
     with dry_run(RANKS) as mesh:
-        train(build, plan, 1, recompute, mesh)  # the code that a step runs is resident, too, once it has run
+        train(build, plan, 1, recompute, mesh)  # a first run loads the code of a step, which is resident from then on
         gc.collect()
         start = _resident("VmRSS")
         train(build, plan, batch, recompute, mesh)
@@ -82,7 +82,7 @@ def train(build: Callable[[], Any], plan: str, batch: int, recompute: bool, mesh
     handle = zeroshard.shard(model, plan, units=block, mesh=mesh)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", fused=True)
     for _ in range(2):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         tokens = torch.randint(VOCABULARY, (batch, LENGTH))
         loss_of(model, tokens).backward()
         optimizer.step()

@@ -1,11 +1,11 @@
-"""Time and bytes of saving and loading a step, next to torch.distributed.checkpoint on the same state.
+"""Time and bytes of saving and loading a checkpoint, compared to torch.distributed.checkpoint on the same state.
 
     python benchmarks/checkpoint.py --ranks 2 --megabytes 256
 
-A model under ZERO3 with AdamW, and the same under torch's FSDP2 with torch's own: fp32 weights and two moments each,
-after one step. Both are saved and loaded in turns, in the same ranks, on the same disk; the time is that of the slowest
-rank. Ours includes digests and fsync; `--no-sync` leaves the fsyncs out (torch's writer syncs its files unless told
-otherwise, and is told likewise). The page cache is warm in both. Ratios of medians, with the range within rounds.
+The state is that of a model under ZERO3 with AdamW, and of the same model under torch's FSDP2 with torch's AdamW: fp32
+weights and two moments each, after one step. Both are saved and loaded in turns, in the same ranks, on the same disk;
+the time is that of the slowest rank. zeroshard's time includes digests and fsync. `--no-sync` leaves out the fsyncs of
+both writers. The page cache is warm for both. Printed are ratios of medians, with the range of the single rounds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""What the control paths cost at 1,024 and 16,384 ranks: calls of the store, bytes, and seconds by a stated model.
+"""The costs of the control paths at 1,024 and 16,384 ranks: calls of the store, bytes, and seconds by the model below.
 
     python benchmarks/control_plane.py                    # a minute; no process group, no GPU
     python benchmarks/control_plane.py --clients 256      # and the same calls against a real TCPStore
 
-Counted are the calls that zeroshard's own code makes, for every rank, one after the other in this process, on a store
-that counts (`come`, `find_neighbours`, a beat, a failure, a meeting of a save). Before: what each of these did until
-2026-11-22, counted in the same way, or by its formula where that is quadratic. The model:
+This process runs zeroshard's own code (`come`, `find_neighbours`, a beat, a failure, the meeting of a save) for every
+rank in turn, on a store that counts its calls. The column "before" is what each of these did until 2026-11-22, counted
+in the same way, or by formula where the number is quadratic. The model:
 
 - the store answers `CALLS_PER_SECOND` (measured with --clients) and sends `STORE_BYTES_PER_SECOND`;
-- a message between two hosts takes `HOP`, inside of one host `NEAR`; a ring of all ranks has as many hops as ranks, a
-  tree twice the depth over the hosts, and inside of each; a network interface moves `BYTES_PER_SECOND`;
-- what a rank does with what it has received is measured here, and not modelled.
+- a message between two hosts takes `HOP` seconds, inside of one host `NEAR`; a ring has as many hops as ranks; a tree
+  has twice the depth of the tree of hosts, and the hops inside of each host; a network interface moves
+  `BYTES_PER_SECOND`;
+- the time that a rank needs to process the received data is measured here, not modelled.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ HOP, NEAR = 5e-6, 2e-6
 BYTES_PER_SECOND = 50e9
 RANKS_PER_HOST = 8
 TIMEOUT = 120.0
-"""Of collectives: zeroshard's default."""
+"""Seconds: zeroshard's default timeout of collectives."""
 GROUPS, FLAGS = 2, 291
-"""Param groups, and parameters, of Llama-3.1-8B."""
+"""The numbers of param groups and of parameters of Llama-3.1-8B."""
 PARTS = 8
-"""Reports of a save are counted with so many digests each."""
+"""Number of digests in each rank's report of a save."""
 
 
 class Counting:
-    """A store in a dictionary, which counts. Waits find what they wait for, or it is an error."""
+    """A store in a dictionary that counts calls and bytes. A wait for a missing key raises an error."""
 
     def __init__(self) -> None:
         self.calls, self.num_bytes = 0, 0
@@ -108,7 +109,7 @@ class Counting:
 
 
 class Cost:
-    """Of one path at so many ranks: rows of the tables."""
+    """What one path costs at one number of ranks: a row of the tables."""
 
     def __init__(self, calls: float = 0, num_bytes: float = 0, seconds: float | None = None) -> None:
         self.calls, self.num_bytes = calls, num_bytes
@@ -137,7 +138,7 @@ def _seconds(value: float) -> str:
 
 
 def _timed(work: Callable[[], object], times: int = 5) -> float:
-    """The least of some: what the machine does beside is not of interest."""
+    """The minimum of `times` runs, to exclude what else the machine does."""
     found = []
     for _ in range(times):
         start = time.perf_counter()
@@ -155,7 +156,7 @@ def who(rank: int) -> Who:
 
 
 def start(ranks: int) -> tuple[Cost, Cost]:
-    """Of the watch: who is on my host?"""
+    """Start of the watch: each rank finds the ranks on its own host."""
     store: Any = Counting()
     notices = [Notices(rank, ranks) for rank in range(ranks)]
     for rank in range(ranks):
@@ -169,8 +170,9 @@ def start(ranks: int) -> tuple[Cost, Cost]:
 
 
 def devices(ranks: int) -> tuple[Cost, Cost]:
-    """On which device is each rank (`backends.expect_usable`, where the backend is not gloo)? Before: each read what
-    all others had written. Now the first does, in one call, and all read what it says. By formula."""
+    """`backends.expect_usable`, which runs where the backend is not gloo: which device does each rank use? Before: each
+    rank read what all others had written. Now rank 0 reads it, in one call, and all read rank 0's result. By
+    formula."""
     text = 60
     before = 2 * ranks + ranks * ranks
     return Cost(before, before * text), Cost(3 * ranks + 2, (3 * ranks + ranks) * text)
@@ -180,7 +182,7 @@ def devices(ranks: int) -> tuple[Cost, Cost]:
 
 
 def in_a_run(ranks: int) -> tuple[Cost, Cost]:
-    """Each second. Before: a beat and a look for a failure, twice a second."""
+    """Cost per second. Before: each rank wrote a beat and looked for a failure twice a second."""
     store: Any = Counting()
     Notices(0, ranks).beat(store, Beat(7, "at train.py:31 in main", None))
     per_second = ranks / Pace(TIMEOUT).seconds
@@ -190,7 +192,7 @@ def in_a_run(ranks: int) -> tuple[Cost, Cost]:
 
 
 def failure(ranks: int) -> tuple[Cost, Cost]:
-    """One rank fails, and all others hear of it. (Before: within half a second, as all asked all the time.)"""
+    """One rank fails, and all others learn of it. (Before: within half a second, as all ranks polled.)"""
     store: Any = Counting()
     first = Notices(0, ranks)
     cause = Cause(0, "failed: ValueError: no such file: data/7")
@@ -205,7 +207,8 @@ def failure(ranks: int) -> tuple[Cost, Cost]:
 
 
 def blame(ranks: int) -> tuple[Cost, Cost]:
-    """A collective times out on all ranks but one: who is it? Before: each rank looked at all others, five times."""
+    """A collective times out on all ranks but one: which one is missing? Before: each rank looked at all others, five
+    times."""
     store: Any = Counting()
     for rank in range(ranks):
         Notices(rank, ranks).come(store, who(rank))
@@ -227,8 +230,8 @@ def blame(ranks: int) -> tuple[Cost, Cost]:
 
 
 def deadlock(ranks: int) -> tuple[Cost, Cost]:
-    """All ranks wait for each other, half of them here, half there: each look. Before: every rank looked, twice a
-    second, at positions that list all ranks by number."""
+    """Half of the ranks wait in one collective, half in another one: the cost of each look for the deadlock. Before:
+    every rank looked twice a second at positions that listed all ranks by number."""
     everyone = tuple(range(ranks))
     waits = [Wait(f"{kind} 1 of {in_short(everyone)}", 3, everyone, kind) for kind in ("gather", "reduce")]
     store: Any = Counting()
@@ -240,7 +243,7 @@ def deadlock(ranks: int) -> tuple[Cost, Cost]:
         positions[rank] = Position(own, {own.key: 4, other.key: 3})
         notices.beat(store, Beat(9, "at train.py:31 in main", positions[rank]))
     peers = Peers(0, ranks, Notices(0, ranks))
-    peers.look(store)  # finds out who they are, once
+    peers.look(store)  # the first look also reads who the ranks are
     store.calls = store.num_bytes = 0
     peers.look(store)
     look = Cost.of(store)
@@ -264,7 +267,8 @@ def tree(ranks: int) -> float:
 
 
 def control_exchange(ranks: int) -> tuple[Cost, Cost]:
-    """Bytes that a rank receives; seconds on the way and to unpack. Before: rows of all ranks."""
+    """Bytes that a rank receives; seconds of transfer and of unpacking. Before: each rank received the rows of all
+    ranks."""
     numbers = 6 + GROUPS + -(-FLAGS // 48)
     row = 320 if 8 * numbers <= 208 else 320 + 8 * numbers - 208
     rows = torch.zeros(ranks, numbers, dtype=torch.float64)
@@ -295,14 +299,15 @@ def control_exchange(ranks: int) -> tuple[Cost, Cost]:
 
 
 def rows_of_shards(ranks: int) -> tuple[Cost, Cost]:
-    """Which rows are those of the own shard axis? Before: `ranks.index` for each, at each step. Since: once, from a
-    dictionary; now there are no rows."""
+    """Finding the rows of the own shard axis. Before: `ranks.index` for each row, at each step. Now there are no
+    rows."""
     everyone = tuple(range(ranks))
     return Cost(seconds=_timed(lambda: [everyone.index(rank) for rank in everyone], 1)), Cost(seconds=0.0)
 
 
 def same_values(ranks: int) -> tuple[Cost, Cost]:
-    """`values="check"`, and every "is it the same on all ranks": before, a digest of each rank in two exchanges."""
+    """`values="check"`, and every other check that a value is the same on all ranks. Before: a digest of each rank in
+    two exchanges."""
     before_bytes = 2 * ranks * 320 + ranks * 8
     texts = [json.dumps("f" * 64).encode() for _ in range(ranks)]
     unpack = _timed(lambda: len({json.loads(bytes(list(text))) for text in texts}))
@@ -315,7 +320,7 @@ def same_values(ranks: int) -> tuple[Cost, Cost]:
 
 
 def watch_of(rank: int, ranks: int, store: Any) -> Any:
-    """As much of a watch as a meeting asks for; what a bell takes of its rank is counted where it is rung."""
+    """A stand-in for the watch with what a meeting uses. The calls of a rank whose bell rings are counted in `ring`."""
 
     def ring(others: Sequence[int]) -> None:
         Notices(rank, ranks).ring(store, others)
@@ -338,7 +343,8 @@ def meetings(ranks: int, store: Any) -> Iterator[meeting.Meeting]:
 
 
 def save(ranks: int) -> tuple[Cost, Cost]:
-    """Reports, verdict, and tidying up. Before: rank 0 read each report; d keys were asked for, one by one."""
+    """Reports, verdict, and the removal of keys. Before: rank 0 read each report and asked for all d keys one by
+    one."""
     store: Any = Counting()
     everyone = list(meetings(ranks, store))
     part = [{"name": "rank-00000.safetensors"}, ["f" * 32] * PARTS]
@@ -357,15 +363,16 @@ def save(ranks: int) -> tuple[Cost, Cost]:
     for one in everyone[1:]:
         one.verdict()
     announcing.join()
-    store.calls -= store.by_name["add"] - waited - ranks  # rank 0 asks now and then here, as its bell is none
+    store.calls -= store.by_name["add"] - waited - ranks  # rank 0 polls here, as it has no real bell
     before = ranks * 2 + ranks * (1 + 2 * 2) + ranks * (1 + 2 + 1) + 3 * ranks * 3  # put, gather, verdict, forget
     text = len(json.dumps({"part": part, "error": ""}))
     return Cost(before, 3 * ranks * text), Cost.of(store)
 
 
 def waiting_to_save(ranks: int) -> tuple[Cost, Cost]:
-    """Each second that ranks wait for a slow one. Before: 50 times a second is the key there, does rank 0 count; and
-    twice a second a count of one's own. Seconds: of the store's time, in each second."""
+    """Cost per second while ranks wait for a slow one. Before: each rank asked 50 times a second whether the key is
+    there and whether rank 0 is alive, and wrote its own count twice a second. `seconds` is the store's time per
+    second."""
     one = next(meetings(ranks, Counting()))
     slower = max(1.0, ranks / meeting._RANKS_AT_FULL_PACE)
     one._pace = max(BEAT_SECONDS, min(BEAT_SECONDS * slower, TIMEOUT / 4))
@@ -393,7 +400,7 @@ PATHS = {
 
 
 def against_a_real_store(clients: int) -> None:
-    """The same code, each rank a thread with a connection of its own."""
+    """The same code on a TCPStore; each rank is a thread with its own connection."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
     connections = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(clients)]
     notices = [Notices(rank, clients) for rank in range(clients)]

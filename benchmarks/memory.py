@@ -1,12 +1,12 @@
-"""Bytes that one rank holds under each plan, next to torch's own DDP, ZeroRedundancyOptimizer and FSDP2.
+"""Bytes that one rank holds under each plan, compared to torch's own DDP, ZeroRedundancyOptimizer and FSDP2.
 
     python benchmarks/memory.py --ranks 2 4
 
-The contenders of `step_time.py`, each in ranks of its own. Nobody is asked: counted are all storages behind all tensors
-that an operation of torch has seen and that are still alive, activations and temporaries included. What a backend of
-`torch.distributed` allocates inside itself is not seen (gloo's reduce-scatter, which FSDP2 uses, clones its input).
-Bytes per parameter: between two steps, after `zero_grad()`, and the most at any operation of the third step. The counts
-are the same in every run, whatever else the machine does.
+The contenders of `step_time.py`, each in its own ranks. No library's own figures are used: the count is of all storages
+behind tensors that a torch operation has seen and that are still alive, activations and temporaries included. What a
+backend of `torch.distributed` allocates inside itself is not seen (gloo's reduce-scatter, which FSDP2 uses, clones its
+input). Printed are bytes per parameter between two steps, after `zero_grad()`, and the maximum at any operation of the
+third step. The counts are the same in every run, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from zeroshard.testing import run_ranks
 from zeroshard.train.config import ModelConfig
 from zeroshard.train.model import GPT
 
-SMALLEST = 1024  # bytes of a storage that counts
+SMALLEST = 1024  # storages of fewer bytes are not counted
 STEPS = 3
 
 
 class LiveStorages(TorchDispatchMode):
-    """All storages of this process that operations inside of the mode have touched: how many bytes live, and the most
-    since `restart`. Memory of a peer is not counted: it is mapped by `from_file`, and never allocated here."""
+    """All storages of this process that operations inside of the mode have touched: how many of their bytes are alive,
+    and the maximum since `restart`. Memory of a peer is not counted: it is mapped by `from_file`, never allocated
+    here."""
 
     def __init__(self, foreign: Any) -> None:
         super().__init__()
@@ -46,14 +47,14 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it then calls the same on its local tensor, which comes here
+            return NotImplemented  # the DTensor then calls the operation on its local tensor, which is counted
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() >= SMALLEST and storage._cdata not in self._refs:
                     self._refs[storage._cdata] = StorageWeakRef(storage)
-        if func is not torch.ops.aten.from_file.default:  # whose memory that is will be known in a moment
+        if func is not torch.ops.aten.from_file.default:  # `foreign` lists this tensor only after the call
             self.most = max(self.most, self.now())
         return result
 
@@ -74,7 +75,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def measure(rank: int, name: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Bytes per parameter, between steps and at most, the most of any rank."""
+    """Bytes per parameter between steps, and at most; each the maximum over all ranks."""
     warnings.simplefilter("ignore")  # torch's own deprecations
     config = ModelConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
     shape = options.batch, options.context + 1

@@ -1,17 +1,18 @@
-"""The same training in every precision, against fp32: validation losses, skipped steps, and what is only noise.
+"""The same training in every precision, compared to fp32: validation losses, skipped steps, and how large the noise is.
 
     python benchmarks/precision_curves.py                            # half an hour on two CPU cores
     python benchmarks/precision_curves.py --steps 1000 --plan zero1 --svg curves.svg
 
-Each run is one `zeroshard train` with `configs/small.toml`. Runs with the same seed have the same first weights
-(rounded to the precision) and the same batches. What differences mean is shown by more runs in fp32:
+Each run is one `zeroshard train` with `configs/small.toml`. Runs with the same seed have the same initial weights
+(rounded to the precision) and the same batches. More runs in fp32 show which differences are noise:
 
-- "other sums": the same seed, more micro-batches. The same numbers are added in another order, and nothing else.
-- "seed 1" to "seed 3": other weights, another order of the data. Every precision is compared with fp32 of its seed.
+- "other sums": the same seed, more micro-batches. The only difference is the order in which numbers are added.
+- "seed 1" to "seed 3": other initial weights, another order of the data. Every precision is compared to fp32 of its
+  seed.
 
 "fp16, skipping" starts from a loss scale that is too large and grows often, so that steps are skipped all along.
 
-The runs take turns, one after the other. One that has finished in `--out` is read, not repeated.
+The runs are done one after the other. A run that has finished in `--out` is read, not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "small.toml"
 
 @dataclass(frozen=True)
 class Contender:
-    """One run. `against`: the one that it is compared with."""
+    """One run. `against`: the name of the run that it is compared to."""
 
     name: str
     precision: str
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def run(contender: Contender, options: argparse.Namespace) -> Curve:
-    """Train, unless that has been done, and read what the run has written."""
+    """Train, unless the run has finished before, and read what it has written."""
     folder = options.out / re.sub("[^a-z0-9-]+", "-", contender.name).strip("-")
     path = folder / "metrics.jsonl"
     if not path.exists() or not _read(contender, path, options.steps):
@@ -118,7 +119,7 @@ def _read(contender: Contender, path: Path, steps: int) -> Curve | None:
 
 
 def report(curves: list[Curve]) -> str:
-    """A table in Markdown: validation losses in nats per byte, and what they end up above that of fp32."""
+    """A table in Markdown: validation losses in nats per byte, and the last one minus that of fp32."""
     steps = [row["step"] for row in curves[0].validations]
     rows = []
     for curve in curves:

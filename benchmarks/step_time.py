@@ -1,4 +1,4 @@
-"""Time of one training step under each plan, against torch's own DDP, ZeroRedundancyOptimizer and FSDP2.
+"""Time of one training step under each plan, compared to torch's own DDP, ZeroRedundancyOptimizer and FSDP2.
 
     python benchmarks/step_time.py --ranks 2 4
     python benchmarks/step_time.py --device cuda --ranks 8 --width 1024 --batch 16
@@ -8,12 +8,12 @@ All contenders live in the same ranks, with the same weights and data, and take 
     round 0   ddp  zero3  FSDP2  zero1  DDP ...     a barrier before each turn; its time is that of the slowest rank
     round 1   zero1  DDP  ddp  FSDP2  zero3 ...     another order in each round
 
-so that whatever else the machine does strikes all alike. Only ratios are printed: that of the medians, and the range of
-the ratios within single rounds. Weights that a step has left under way (plans with a sharded optimizer gather them
-while the next forward starts) are waited for inside the time, so a step hides nothing in its neighbour's; `--block`
-times several steps of one contender in a row, as in training, and waits once.
+so that other load on the machine affects all of them alike. Only ratios are printed: that of the medians, and the range
+of the ratios within single rounds. Plans with a sharded optimizer gather weights while the next forward starts. The
+timing waits for these gathers, so that no contender's work falls into the time of the next one; `--block` times several
+steps of one contender in a row, as in training, and waits once.
 
-At the end the losses of all contenders are compared: equal work, or no numbers.
+At the end the losses of all contenders are compared. If they differ, no ratios are printed.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ PAIRS = [
     ("zero2", "torch ZeRO"),
     ("zero3", "torch FSDP2"),
 ]
-"""(plan, peer): what is divided by what."""
+"""(plan, peer): the time of the plan is divided by that of the peer."""
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Relative, for losses after all steps: the contenders add up gradients in different orders."""
+"""Relative tolerance of losses after all steps: the contenders add up gradients in different orders."""
 
 
 @dataclass
 class Contender:
-    """`settle` waits for what the last step has left under way. `losses`: one per step, of this rank."""
+    """`settle` waits for gathers that the last step has started. `losses`: one per step, of this rank."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -102,7 +102,7 @@ def torch_fsdp2(model: nn.Module, adamw: dict[str, Any], device: str) -> Contend
 
 
 def _data_parallel(model: nn.Module) -> nn.Module:
-    # In its faster configuration: nothing is copied between gradients and buckets, and no buffer is sent round.
+    # DDP's fastest configuration: no copies between gradients and buckets, no broadcast of buffers.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 

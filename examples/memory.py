@@ -1,4 +1,4 @@
-"""Bytes on one rank: planned without allocating the model, and counted from the live storages after a step."""
+"""Bytes on one rank: planned without allocating the model, and counted in the live storages after a step."""
 
 import torch
 from torch import nn

@@ -1,5 +1,6 @@
-"""Every backward on a fresh thread, as CUDA's engine runs it: with numbers of graph nodes, and other thread-locals, of
-its own. What torch hands over to the threads of its engine (grad mode, autocast) is handed over."""
+"""Runs every backward on a fresh thread, as torch's engine does for CUDA: the thread has its own numbers of graph nodes
+and other thread-local values. The values that torch passes to the threads of its engine (grad mode, autocast) are
+passed on here, too."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ _run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
 @contextmanager
 def backward_on_threads() -> Iterator[None]:
-    """Inside, also in processes that are forked inside; of `Tensor.backward`, `torch.autograd.backward` and `grad`."""
+    """Inside the context, `Tensor.backward`, `torch.autograd.backward` and `grad` run on threads, also in forked
+    processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd, "_engine_run_backward", _on_a_thread)
         yield
 
 
 def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
-    # A backward inside of one stays on its thread; so does one that a tracer, a transform of torch.func or a profiler
-    # sees, as all of these are of their thread. (The threads of torch's engine inherit them.)
+    # A backward inside of another one stays on its thread. So does a backward under a tracer, a transform of torch.func
+    # or a profiler, as these are thread-local. (The threads of torch's engine inherit them.)
     seen = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
     if torch._C._current_graph_task_id() != -1 or seen or torch.autograd._profiler_enabled():
         return _run_backward(*args, **kwargs)
@@ -49,5 +51,5 @@ def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
     thread.start()
     thread.join()
     if errors:
-        raise errors.pop()  # its traceback has this frame, which would keep it
+        raise errors.pop()  # pop: the traceback refers to this frame, and the frame would keep the error alive
     return result[0]

@@ -1,6 +1,7 @@
-"""What every test shares: one thread, folders of its own, properties that give the same answer each time.
+"""What all tests share: one torch thread, separate folders, hypothesis settings that give the same examples each time.
 
-torch is imported by the tests alone: the process that hands them out to others runs none, and they wait for it.
+Only tests and fixtures import torch, not this file: the xdist process that distributes tests runs none, and its workers
+wait until it has started.
 """
 
 import gc
@@ -17,25 +18,25 @@ import pytest
 
 from tests.huge_pages import collapse
 
-# The same examples on every run; a failure in continuous integration is then a failure on the desk.
+# The same examples on every run, so that a failure in continuous integration can be reproduced locally.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("repeatable")
 
 
 _OWN_FOLDER = pytest.StashKey[str]()
 
-gc.disable()  # until all tests are imported: of what comes with an import nothing becomes garbage
+gc.disable()  # until all tests are imported: imports leave next to no garbage
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest's own makes the folder
 def pytest_configure(config: pytest.Config) -> None:
-    """The folder of a run is its own: pytest's are numbered, of which runs that come later keep three."""
+    """Each run has its own temporary folder. (pytest numbers its folders, and later runs delete all but three.)"""
     if config.option.basetemp is None:
         config.option.basetemp = config.stash[_OWN_FOLDER] = tempfile.mkdtemp(prefix="zeroshard-tests-")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """It stays where something has failed."""
+    """Delete the folder of the run, unless a test has failed."""
     folder = session.config.stash.get(_OWN_FOLDER, None)
     if folder is not None and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         shutil.rmtree(folder, ignore_errors=True)
@@ -50,9 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is here now stays: no collection searches it any more, in this process or in one that is forked from it.
-    Ranks live for a second; collections that come as often as in a program that runs for days are a tenth of it."""
-    importlib.import_module("torch._dynamo")  # by the first optimizer, in 1.4 s: once here, not in every forked rank
+    """Freeze all objects that exist now: the garbage collector no longer searches them, in this process or in forked
+    ones. Ranks live for about a second, and collections at the default rate would take a tenth of that."""
+    importlib.import_module("torch._dynamo")  # takes 1.4 s; the first optimizer would import it in every forked rank
     _seed_this_device_alone()
     gc.collect()
     gc.freeze()
@@ -62,8 +63,8 @@ def pytest_collection_finish() -> None:
 
 
 def _seed_this_device_alone() -> None:
-    """`torch.manual_seed` keeps a formatted stack for each kind of device that this build lacks (three of them; see
-    `torch.cuda._lazy_call`): 10 ms a call, a tenth of the tests' time."""
+    """`torch.manual_seed` formats and keeps a stack trace for each kind of device that this build lacks (three of them;
+    see `torch.cuda._lazy_call`). That takes 10 ms a call, a tenth of the tests' time."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -79,8 +80,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _warm(_one_thread: None) -> None:
-    """What torch prepares at a first call (wrappers for its compiler, lines of source for a traceback) is prepared
-    once, here, and not by every rank that is forked from this process."""
+    """Do once what torch prepares at a first call (wrappers for its compiler, lines of source for a traceback), so that
+    ranks that are forked from this process need not do it."""
     import torch
 
     model = torch.nn.Linear(2, 2)
@@ -104,7 +105,7 @@ def _backward_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _backend() -> Iterator[None]:
-    """With ZEROSHARD_TEST_BACKEND=late (or another timing) ranks exchange by a backend that is not gloo."""
+    """With ZEROSHARD_TEST_BACKEND=late (or another timing) ranks use the backend of `tests/timed_backend.py`."""
     timing = os.environ.get("ZEROSHARD_TEST_BACKEND")
     from tests.timed_backend import timed_ranks
 
@@ -114,7 +115,8 @@ def _backend() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test reads or writes the user's cache folder, or sees the launcher that may run the tests."""
+    """No test reads or writes the user's cache folder, or sees the environment variables of a launcher around the
+    tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -123,7 +125,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="session")
 def shared_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty small files of text, no two alike; for reading alone."""
+    """Forty small text files, all different. Read only: tests share them."""
     folder = tmp_path_factory.mktemp("text")
     for index in range(40):
         lines = [f"def function_{index}_{line}(x):\n    return x * {index * line + 1}\n" for line in range(30)]
@@ -133,5 +135,5 @@ def shared_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def text_folder(shared_text: Path, tmp_path: Path) -> Path:
-    """The same for one test, which may change it."""
+    """A copy of `shared_text` that one test may change."""
     return shutil.copytree(shared_text, tmp_path / "text")

@@ -1,11 +1,11 @@
-"""Commands as a shell starts them, without the three seconds in which an interpreter imports torch.
+"""Starts commands as a shell would, without the three seconds that a new interpreter needs to import torch.
 
     process = Forked([sys.executable, "-m", "zeroshard", "train", ...], stdout=PIPE, text=True)
 
-is `subprocess.Popen`, but for the program: a fork of this process, which has imported everything, runs the module or
-script in place of a new interpreter. It has standard streams, an environment and a process id of its own, and dies of
-signals; what it starts by `Popen` is forked from it in the same way: a launcher's ranks are its children. What is about
-an interpreter's start or end is tested with real ones (`test_core_works_without_the_extras`,
+is `subprocess.Popen`, except that a fork of this process, which has imported everything, runs the module or script in
+place of a new interpreter. The fork has its own standard streams, environment and process id, and default signal
+handlers. The processes that it starts by `Popen` are forked in the same way, so a launcher's ranks are its children.
+What depends on an interpreter's start or end is tested with real ones (`test_core_works_without_the_extras`,
 `test_a_rank_that_dies_ends_the_run`, `test_ordinary_scripts_under_torchrun`,
 `test_it_is_finished_before_the_process_ends`).
 """
@@ -36,14 +36,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 
 class Forked(subprocess.Popen):
-    """Of arguments that begin with this interpreter: `-m module` or a script, and its arguments."""
+    """`args` begin with this interpreter, followed by `-m module` or a script, and its arguments."""
 
     def __init__(self, args: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> None:
         interpreter, *rest = args
         while rest[:1] == ["-u"]:
             rest.pop(0)
         assert interpreter == sys.executable and rest[0] != "-c", args
-        # What runs between fork and exec does not come back: there is no exec.
+        # preexec_fn runs between fork and exec. `_become` never returns, so there is no exec.
         super().__init__(args, preexec_fn=partial(_become, rest, dict(os.environ if env is None else env)), **options)
 
 
@@ -68,7 +68,7 @@ def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
 
 
 def _own_streams() -> None:
-    """Descriptors 0 to 2 are this program's. Whoever holds the streams of before (loggers) writes to them too."""
+    """Make descriptors 0 to 2 this program's streams. The old stream objects (loggers hold them) write there, too."""
     kept = {0, 1, 2}
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         with suppress(AttributeError, OSError, ValueError, io.UnsupportedOperation):
@@ -103,13 +103,13 @@ def _print_warning(message: Any, category: Any, filename: str, line: int, file: 
 
 
 def _run(arguments: list[str]) -> int:
-    """The exit status, as the interpreter finds it."""
+    """Run the module or script; returns the exit status that the interpreter would return."""
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             for name in (arguments[1], f"{arguments[1]}.__main__"):
                 if name not in sys.modules or not hasattr(sys.modules[name], "__path__"):
-                    sys.modules.pop(name, None)  # else runpy warns that it is there already
+                    sys.modules.pop(name, None)  # else runpy warns that the module is imported already
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(arguments)

@@ -1,8 +1,9 @@
-"""Grids of cases. The usual run takes of each every pair of two values, `make test-everything` every combination.
+"""Grids of test cases. By default a grid covers every pair of two values; with `make test-everything`, every
+combination.
 
-A fault that shows itself needs one value (a plan that is wrong) or two (a plan that is wrong in a precision), hardly
-ever three; of 4 plans, 7 precisions, 2 optimizers and 4 numbers of ranks that is 28 cases instead of 224. (Kuhn,
-Wallace and Gallo, "Software Fault Interactions and Implications for Software Testing", 2004.)
+Most faults depend on one value (a plan that is wrong) or two (a plan that is wrong in one precision), hardly ever on
+three. For 4 plans, 7 precisions, 2 optimizers and 4 numbers of ranks that is 28 cases instead of 224. (Kuhn, Wallace
+and Gallo, "Software Fault Interactions and Implications for Software Testing", 2004.)
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ EVERYTHING = bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING"))
 
 
 def grid(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Cases, one value of each factor in each: all combinations, or some in which every pair of values occurs."""
+    """Cases with one value of each factor: all combinations, or a selection in which every pair of values occurs."""
     values = [list(factor) for factor in factors]
     return [tuple(of[i] for of, i in zip(values, case, strict=True)) for case in _chosen([len(of) for of in values])]
 
 
 def at(cases: list[tuple[Any, ...]], last: Any) -> list[tuple[Any, ...]]:
-    """Those cases whose last value is this one, without it. (A test of its own for each number of ranks, say.)"""
+    """The cases whose last value is `last`, without that value. (Used where each number of ranks has its own test,
+    say.)"""
     return [case[:-1] for case in cases if case[-1] == last]
 
 
 def _chosen(sizes: list[int]) -> list[tuple[int, ...]]:
-    """Greedily, and always the same: the case that has the most pairs that no case before it had."""
+    """Greedy and deterministic: each next case is the one with the most pairs that no earlier case has."""
     every = list(itertools.product(*map(range, sizes)))
     if EVERYTHING:
         return every
-    bits: dict[Any, int] = {}  # of each pair; sets of pairs are numbers, as there may be thousands of cases
+    bits: dict[Any, int] = {}  # one bit for each pair: sets of pairs are integers, as there may be thousands of cases
     pairs = {
         case: sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(enumerate(case), 2))
         for case in every

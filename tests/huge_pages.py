@@ -1,7 +1,8 @@
-"""Memory in huge pages: a fork copies an entry of the page table for each page, which are 512 times fewer then.
+"""Puts memory into huge pages: a fork copies one page-table entry for each page, and there are 512 times fewer huge
+pages.
 
-Thousands of ranks are forked from a process that has imported torch and all tests: 14 ms of the kernel's time each
-with pages of 4 kB, 3 ms with these (Linux 6.1, `madvise(2)`: MADV_COLLAPSE). Elsewhere nothing changes.
+Thousands of ranks are forked from a process that has imported torch and all tests. A fork takes 14 ms of kernel time
+with pages of 4 kB, and 3 ms with huge pages (Linux 6.1, `madvise(2)`: MADV_COLLAPSE). On other systems nothing changes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def collapse() -> int:
 
 
 def _allocated() -> list[tuple[int, int]]:
-    """Address ranges that belong to no file: the heap, and what allocators have mapped."""
+    """Address ranges that map no file: the heap, and the memory that allocators have mapped."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, *_, inode, name = [*line.split(maxsplit=5), ""][:6]

@@ -1,4 +1,4 @@
-"""Small models with awkward sizes, data that differ on every rank, and the loops that the tests share."""
+"""Shared by the tests: small models with awkward sizes, data that differ on every rank, and training loops."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
 
 SMALL = 1280
-"""Bytes of a tensor that need not be counted: numbers, not parameters."""
+"""Storages of at most so many bytes are not counted: they hold numbers, not parameters."""
 
 LAST_BITS = 1e-5
-"""What weights of about 1 may differ by after some fp32 steps of SGD where two programs round differently: sums in
-another order, other kernels. A last bit is 1e-7."""
+"""Tolerance for weights of about 1 after some fp32 steps of SGD, where two programs round differently (sums in another
+order, other kernels). The last bit is 1e-7."""
 CANCELLED = 1e-4
-"""The same for Adam, at a learning rate of 1e-2. It divides a gradient by its own size, and so makes a part of a step
-of what rounding leaves of terms that cancel. A fault moves weights by whole steps."""
+"""The same tolerance for Adam at a learning rate of 1e-2. Adam divides a gradient by its own size. Where terms cancel,
+the rounding error that is left becomes a visible part of a step. A real fault moves weights by whole steps."""
 
 State = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 class Gated(Net):
-    """Blocks with a parameter that a forward may leave out: the other parameters of its unit take part all the same."""
+    """Blocks with a parameter that a forward may skip while the other parameters of its unit are used."""
 
     class Inner(Block):
         open = True
@@ -83,7 +83,7 @@ class Gated(Net):
 
 
 class Counting(nn.Module):
-    """Three parameters whose gradients are small integers whatever their values are, so that all sums are exact."""
+    """A model whose gradients are small integers whatever the parameters' values are, so that all sums are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class Counting(nn.Module):
 
 
 def is_uncounted(num_bytes: int) -> bool:
-    """Whether whoever makes a storage of so many bytes, now, need not count it: it is small, or what ranks say to each
-    other in a step, as much whatever the model and however many they are."""
+    """Whether a storage of so many bytes, created by the caller now, need not be counted: it is small, or it belongs to
+    the control exchange of a step, whose size depends neither on the model nor on the number of ranks."""
     frame = sys._getframe(1) if SMALL < num_bytes <= 8 * PACKET else None
     while frame is not None and frame.f_code.co_name != "exchange_control":
         frame = frame.f_back
@@ -119,7 +119,8 @@ def loss_of_tokens(model: nn.Module, rank: int, micro_batch: int, step: int, mic
 
 
 def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
-    """As above for `Counting`: integers from -3 to 3; not divided, so that gradients stay integers."""
+    """A loss for `Counting`: inputs are integers from -3 to 3; not divided by `micro_batches`, so gradients are
+    integers."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
     tokens = torch.randint(31, (4,), generator=generator)
     x, y = (torch.randint(-3, 4, (4, width), generator=generator).float() for width in (13, 29))
@@ -127,13 +128,13 @@ def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, m
 
 
 SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
-"""Micro-batches, and whether each of them is reduced."""
+"""Number of micro-batches, and whether gradients are reduced after each of them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and how, but for the plan. `groups(model)`: param groups; `scale`: the loss scale's policy; `main`:
-    whether the outcome has it."""
+    """What to train and how, without the plan. `groups(model)` returns param groups; `scale` is the loss scale's
+    policy; `main`: whether the outcome contains the main weights."""
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     defaults: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "foreach": False})
@@ -153,7 +154,7 @@ class Job:
         return self.loss_of(model, rank, micro_batch, step, self.micro_batches)
 
     def micro_scopes(self, handle: zeroshard.Handle) -> Iterator[Any]:
-        """One context per micro-batch: reduced each time, or by the last one alone."""
+        """One context per micro-batch. Gradients are reduced after each one, or after the last one only."""
         for micro_batch in range(self.micro_batches):
             local = not self.reduce_every_micro_batch and micro_batch < self.micro_batches - 1
             yield handle.no_sync() if local else nullcontext()
@@ -161,8 +162,8 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a run leaves: one rank's losses, the full weights, the log. `applied`: which steps were not skipped;
-    `scales`: the loss scale of each."""
+    """The results of a run on one rank: losses, full weights, the communication log. `applied`: for each step, whether
+    it was applied (not skipped); `scales`: its loss scale."""
 
     losses: list[float]
     weights: State
@@ -174,7 +175,7 @@ class Outcome:
 
 
 def train(job: Job, plan: Plan, rank: int, mesh: Any = None) -> Outcome:
-    """Train under the engine. Collective."""
+    """Train with zeroshard under `plan`. Collective."""
     model = make(job.model)
     handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision, mesh=mesh)
     target = handle if job.groups is None else job.groups(model)
@@ -198,7 +199,7 @@ def train(job: Job, plan: Plan, rank: int, mesh: Any = None) -> Outcome:
 
 
 class ScaledReference(Reference):
-    """The truth with a loss scale: gradients are those of the loss times the scale; one that is not finite skips."""
+    """`Reference` with a loss scale: the loss is multiplied by the scale; a non-finite gradient skips the step."""
 
     scaler: zeroshard.LossScaler | None = None
     applied = True
@@ -206,7 +207,7 @@ class ScaledReference(Reference):
     def _update(self, sums: dict[nn.Parameter, Tensor], factor: float) -> None:
         self.applied = all(bool(torch.isfinite(total).all()) for total in sums.values())
         if self.applied:
-            super()._update(sums, factor / self.scale)  # a scale is a power of two here: divided exactly
+            super()._update(sums, factor / self.scale)  # exact: scales are powers of two here
         if self.scaler is not None:
             self.scaler.update(not self.applied)
 
@@ -219,7 +220,7 @@ class ScaledReference(Reference):
 
 
 def train_reference(job: Job, num_ranks: int) -> list[Outcome]:
-    """Train the same in one process: what each rank should have seen."""
+    """Train the same job in one process; returns the outcome that each rank should have."""
     model = make(job.model)
     params = None if job.groups is None else job.groups(model)
     reference = ScaledReference(

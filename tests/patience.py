@@ -1,7 +1,8 @@
-"""How long tests wait: for events, and then as long as it takes. A machine may be busy; no test says how busy.
+"""How long tests wait. They wait for events, without a limit of their own, as the machine may be busy.
 
-Where nobody should have to wait for a rank that does not come, a test gives collectives the long `TIMEOUT` of
-`run_ranks` and asks that everything was over in `AT_ONCE`: whoever had waited would have needed twice as long.
+Where no rank should wait for one that never arrives, a test gives collectives the long `TIMEOUT` of `run_ranks` and
+checks that everything was over within `AT_ONCE`. A rank that had waited for the timeout would have needed twice as
+long.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import time
 from collections.abc import Callable
 
 AT_ONCE = 5.0 if os.environ.get("ZEROSHARD_FAULTS") == "full" else 60.0
-"""Seconds. `make test-faults`, with the figures that the documents record, wants a quiet machine, and is strict."""
+"""Seconds. `make test-faults`, whose figures the documents record, needs an idle machine and has the stricter limit."""
 
 
 def wait_until(happened: Callable[[], object]) -> None:
-    """Until it is so; pytest ends a test that waits for ever."""
+    """Wait until `happened()` is true. pytest's timeout ends a test that waits for ever."""
     while not happened():
         time.sleep(0.01)

@@ -1,10 +1,11 @@
-"""The tests under every setting that makes torch choose other kernels, and beside a program that keeps all cores busy.
+"""Runs the tests under every setting that makes torch choose other kernels, and next to a program that keeps all cores
+busy.
 
     make test-settings                                        every setting, one after the other
     make test-settings SETTINGS=--few                         each value once: five runs
     make test-settings SETTINGS=--few TESTS=tests/runtime     of these tests
 
-Prints a table: setting, tests passed and failed, minutes; then what failed. Status 1 if anything did.
+Prints a table: setting, tests passed and failed, minutes; then the tests that failed. Exit status 1 if any did.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ FEW = [
 ]
 
 
-SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # not for longer than this program lives
+SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # ends when this program ends
 
 
 @contextmanager

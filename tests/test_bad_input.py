@@ -1,4 +1,4 @@
-"""What a user gets wrong: one clear error on every rank, soon, and nothing half-attached."""
+"""Mistakes of a user: every rank soon raises one clear error, and no hook or buffer stays attached to the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroshard.testing import expect_same_logs, run_ranks
 
 
 def hooks(model: nn.Module) -> int:
-    """How many hooks hang on the model, its modules and its parameters."""
+    """The number of hooks on the modules and parameters of the model."""
     of_modules = sum(
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()
     )
@@ -27,7 +27,7 @@ def hooks(model: nn.Module) -> int:
 
 
 def state(model: nn.Module) -> Any:
-    """All that `shard` changes: where the data of a parameter lie, what they are, and the hooks."""
+    """All that `shard` changes: the address and values of each parameter, and the number of hooks."""
     parameters = {name: (p.data_ptr(), p.shape, p.dtype, id(p)) for name, p in model.named_parameters()}
     return parameters, {name: value.clone() for name, value in model.state_dict().items()}, hooks(model)
 
@@ -81,7 +81,7 @@ def half_on(rank: int, last: int) -> nn.Module:
 
 
 Case = tuple[Callable[[int, int], nn.Module], Callable[[int, int], dict[str, Any]], str]
-"""(rank, last rank) -> model; -> arguments of `shard`; and what the message says."""
+"""(rank, last rank) -> model; (rank, last rank) -> arguments of `shard`; a pattern of the message."""
 
 
 def same(**arguments: Any) -> Callable[[int, int], dict[str, Any]]:
@@ -162,7 +162,7 @@ CASES: dict[str, Case] = {
 def test_shard_refuses_on_every_rank_and_leaves_the_model_plain(num_ranks: int) -> None:
     def check(rank: int) -> None:
         for name, (make_model, arguments, message) in CASES.items():
-            torch.manual_seed(rank)  # other values on every rank: they have to survive
+            torch.manual_seed(rank)  # other values on every rank: a failed `shard` must not overwrite them
             model = make_model(rank, num_ranks - 1)
             on_meta = name == "on the meta device"
             before = None if on_meta else state(model)
@@ -200,7 +200,8 @@ def test_the_check_for_a_plain_model_sees_a_hook_a_pointer_and_a_value() -> None
 
 
 def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory in the middle, on one rank: the units built before it let go of their parameters, on all ranks."""
+    """One rank runs out of memory while it builds unit 2: on all ranks, the units built before release their
+    parameters."""
     module = sys.modules["zeroshard.storage.unit"]
     build = module.Unit
 
@@ -314,7 +315,7 @@ def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on(plan: A
         assert same_bits(handle.full_state_dict(), start)
         optimizer.zero_grad()
 
-        # Nothing of all that has left a trace: it trains as if it had not happened.
+        # None of these errors has left a trace: training gives the same result as without them.
         for step in range(3):
             optimizer.zero_grad()
             optimizer.backward(loss(step))
@@ -367,7 +368,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated() -> None
 
 
 def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
-    """Two gathers of one size in another order give each rank the other unit's weights, and nothing fails."""
+    """Ranks that gather two units of equal size in different orders would get each other's weights without an error."""
 
     class Turned(Net):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -390,7 +391,7 @@ def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
 
 
 def test_replaced_data_are_named() -> None:
-    """Under DDP such a parameter computed with its copy for ever, and no step ever reached it."""
+    """Earlier, under DDP, such a parameter kept computing with the replacement, which no step ever updated."""
 
     class Casts(Net):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -422,7 +423,7 @@ def test_replaced_data_are_named() -> None:
                 (Casts, nothing, "bf16", "head.bias"),
             ):
                 said = f"the data of parameter {name} have been replaced"
-                if plan is zeroshard.ZERO3 and wrong is cast_a_block:  # at once: there is nothing to cast
+                if plan is zeroshard.ZERO3 and wrong is cast_a_block:  # at once: no values to cast
                     said = r"the values of parameter blocks\.1\.\S+ are not here.*cast a model before shard\(\)"
                 with pytest.raises(RuntimeError, match=said):
                     run(rank, plan, make(model), wrong, precision)

@@ -1,6 +1,7 @@
-"""`ShardedOptimizer(params, Class, ...)` where torch's ZeroRedundancyOptimizer or FairScale's OSS stood. It did not do
-as they do: parameters added, or unfrozen, later; leaf tensors that are no nn.Parameter; nothing to train at all; a bare
-tensor; and parameters that differ between ranks ended in SIGABRT inside gloo.
+"""`ShardedOptimizer(params, Class, ...)` in place of torch's ZeroRedundancyOptimizer or FairScale's OSS. Cases that
+they support and that once failed here: parameters added or unfrozen later; leaf tensors that are no nn.Parameter;
+nothing to train at all. Cases that must be refused: a bare tensor; parameters that differ between ranks (once a SIGABRT
+in gloo).
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def test_nothing_to_train_until_later(optimizer_class: Any, options: dict[str, A
         pair = Pair(rank, optimizer_class, options, lambda model: model.requires_grad_(False).parameters())
         assert pair.optimizers[1].clip_grad_norm_(1.0) == 0.0 and not pair.optimizers[1].step().applied
         pair.train(2)
-        assert pair.optimizers[1].handle.memory()["weights"] == 0  # what is frozen stays where it is
+        assert pair.optimizers[1].handle.memory()["weights"] == 0  # frozen parameters stay in their own storage
         pair.both(lambda model, optimizer: model[2].requires_grad_(True))
         pair.train(2)
 
@@ -144,7 +145,7 @@ def test_a_step_without_gradients_does_nothing() -> None:
         pair.both(lambda model, optimizer: optimizer.step())
         pair.expect_equal()
         pair.train(1)
-        pair.both(lambda model, optimizer: optimizer.step())  # the same gradients once more, as in torch
+        pair.both(lambda model, optimizer: optimizer.step())  # applies the same gradients again, as in torch
         pair.expect_equal()
 
     run_ranks(check, 3)
@@ -197,7 +198,8 @@ def test_leaf_tensors_and_what_else_may_be_passed() -> None:
 
 
 def test_ranks_that_differ_are_told() -> None:
-    """Shapes, numbers of parameters, dtypes, who requires grad; and nothing has been broadcast before it is known."""
+    """Ranks differ in shapes, numbers of parameters, dtypes or `requires_grad`: refused before anything is
+    broadcast."""
 
     def check(rank: int) -> None:
         odd = rank == 1

@@ -1,4 +1,4 @@
-"""What a handle gives: full weights in and out, a plain model back, local accumulation; the model stays itself."""
+"""The handle: full weights in and out, `close`, local accumulation; the model keeps its class, names and parameters."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_parameter_that_is_elsewhere_can_be_neither_read_nor_written() -> None
             with pytest.raises(RuntimeError, match=r"add_: the values of parameter .* are not here"), torch.no_grad():
                 parameter.add_(1.0)
             with as_tensors():
-                assert parameter.untyped_storage().nbytes() < 64  # one number for each parameter of its unit
+                assert parameter.untyped_storage().nbytes() < 64  # one number for each parameter of the unit
         assert not any(value.isnan().any() for value in handle.full_state_dict().values())
 
     run_ranks(check, 3)
@@ -118,7 +118,7 @@ def test_full_state_dict_has_the_plain_models_names_and_values() -> None:
 
 
 def test_main_values_are_the_references() -> None:
-    """fp32 on request, whatever the weights are held in; and the weights are those, rounded."""
+    """`full_state_dict(main=True)` is fp32 in every precision, and the weights are these values, rounded."""
     jobs = {precision: Job(precision=precision, steps=2, units=Block) for precision in ("bf16", "bf16-remainder")}
     expected = run_ranks(lambda rank: {p: train_reference(job, 3)[0].weights for p, job in jobs.items()}, 1)[0]
 
@@ -194,7 +194,7 @@ def test_unsharded_shows_everything_and_writes_only_when_asked() -> None:
 
 
 def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
-    """A forward inside used to hide the weights when it was over: they were absent for the rest of the scope."""
+    """A forward inside the scope used to hide the weights at its end: they were absent for the rest of the scope."""
 
     def run(rank: int, model: nn.Module, handle: Any) -> None:
         with handle.unsharded():
@@ -262,9 +262,10 @@ def test_a_sharded_model_is_not_copied_nor_pickled() -> None:
 
 
 def test_evaluation_needs_no_ceremony() -> None:
-    """Forward under no_grad and inference_mode, whichever is first, also of parts, between steps and by itself.
+    """Forward under no_grad and inference_mode in either order, of the whole model and of parts, before and between
+    steps.
 
-    What an evaluation under inference_mode had allocated could not be written to by the training after it.
+    (Tensors that an evaluation under inference_mode had allocated could not be written to by the training after it.)
     """
 
     both = (torch.no_grad, torch.inference_mode)
@@ -296,8 +297,8 @@ def test_evaluation_needs_no_ceremony() -> None:
 
 
 def test_close_gives_frozen_units_back_that_took_turns_in_a_place() -> None:
-    """Adapters beside a frozen model: close() gathered the third unit into the first one's place, and found the first
-    one's parameters where it had just put them itself."""
+    """As with adapters on a frozen model. close() once gathered the third unit into the pool buffer that still held the
+    first unit's parameters."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -360,7 +361,7 @@ def test_a_model_whose_handle_is_dropped_trains_on() -> None:
 
 
 def test_a_rank_that_is_done_and_lets_go_leaves_a_slower_one_alone() -> None:
-    """Buffers may be freed on one rank while another has yet to read them."""
+    """One rank may free its buffers while a slower rank has yet to read them."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

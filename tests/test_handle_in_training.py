@@ -1,4 +1,4 @@
-"""Reading and writing weights, and the life of a handle: parking, failures, closing, what is left behind."""
+"""Reading and writing weights, and the life of a handle: parking, failures, closing, leaks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_names_are_the_plain_models_whatever_is_around_it() -> None:
 
 
 def test_an_average_of_the_weights_in_fp32_at_a_share_of_the_memory() -> None:
-    """The recipe of docs/models.md: an exponential moving average of main, evaluated with, and put away again."""
+    """The recipe of docs/models.md: an exponential moving average of main, put into the model to evaluate, and taken
+    out."""
 
     def check(rank: int) -> None:
         for plan, precision in itertools.product(PLANS, PRECISIONS):
@@ -139,7 +140,7 @@ def test_an_average_of_the_weights_in_fp32_at_a_share_of_the_memory() -> None:
             trained, weights = handle.full_state_dict(main=True), handle.full_state_dict()
             current = [part.clone() for part in handle.main_parts()]
             handle.set_main_parts(average)
-            for name, value in handle.full_state_dict(main=True).items():  # a vector's tail is rounded otherwise
+            for name, value in handle.full_state_dict(main=True).items():  # the tail of a vector rounds otherwise
                 torch.testing.assert_close(value, by_hand[name])
             with torch.no_grad():
                 assert loss_of_tokens(model, rank, 0, 9).isfinite()
@@ -182,7 +183,7 @@ def test_buffers_are_each_ranks_own_until_they_are_averaged() -> None:
 
 
 def shared_blocks() -> int:
-    """Bytes of memory files that this process really holds."""
+    """Bytes of zeroshard's memory files (memfd) that are backed by pages."""
     total = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -222,7 +223,7 @@ def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit() -> None
                     with pytest.raises(RuntimeError, match=r"parked; call unpark\(\) first"):
                         call()
                 handle.unpark()
-                assert handle.memory() == {**before, "ring": 0, "buckets": 0}  # these come when they are needed
+                assert handle.memory() == {**before, "ring": 0, "buckets": 0}  # allocated again when needed
                 assert same_bits(handle.full_state_dict(), of_twin.full_state_dict()), (plan, precision, at)
             steps(model, optimizer, rank, range(2, 4))
             steps(twin, other, rank, range(2, 4))
@@ -238,7 +239,7 @@ def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit() -> None
 
 @contextmanager
 def failing(where: str, model: Any, optimizer: Any) -> Iterator[None]:
-    """The next thing of that kind raises once."""
+    """The next forward, hook or step, as `where` says, raises once."""
     calls = [0]
 
     def fail(*_: Any) -> None:
@@ -290,7 +291,7 @@ def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right(prec
 
 @contextmanager
 def little_memory(more: int) -> Iterator[None]:
-    """The operating system gives this process no more than that many further bytes."""
+    """Limit this process's address space to `more` bytes above what it has now."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -302,8 +303,8 @@ def little_memory(more: int) -> Iterator[None]:
 
 
 def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right() -> None:
-    """A real limit, met by an activation in forward, or by a gradient in backward, while weights are gathered and
-    gradients reduced."""
+    """A real memory limit, reached by an activation in forward or by a gradient in backward, while gathers and
+    reductions are under way."""
 
     def hungry(value: Tensor) -> Tensor:
         return value * torch.ones(1 << 26).sum()  # 256 MiB
@@ -378,7 +379,7 @@ def counted() -> tuple[int, int, int]:
 
 
 def test_many_lives_leave_nothing_behind() -> None:
-    """Half of them are closed, half are let go of."""
+    """Half of the handles are closed, half are just dropped."""
 
     def live(rank: int, plan: Any, close: bool) -> list[weakref.ref[Any]]:
         model, handle, optimizer = start(plan)

@@ -1,5 +1,5 @@
-"""What a person sees and types first: `print(handle)`, `print(model)`, the table of units; units by the names of their
-classes; weights loaded as plain torch loads them; and wrappers that do the same work twice."""
+"""First contact: `print(handle)`, `print(model)`, the table of units; units chosen by class name; weights loaded as in
+plain torch; and refusal of wrappers (DDP) that would reduce gradients a second time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_print_shows_that_a_model_is_sharded_and_what_of_it() -> None:
     assert re.split(r"  +", rows[0])[1:5] == ["20", "float32 replicated", "float32 sharded", "the weights"]
     assert re.split(r"  +", rows[1])[1:4] == ["10", "float32 replicated", "frozen"]
     held = [int(row.split()[-1].replace(",", "")) for row in (*rows, all_units)]
-    assert held[2] == held[0] + held[1] == 2 * 512 * 4  # weights in full, each padded to two shards of 256
+    assert held[2] == held[0] + held[1] == 2 * 512 * 4  # full weights, each unit padded to two shards of 256
     assert kinds.startswith("bytes on this rank: weights 4,096, ") and "state 2,048" in kinds
 
 
@@ -109,7 +109,7 @@ def test_weights_are_loaded_and_initialised_where_they_may_be_written() -> None:
             with handle.unsharded(), pytest.raises(RuntimeError, match=refused):
                 model.load_state_dict(state)
             with handle.unsharded("blocks", write=True), pytest.raises(RuntimeError, match=refused):
-                model.load_state_dict(state)  # not all of it may be written
+                model.load_state_dict(state)  # not all parameters may be written
             with handle.unsharded(write=True), pytest.raises(RuntimeError, match="leave out assign=True"):
                 model.load_state_dict(dict(state), assign=True)  # torch notes it in the metadata
             with pytest.raises(RuntimeError, match=refused):  # the scopes have ended
@@ -131,9 +131,9 @@ def test_what_wraps_a_model_is_refused() -> None:
         refused(ValueError, f"^shard: the model {told}", ddp)
         around = nn.Sequential(nn.Linear(3, 3), ddp)
         refused(ValueError, f"^shard: 1 {told}", around)
-        zeroshard.shard(around, "zero1", ignored=["1"]).close()  # experts of another group may have their own
+        zeroshard.shard(around, "zero1", ignored=["1"]).close()  # an ignored part may be wrapped
         refused(ValueError, r"is wrapped in DataParallel", nn.DataParallel(nn.Linear(3, 2)))
-        # The module inside, and a model that is wrapped afterwards
+        # Sharding the module inside the wrapper, and wrapping a model that is sharded already
         handle = zeroshard.shard(ddp.module, "ddp")
         twice = "DistributedDataParallel is around this model, .* without DistributedDataParallel, shard"
         with pytest.raises(RuntimeError, match=twice):
@@ -146,7 +146,7 @@ def test_what_wraps_a_model_is_refused() -> None:
             wrapped(torch.ones(1, 3))
 
         class Student(nn.Module):
-            """A sharded teacher that is not part of what DDP has."""
+            """DDP does not see the sharded teacher: it is in a list, not a submodule."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -156,7 +156,7 @@ def test_what_wraps_a_model_is_refused() -> None:
                 return self.layer(x) - self.teacher[0](x).detach()
 
         DistributedDataParallel(Student())(torch.ones(1, 3)).sum().backward()
-        # Nearly right
+        # Wrong kinds of arguments
         stays = r"the model stays the object it was"
         refused(
             TypeError, rf"found an object of type Handle: it is sharded already\. shard\(\) returns.*{stays}", second

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeroshard.loss_scale import FP32_MAX, ConstantScale, DynamicScale, LossScaler, ScaleState
 
-WIDE = {"floor": 2.0**-120, "max_scale": 2.0**120}  # bounds that 60 steps do not reach: torch has none
+WIDE = {"floor": 2.0**-120, "max_scale": 2.0**120}  # bounds that 60 steps do not reach, as torch's scaler has none
 HISTORIES = st.lists(st.booleans(), max_size=60)
 FACTORS = st.sampled_from([(2.0, 0.5), (1.5, 0.7), (1.1, 0.9), (3.0, 0.1)])
 
@@ -86,7 +86,7 @@ def test_the_whole_grad_scaler_gives_the_same_scales() -> None:
 
 
 def rule_by_rule(policy: DynamicScale, history: list[bool]) -> list[float]:
-    """What Megatron-LM's DynamicGradScaler does, as a rule over the history rather than as counters.
+    """Megatron-LM's DynamicGradScaler, written as a rule over the history instead of with counters.
 
     A step grows if it ends `growth_interval` finite steps in a row, counted from the last growth. An overflow backs off
     unless fewer than `hysteresis` overflows, itself included, have happened since the last growth.
@@ -109,7 +109,7 @@ def test_hysteresis_is_megatrons(history: list[bool], interval: int, hysteresis:
 
 
 def test_hysteresis_in_one_example() -> None:
-    """Two overflows are forgiven, apart or in a row; from the third on each backs off, until a growth."""
+    """Two overflows do not back off, in a row or not; the third and all later ones do, until the next growth."""
     policy = DynamicScale(64.0, growth_interval=2, hysteresis=3)
     x, o = True, False
     #          forgiven   backs off  grows    forgiven   backs off
@@ -122,7 +122,7 @@ def test_hysteresis_in_one_example() -> None:
     "mutant", ["refill credit after a backoff", "refill credit on a finite step", "keep the tracker on an overflow"]
 )
 def test_the_rule_tells_near_misses_apart(mutant: str) -> None:
-    """Negative control: three plausible mistakes, each of which the comparison with Megatron's rule sees."""
+    """Negative control: the comparison with Megatron's rule detects each of three plausible mistakes."""
     policy = DynamicScale(2.0**10, growth_interval=3, hysteresis=2, **WIDE)
     generator = torch.Generator().manual_seed(1)
     history = (torch.rand(60, generator=generator) < 0.4).tolist()
@@ -187,7 +187,7 @@ def test_the_bounds_hold_where_the_scale_starts_on_them() -> None:
 
 
 def test_the_largest_scale_does_not_grow_to_infinity() -> None:
-    """torch refuses a growth past fp32; here the upper bound cannot lie past it."""
+    """torch refuses a growth beyond the largest fp32 number; here `max_scale` cannot exceed that number."""
     policy = DynamicScale(FP32_MAX, growth_interval=1, max_scale=FP32_MAX)
     assert policy.next_state(policy.initial_state(), False).scale == FP32_MAX == torch.finfo(torch.float32).max
     assert torch_scales(policy, [False]) == [(FP32_MAX, 0)]
@@ -226,7 +226,7 @@ def test_a_constant_scale_is_constant(history: list[bool]) -> None:
 def test_scales_are_fp32_numbers() -> None:
     for scaler in (LossScaler(ConstantScale(0.1)), LossScaler(DynamicScale(1.1))):
         assert scaler.scale == fp32(scaler.scale)
-    assert fp32(0.1) != 0.1 and fp32(1.1) != 1.1  # so the lines above say something
+    assert fp32(0.1) != 0.1 and fp32(1.1) != 1.1  # so the assertions above are not trivial
 
 
 # Loading under another policy ----------------------------------------------------------------------------------------

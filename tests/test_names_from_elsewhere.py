@@ -1,4 +1,4 @@
-"""Plans and precisions by the names that their users know from other libraries."""
+"""Plans and precisions by the names that users know from other libraries."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def small() -> Net:
 
 
 def by_dim(model: nn.Module) -> list[dict[str, Any]]:
-    """The usual split: matrices decay, and learn at a rate of their own; the rest does not."""
+    """The usual split: matrices have weight decay and their own learning rate; vectors have no weight decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.3, "lr": 3e-2}, {"params": others, "weight_decay": 0.0}]
@@ -49,11 +49,11 @@ def step(optimizer: zeroshard.ShardedOptimizer, model: nn.Module, rank: int, num
 
 
 Between = Callable[[Any], Callable[[], None]]
-"""Of an optimizer: what to call after each step."""
+"""Takes an optimizer; returns a function to call after each step."""
 
 
 def reference_weights(num_ranks: int, groups: Groups = everything, between: Between | None = None, **o: Any) -> State:
-    """Trained by one process."""
+    """The weights after training in one process."""
     model = make(small)
     reference = Reference(model, torch.optim.AdamW, num_ranks=num_ranks, params=groups(model), **ADAMW, **o)
     after = between(reference.optimizer) if between else lambda: None
@@ -121,7 +121,7 @@ RATES: dict[str, tuple[Groups, Between | None, Any]] = {
 
 
 def test_param_groups_schedulers_and_changed_hyper_parameters_take_effect() -> None:
-    """Every plan on every rank ends with the bits of one process, where each of these ends elsewhere."""
+    """Every plan on every rank ends with the bits of one process; and the results of the cases all differ."""
 
     def references(rank: int) -> dict[str, State]:
         return {name: reference_weights(3, *of[:2], precision=of[2]) for name, of in RATES.items()}
@@ -149,7 +149,7 @@ def test_param_groups_schedulers_and_changed_hyper_parameters_take_effect() -> N
 
 
 def test_closures() -> None:
-    """Evaluated once in each step, with gradients on."""
+    """`step` calls the closure once, with gradients enabled."""
     expected = run_ranks(lambda rank: train_reference(Job(model=small, steps=3), 3), 1)[0]
 
     def check(rank: int) -> None:
@@ -177,7 +177,8 @@ def test_closures() -> None:
 
 
 def test_the_norm_and_clipping_are_torchs() -> None:
-    """Global over shards and over both uses of a tied parameter; equal bits on all ranks and plans."""
+    """The norm is over all shards; a tied parameter has one gradient from both uses; equal bits on all ranks and
+    plans."""
     norm_types = (1.0, 2.0, 3.0, float("inf"))
 
     def plain(norm_type: float) -> tuple[float, State]:
@@ -244,7 +245,7 @@ def test_clipping_scales_one_step_alone() -> None:
 
 
 def first_half(num_ranks: int, precision: Any) -> dict[str, Any]:
-    """Two steps by one process: weights, main, the plain optimizer's state; and where two more lead."""
+    """Main and the plain optimizer's state after two steps in one process, and weights and state after two more."""
     model = make(small)
     reference = Reference(
         model, torch.optim.AdamW, num_ranks=num_ranks, params=by_dim(model), precision=precision, **ADAMW
@@ -269,8 +270,8 @@ def expect_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_a_plain_optimizers_state_goes_in_and_comes_out() -> None:
-    """Training goes on bit for bit: from a plain run to a sharded one, and on to another plan. Without the moments it
-    goes another way."""
+    """Training continues with the same bits from a plain run to a sharded one, and from there to another plan. Without
+    the moments the result differs."""
     precisions = (None, "bf16", "bf16-remainder")
     halves = run_ranks(lambda rank: {precision: first_half(3, precision) for precision in precisions}, 1)[0]
 
@@ -308,7 +309,7 @@ def test_a_plain_optimizers_state_goes_in_and_comes_out() -> None:
 
 
 def test_a_sharded_state_goes_into_a_plain_optimizer() -> None:
-    """Two steps sharded over one rank, two more by torch alone: the same bits as four by torch."""
+    """Two steps sharded over one rank and two by plain torch give the same bits as four in the reference."""
 
     def check(rank: int) -> None:
         expected = train_reference(Job(steps=4), 1)[0].weights
@@ -333,7 +334,7 @@ def test_a_sharded_state_goes_into_a_plain_optimizer() -> None:
 
 
 def test_an_optimizer_without_state() -> None:
-    """Those with state are in the table of `tests/parity/test_precisions.py`."""
+    """Optimizers with state are covered by `tests/parity/test_precisions.py`."""
     job = Job(optimizer=torch.optim.SGD, defaults={"lr": 0.1, "foreach": False}, model=small, steps=2)
     expected = run_ranks(lambda rank: train_reference(job, 3)[0].weights, 1)[0]
 

@@ -1,5 +1,5 @@
-"""`Plan("p", REPLICATED, SHARDED, REPLICATED)` failed with an AssertionError in the first `step()`. A plan is three
-placements, in 27 combinations: each trains as one process does, or `shard` says why it cannot be.
+"""A plan is three placements, in 27 combinations. Each of them trains as one process does, or `shard` refuses it and
+says why. (`Plan("p", REPLICATED, SHARDED, REPLICATED)` once failed with an AssertionError in the first `step()`.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_combination_trains_or_is_refused(precision: str | None) -> None:
             model = make(Net)
             with pytest.raises(ValueError, match=r"plan 'mine' \(weights .*, gradients .*, main .*\) is impossible"):
                 zeroshard.shard(model, plan, units=Block)
-            zeroshard.shard(model, "zero1")  # it is as it was
+            zeroshard.shard(model, "zero1")  # the refused model can still be sharded
         assert all(same_bits(one.weights, found[0].weights) for one in found)
         assert largest_difference(found[0].weights, reference) < (1e-6 if precision is None else 1e-2)
         return [one.log for one in found]

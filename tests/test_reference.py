@@ -1,4 +1,4 @@
-"""The truth that the engine is compared with is itself compared with plain torch, and with arithmetic by hand."""
+"""`Reference`, which the engine is compared to, is itself compared to plain torch and to arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SGD = {"lr": 2**-4, "momentum": 0.5, "foreach": False}
 
 
 def plain(job: Job, num_ranks: int) -> tuple[list[float], dict[str, Any]]:
-    """The loop anybody would write: one process, all micro-batches of all ranks in one gradient, then its mean."""
+    """The obvious loop: one process adds up the gradients of all micro-batches of all ranks, and divides by the
+    ranks."""
     model = make(job.model)
     optimizer = job.optimizer(model.parameters(), **job.defaults)
     losses = []
@@ -43,15 +44,15 @@ def plain(job: Job, num_ranks: int) -> tuple[list[float], dict[str, Any]]:
 
 
 def expect_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal but for the last bits (1.3e-6 of a number, or 1e-5): for gradients added in another order, and an optimizer
-    that is linear in them. Adam is not: where terms cancel it makes a whole step of what rounding leaves, and how large
-    that is depends on the CPU's kernels."""
+    """Equal up to the last bits (1.3e-6 relative, or 1e-5 absolute), for gradients that are added in another order. The
+    optimizer must be linear in the gradients. Adam is not: where terms cancel, it turns the rounding error that is left
+    into a whole step, and the size of that error depends on the CPU's kernels."""
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1.3e-6, atol=1e-5)
 
 
 def per_step(job: Job, num_ranks: int) -> list[float]:
-    """The reference's losses, summed as `plain` sums them."""
+    """The reference's losses, added up in the order of `plain`."""
     outcomes = train_reference(job, num_ranks)
     k = job.micro_batches
     return [sum(sum(o.losses[step * k : (step + 1) * k]) for o in outcomes) for step in range(job.steps)]
@@ -146,7 +147,7 @@ def test_a_16_bit_model_steps_its_fp32_master() -> None:
 
 
 def nearest_by_fractions(value: float, ties_away: bool) -> float:
-    """The nearest number with 8 significant bits, by exact arithmetic."""
+    """The nearest number with 8 significant bits (bf16), by exact arithmetic."""
     exact = Fraction(value)
     if not exact:
         return 0.0

@@ -1,4 +1,4 @@
-"""What is wrong is refused: ValueError with the value and the remedy, on every rank alike, in no time."""
+"""Wrong arguments are refused on every rank at once, with a ValueError that names the value and the remedy."""
 
 from __future__ import annotations
 

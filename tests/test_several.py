@@ -1,4 +1,4 @@
-"""More than one of a kind in a process: process groups, handles and optimizers."""
+"""Several process groups, handles or optimizers in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAMW = {"lr": 1e-2, "foreach": False}
 
 
 def test_two_process_groups_train_two_models() -> None:
-    """Ranks 0 and 2 are one world, 1 and 3 another: each is what two ranks alone would be."""
+    """Ranks 0 and 2 are one group, 1 and 3 another. Each group gives the same results as two ranks alone."""
     job = Job(micro_batches=2)
 
     def shifted(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
@@ -56,7 +56,8 @@ def test_two_process_groups_train_two_models() -> None:
 
 
 def test_two_models_take_turns() -> None:
-    """As in adversarial training: two handles on the same ranks, one step in the middle of the other's."""
+    """As in adversarial training: two handles on the same ranks, with their forwards, backwards and steps
+    interleaved."""
     expected = [
         run_ranks(lambda rank, seed=seed: train_reference(Job(model=lambda: make(Net, seed)), 3)[0].weights, 1)[0]
         for seed in (0, 7)
@@ -86,14 +87,14 @@ def test_two_models_take_turns() -> None:
 
 
 def gated_loss(model: Any, rank: int, step: int) -> Tensor:
-    """Gates are open on one rank alone, another one in every step; in one step on none."""
+    """In each step the gates are open on one rank only, each time another one; in one step on none."""
     for block in model.blocks:
         block.open = rank == step
     return loss_of_tokens(model, rank, 0, step)
 
 
 def test_two_optimizers_share_a_model() -> None:
-    """With hyper-parameters of their own; one steps twice as often; gradients of the other wait for it."""
+    """Two optimizers with different hyper-parameters; in the last step only the first one steps."""
 
     def groups(model: nn.Module) -> list[list[nn.Parameter]]:
         gates = [p for name, p in model.named_parameters() if "gate" in name]

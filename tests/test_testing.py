@@ -1,4 +1,4 @@
-"""Starting ranks: what `run_ranks` promises to those who test with it, and `init` to those who train with it."""
+"""`run_ranks`, which starts the ranks of a test, and `init`, which joins the ranks of a training run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_init_without_a_launcher_is_a_world_of_one() -> None:
 
 
 def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The five lines are the same with GPUs: `model.to(zeroshard.init())`. (These are make-believe: no GPU is here.)"""
+    """The README's five lines are the same with GPUs: `model.to(zeroshard.init())`. (The GPUs here are simulated.)"""
 
     def run(rank: int) -> list[Any]:
         chosen: list[int] = []

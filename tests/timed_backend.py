@@ -1,16 +1,16 @@
-"""A backend on a CPU that offers what NCCL offers, and chooses the worst legal moment for it.
+"""A CPU backend with the collectives of NCCL that reads inputs and writes outputs at the worst legal moment.
 
-A collective may read its inputs at any time from its issue on, and write its outputs at any time until somebody waits
-for it. gloo does both at once, or nearly; on a GPU the moment depends on streams, on the wire and on the peers. A
-program that is right only because gloo is quick is found here:
+A collective may read its inputs at any time after its issue, and write its outputs at any time until `wait` returns.
+gloo does both almost at once; on a GPU the moment depends on streams, on the network and on the peers. This backend
+exposes a program that is right only because gloo is quick:
 
-- "early": inputs are read at the issue; outputs are written as soon as the peers have come, whoever runs then.
-- "late": inputs are read, and outputs written, when somebody waits. Outputs hold NaN from the issue on.
-- "random": one or the other, for each collective, by a seed.
+- "early": inputs are read at the issue; a thread writes outputs as soon as all peers have issued the collective.
+- "late": inputs are read, and outputs written, when the program waits. Until then the outputs hold NaN.
+- "random": "early" or "late" for each collective, chosen by a seeded generator.
 
-The group is called neither gloo nor nccl. The bytes go by gloo, from copies of its own; sums are taken in rank order.
+The group's name is neither gloo nor nccl. Copies of the inputs are sent by gloo; sums are taken in rank order.
 
-    ZEROSHARD_TEST_BACKEND=late pytest tests/...        every group of ranks that the tests make
+    ZEROSHARD_TEST_BACKEND=late pytest tests/...        for every group that the tests create
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from torch import Tensor
 
 TIMINGS = ("early", "late", "random")
 NAME = "timed"
-"""Of the backend, for `init_process_group`."""
+"""The backend's name for `init_process_group`."""
 _UNREAD = 0.1
-"""Seconds after which inputs are read without a wait: a peer may wait for what this rank will not wait for itself."""
+"""Seconds after which inputs are read without a wait: a peer may wait for a collective that this rank never waits
+for."""
 
 
 class Timed(dist.Work):
@@ -42,7 +43,7 @@ class Timed(dist.Work):
     def __init__(self, group: TimedGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor], late: bool) -> None:
         super().__init__()
         self.group, self.inputs, self.outputs, self.late = group, inputs, outputs, late
-        self.spoiled: Sequence[Tensor] = ()  # by the backend, on its way
+        self.spoiled: Sequence[Tensor] = ()  # tensors that `write` fills with NaN
         self.issued = time.monotonic()
         self.start: Callable[[list[Tensor]], tuple[Any, Callable[[], list[Tensor]]]]
         self._work: Any = None
@@ -51,7 +52,8 @@ class Timed(dist.Work):
         self._future: Any = None
 
     def get_future(self) -> Any:
-        """For torch DDP, which waits for it where no `wait` of ours is called: written as soon as it has arrived."""
+        """For torch DDP, which waits for the future without calling `wait`: outputs are written once the data have
+        arrived."""
         with ALL.lock:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -73,7 +75,7 @@ class Timed(dist.Work):
         return self.is_read and bool(self._work.is_completed())
 
     def write(self) -> None:
-        """Into the outputs, but for what is an input as well (in place)."""
+        """Copy the received data into the outputs, except into parts that are also the input (in place)."""
         assert self._take is not None
         self._work.wait()
         if self.is_written:
@@ -101,7 +103,7 @@ class Timed(dist.Work):
 
 
 class Everything:
-    """All collectives of this process that somebody may still wait for, in the order of their issue."""
+    """All collectives of this process that may still be waited for, in the order of their issue."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -114,7 +116,7 @@ class Everything:
             self._start()
             self.waiting.append(work)
             if not work.late:
-                self.read_everything(work.group)  # a group begins its collectives in one order
+                self.read_everything(work.group)  # the collectives of a group begin in the order of their issue
 
     def read_everything(self, group: TimedGroup | None = None) -> None:
         with self.lock:
@@ -130,7 +132,7 @@ class Everything:
             self._thread.start()
 
     def _go_on(self) -> None:
-        """Early results are written by a thread of their own, as on a GPU."""
+        """A thread of its own writes early results, as on a GPU."""
         while True:
             time.sleep(0.005)
             with self.lock:
@@ -179,7 +181,8 @@ class TimedGroup(dist.ProcessGroup):
     ) -> Timed:
         """
         Args:
-            start: copies of the inputs, as bytes -> the work under way, and what makes the bytes of the outputs of it.
+            start: takes copies of the inputs as bytes; returns the gloo work, and a function that gives the outputs'
+            bytes.
         """
         late = self.timing == "late" or (self.timing == "random" and self._random.random() < 0.5)
         work = Timed(self, list(inputs), list(outputs), late)
@@ -218,7 +221,7 @@ class TimedGroup(dist.ProcessGroup):
             return work, lambda: [_bytes(_sum(terms.view(input.dtype).chunk(self._size)))]
 
         issued = self._issue([input], [output], start)
-        if _overlap(input, output):  # in place, the shards of the others may hold anything afterwards
+        if _overlap(input, output):  # in place: the contract says nothing about the other ranks' shards afterwards
             issued.spoiled = [part for part in input.view(-1).chunk(self._size) if not _overlap(part, output)]
         return issued
 
@@ -332,7 +335,7 @@ def register() -> None:
 
 @contextmanager
 def timed_ranks(timing: str) -> Iterator[None]:
-    """Inside, `run_ranks` makes groups of this backend. `timing`: as above; "random-7" has a seed."""
+    """Inside the context, `run_ranks` creates groups of this backend. `timing`: as above; "random-7" has the seed 7."""
     if timing.partition("-")[0] not in TIMINGS:
         raise ValueError(f"ZEROSHARD_TEST_BACKEND: expected one of {', '.join(TIMINGS)}, found {timing!r}")
     register()

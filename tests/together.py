@@ -1,4 +1,4 @@
-"""Jobs that share their ranks: to come and to go takes a rank as long as a small job.
+"""Jobs that share their ranks: starting and ending a rank takes as long as a small job.
 
     JOBS = {"shared": Job(model=Shared), ...}
     AWKWARD = Together(JOBS)
@@ -7,7 +7,7 @@
     def test_it_trains_as_in_one_process(name):
         AWKWARD.expect_reference(name)
 
-A job that fails is the failure of its own test.
+A failed comparison fails only the test of its own job.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
 AT_ONCE = 8
-"""As few as a test that runs alone can wait for."""
+"""The number of jobs that one start of ranks trains: few enough that a test that is run alone need not wait long."""
 
 
 class Together:
-    """Jobs by name, trained `AT_ONCE` to a run of ranks when one of these is asked for first.
+    """Jobs by name. The first request for a job starts ranks and trains a group of `AT_ONCE` jobs.
 
-    `on_three`: those that run on three ranks, as sizes, or who leaves out what, make a difference; the others run on
-    two. `plans`: of all. With `make test-everything` all run on both numbers of ranks."""
+    `on_three`: names of jobs that run on three ranks, because their sizes, or which rank leaves out what, make a
+    difference there; the others run on two. `plans`: for all jobs. With `make test-everything` all jobs run on both."""
 
     def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
         assert set(on_three) <= jobs.keys(), on_three
@@ -37,7 +37,8 @@ class Together:
         self._errors: dict[tuple[str, int], AssertionError | None] = {}
 
     def expect_reference(self, name: str) -> None:
-        """Losses and weights of its plans are those of one process, bit for bit, and ranks have the same logs."""
+        """Under all plans, losses and weights of the job equal those of one process to the bit, and all ranks' logs
+        agree."""
         for num_ranks in self.ranks[name]:
             if (name, num_ranks) not in self._errors:
                 names = [other for other, ranks in self.ranks.items() if num_ranks in ranks]

@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: small runs with every kind of state, and what may be compared of them."""
+"""Shared by the checkpoint tests: small runs with every kind of state, and functions that collect state to compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.checkpoint import Reader
 from zeroshard.loss_scale import DynamicScale
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
-"""`make test-faults`: the full counts."""
+"""True under `make test-faults`: the tests run with their full counts."""
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder", "fp16")
 PLAN_OF = {plan.name: plan for plan in PLANS}
@@ -31,7 +31,7 @@ class Awkward(Net):
         super().__init__(tied=True, blocks=1)
         self.empty = nn.Parameter(torch.zeros(empty, 3))
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.arange(11.0), requires_grad=False)  # bf16 holds them
+        self.frozen = nn.Parameter(torch.arange(11.0), requires_grad=False)  # exact in bf16
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(5))
 
@@ -56,7 +56,7 @@ def muon_and_adamw(model: nn.Module) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained, but for plan and precision."""
+    """What is trained, without plan and precision."""
 
     model: Callable[[], nn.Module] = lambda: Net(blocks=1)
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
@@ -65,7 +65,7 @@ class Kind:
 
 
 class Run:
-    """A model under the engine with an optimizer and a scheduler."""
+    """A sharded model with an optimizer and a scheduler."""
 
     def __init__(self, rank: int, plan: str, precision: Any, kind: Kind = Kind(), seed: int = 0) -> None:
         self.rank = rank
@@ -98,7 +98,7 @@ class Run:
         return zeroshard.load(directory, self.handle, self.optimizer, **{"extra": self.extra, **options})
 
     def state(self) -> State:
-        """Main, weights, and the optimizer's state, full. Collective."""
+        """Full main values, weights and optimizer state. Collective."""
         state = {f"main {name}": value for name, value in self.handle.full_state_dict(main=True).items()}
         state |= {f"weights {name}": value for name, value in self.handle.full_state_dict().items()}
         for number, of_parameter in self.optimizer.state_dict()["state"].items():
@@ -109,13 +109,13 @@ class Run:
 
 
 def seed_all(rank: int) -> None:
-    """Random numbers that differ between ranks."""
+    """Seed the random generators differently on each rank."""
     torch.manual_seed(100 + rank)
     random.seed(100 + rank)
 
 
 def read_all(step: Path) -> State:
-    """Every tensor of a step but what belongs to single ranks, read without a process group."""
+    """Every tensor of a step except those of single ranks (`rank/...`), read without a process group."""
     with Reader(step) as reader:
         return {name: reader.tensor(name) for name in reader.manifest.tensors if not name.startswith("rank/")}
 

@@ -1,4 +1,4 @@
-"""The fault kit: ranks that are killed, and a file system that fails or kills at its n-th call."""
+"""Fault injection: ranks that are killed, and file system calls of which the n-th fails or kills the process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Action = Literal["count", "fail", "kill before", "kill half way", "kill after"]
 
 
 class Injected(OSError):
-    """Not a real one."""
+    """An error that `faulty` injects."""
 
 
 @contextmanager
 def faulty(action: Action = "count", at: int = -1) -> Iterator[list[str]]:
-    """Let the call number `at` of the file system fail, or be the last thing this process does. Gives the names of the
-    calls so far."""
+    """Make the file system call number `at` fail, or kill this process there. Yields the list of the names of the calls
+    so far."""
     seen: list[str] = []
     originals = {name: getattr(files, name) for name in CALLS}
 
@@ -63,7 +63,8 @@ def faulty(action: Action = "count", at: int = -1) -> Iterator[list[str]]:
 
 @contextmanager
 def disk_with(free: int) -> Iterator[None]:
-    """Writes fail once that many bytes have been written, as on a full disk: the last one is cut short first."""
+    """Writes fail once `free` bytes have been written, as on a full disk. The write that reaches the limit is cut
+    short."""
     left, original = free, files.write
 
     def write(file: int, data: Any) -> int:
@@ -82,7 +83,7 @@ def disk_with(free: int) -> Iterator[None]:
 
 
 def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
-    """`run(rank)`, which does not return, in a process each; their ids."""
+    """Fork one process for each rank, which calls `run(rank)`; `run` must not return. Returns the process ids."""
     pids = []
     for rank in range(num_ranks):
         sys.stdout.flush(), sys.stderr.flush()
@@ -94,14 +95,14 @@ def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
 
 
 def join(folder: str, rank: int, num_ranks: int, timeout: float) -> None:
-    """The process group of forked ranks, which meet in a file."""
+    """Join the process group of the forked ranks, through a `FileStore`."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store, limit = FileStore(f"{folder}/store", num_ranks), timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 class Ranks:
-    """Forked gloo ranks that may be killed. `started` of a rank: it has called `ready`."""
+    """Forked gloo ranks that may be killed. Each rank is passed a function `ready`, for `wait_ready`."""
 
     def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-faults-")
@@ -121,7 +122,7 @@ class Ranks:
             os._exit(status)
 
     def wait_ready(self) -> None:
-        """Until every rank has called `ready`."""
+        """Wait until every rank has called `ready`."""
         for _ in self.pids:
             os.read(self._ready, 1)
 
@@ -131,7 +132,8 @@ class Ranks:
                 os.kill(self.pids[rank], signal.SIGKILL)
 
     def finish(self) -> list[int]:
-        """Wait for all; once one has been killed the others are killed too, as a launcher does. Statuses."""
+        """Wait for all ranks to end; once one has been killed, kill the others, as a launcher does. Returns wait
+        statuses."""
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + 600
         while len(statuses) < len(self.pids):
@@ -152,5 +154,5 @@ class Ranks:
 
 
 def left_over(directory: Path) -> list[str]:
-    """What does not belong there after a save."""
+    """Temporary names that must not remain after a save."""
     return [name for name in os.listdir(directory) if ".tmp-" in name or ".old-" in name or name.startswith(".trash")]

@@ -1,8 +1,9 @@
-"""Checkpoints as an earlier zeroshard wrote them, under `stored/`: the runs behind them, and what each must load as.
+"""Checkpoints that an earlier zeroshard wrote, under `stored/`: the runs that wrote them, and the expected loaded
+state.
 
-`stored/<name>.tar.gz` holds `step-2` of one run. `stored/<name>.json` has the digest of every tensor of its state in
-full and, where the step is loaded and saved again on as many ranks, those of the files. They are never written again:
-a new kind of checkpoint gets a new name. To write one that is not there yet:
+`stored/<name>.tar.gz` holds `step-2` of one run. `stored/<name>.json` has the digest of every full tensor of its state,
+and those of the files that loading the step and saving it again on the same number of ranks gives. Stored files are
+never rewritten: a new kind of checkpoint gets a new name. To write those that do not exist yet:
 
     python -m tests.checkpoint.stored_runs
 """
@@ -33,7 +34,7 @@ from zeroshard.testing import run_ranks
 FOLDER = Path(__file__).with_name("stored")
 STEP = 2
 SAVE_ID = "00c0ffee"
-"""In place of a random one, which is in the header of each file."""
+"""Replaces the random save id, which is in the header of each file."""
 
 
 class Block(nn.Module):
@@ -61,7 +62,7 @@ class Small(nn.Module):
 
 
 class Counter:
-    """What `extra` takes; ranks have different ones."""
+    """An object for `extra=`, with different values on each rank."""
 
     def __init__(self, rank: int) -> None:
         self.values: dict[str, Any] = {"seen": torch.arange(3) + rank, "names": ("a", {3: float("inf")}), "rank": rank}
@@ -74,7 +75,7 @@ class Counter:
 
 
 def by_name(*chosen: str) -> Callable[[nn.Module], list[dict[str, Any]]]:
-    """Two groups: Muon for the matrices named, and the optimizer's own class for the rest."""
+    """Two groups: Muon for the parameters named in `chosen`, and the run's own class for the rest."""
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         named = dict(model.named_parameters())
@@ -87,21 +88,22 @@ def by_name(*chosen: str) -> Callable[[nn.Module], list[dict[str, Any]]]:
 
 
 def with_elements(model: nn.Module) -> list[dict[str, Any]]:
-    """Adafactor divides by the number of elements."""
+    """All parameters that have elements: Adafactor divides by the number of elements."""
     return [{"params": [p for p in model.parameters() if p.numel()]}]
 
 
 def low_bit() -> Any:
-    """torchao's class; its kernel runs as it is written (compiling it takes a minute)."""
+    """torchao's AdamW8bit. Callers replace `torch.compile`, as compiling its kernel takes a minute."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+        warnings.simplefilter("ignore")  # torchao's own
         from torchao.optim import AdamW8bit
     return AdamW8bit
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A run. `ranks`: of those that wrote it; `frozen`: what of the model is frozen after the first step."""
+    """A run. `ranks`: the number of ranks that wrote it; `frozen`: the submodule that is frozen after the first
+    step."""
 
     plan: zeroshard.Plan
     ranks: int
@@ -135,7 +137,7 @@ KINDS = {
 
 
 class Run:
-    """One of these runs, on this rank."""
+    """A run of one `Kind`, on this rank."""
 
     def __init__(self, kind: Kind, rank: int, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -179,7 +181,7 @@ class Run:
         zeroshard.load(directory, self.handle, self.optimizer, extra={"counter": self.counter})
 
     def digests(self) -> dict[str, str]:
-        """Of main, of what the optimizer holds, and of the rest. Collective."""
+        """Digests of main and of optimizer state; param groups and loss scale as text. Collective."""
         if self.kind.plan.external_gradients:
             tensors = {f"main {name}": value for name, value in self.model.named_parameters()}
         else:
@@ -200,13 +202,13 @@ def _digest(value: Tensor) -> str:
 
 
 def _set_small_random_state(rank: int) -> None:
-    """One that takes few bytes."""
+    """Set states of `random` and numpy that take few bytes in a checkpoint."""
     random.setstate((3, (*range(rank, rank + 624), 624), None))
     numpy.random.set_state(("MT19937", numpy.arange(rank, rank + 624, dtype=numpy.uint32), 0))  # noqa: NPY002
 
 
 def unpack(name: str, directory: Path) -> tuple[Manifest, dict[str, Any]]:
-    """The step, into that directory; returns its manifest and what it must load as."""
+    """Unpack the step into `directory`; returns its manifest and the expected loaded state."""
     with tarfile.open(FOLDER / f"{name}.tar.gz") as archive:
         archive.extractall(directory, filter="data")
     with Reader(directory / f"step-{STEP}") as reader:
@@ -216,8 +218,8 @@ def unpack(name: str, directory: Path) -> tuple[Manifest, dict[str, Any]]:
 def load_and_save(
     names: Iterable[str], ranks: int, source: Path, target: Path
 ) -> list[dict[str, tuple[dict[str, str], Any]]]:
-    """From `source/name` to `target/name`, one after the other; of each rank, by name, the state that was loaded, and
-    its counter."""
+    """Load each run from `source/name` and save it to `target/name`. Returns for each rank, by name, the loaded state's
+    digests and the counter."""
 
     def of_rank(rank: int) -> dict[str, tuple[dict[str, str], Any]]:
         found = {}
@@ -232,7 +234,7 @@ def load_and_save(
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """Of the files of the step, without the manifest (which has versions)."""
+    """Digests of the files of the step, without the manifest (which contains versions)."""
     files = sorted((directory / f"step-{STEP}").glob("*.safetensors"))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

@@ -1,4 +1,4 @@
-"""A save in the background holds the values of the call, hides no error, and is finished before the process ends."""
+"""A background save writes the values at the time of the call, reports its errors, and ends before the process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from zeroshard.testing import run_ranks
 
 
 def changing_at_once(rank: int, folder: Path, plan: str, precision: str, trials: int) -> tuple[int, int]:
-    """How many saves hold the values of the call, while the next steps change everything meanwhile."""
+    """Count the saves that hold the values at the time of the call, although later steps change everything
+    meanwhile."""
     seed_all(rank)
     run = Run(rank, plan, precision, Kind(Awkward, groups=muon_and_adamw)).train(range(1))
     original, changed = files.write, threading.Event()
@@ -40,7 +41,7 @@ def changing_at_once(rank: int, folder: Path, plan: str, precision: str, trials:
         changed.clear()
         saving = run.save(folder / "busy", trial, background=True)
         run.train(range(trial + 1, trial + 2))
-        if plan == "ddp":  # and by hand
+        if plan == "ddp":  # change the weights directly, too
             for unit in run.handle.engine.units:
                 unit.weights.buffer.full.add_(1.0)
         changed.set()
@@ -48,7 +49,7 @@ def changing_at_once(rank: int, folder: Path, plan: str, precision: str, trials:
         run.handle.engine.collectives.exchange_objects(None)
         try:
             good += same_bits(read_all(folder / f"calm/step-{trial}"), read_all(folder / f"busy/step-{trial}"))
-        except zeroshard.CheckpointError:  # changed between its digest and its writing
+        except zeroshard.CheckpointError:  # a value changed between its digest and its write
             continue
     files.write = original
     return good, trials
@@ -129,7 +130,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.long
 @pytest.mark.parametrize("outcome", ["good", "fail"] if FULL else ["fail"])
 def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) -> None:
-    """Two processes with torch's own rendezvous, which end right after the call; a failure shows in their status."""
+    """Two processes that end right after the call of `save`. They finish the save; a failure sets their exit status."""
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2"}
     import socket
 
@@ -158,7 +159,7 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
 
 
 def test_a_silent_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hangs in the middle of its writing: the others name it after the group's timeout, and tidy up."""
+    """A rank hangs while it writes: the others name it after the group's timeout, and remove the unfinished step."""
 
     def check(rank: int) -> None:
         model = nn.Linear(30, 30)

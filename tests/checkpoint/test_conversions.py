@@ -1,4 +1,5 @@
-"""A checkpoint has no world size, no plan and no format of main: whatever saved it, everything loads it, exactly."""
+"""A checkpoint does not depend on world size, plan or the format of main: every run loads it exactly, whatever saved
+it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ SAVED = [(plan.name, precision) for plan in PLANS for precision in MAINS]
 
 
 def full_state(run: Run) -> dict[str, Any]:
-    """What does not depend on the format: main and moments; what is frozen has the dtype of the weights. Without the
-    buffer that differs between ranks."""
+    """The state that does not depend on the format: main and moments, without the buffer that differs between ranks.
+    The frozen parameter, whose dtype is that of the weights, is cast to fp32."""
     left_out = ("weights", "main average")
     state = {name: value for name, value in run.state().items() if not name.startswith(left_out)}
     return {**state, "main frozen": state["main frozen"].float()}
@@ -48,7 +49,7 @@ def test_any_world_size_plan_and_format_to_any_other(tmp_path: Path, kind: str) 
             for _ in range(3 if FULL else 1):
                 plan, precision = SAVED[(count * 5 + num_ranks) % len(SAVED)]
                 run = Run(rank, plan, precision, KINDS[kind], seed=5)
-                run.load(tmp_path / name, allow_rounding=precision != "fp32")  # of the frozen parameter
+                run.load(tmp_path / name, allow_rounding=precision != "fp32")  # the frozen parameter is rounded
                 count += 1
                 if not same_bits(full_state(run), expected):
                     wrong.append(f"{name} -> {num_ranks} {plan} {precision}")
@@ -66,7 +67,7 @@ def test_any_world_size_plan_and_format_to_any_other(tmp_path: Path, kind: str) 
 
 
 def test_master_and_remainder_train_on_alike(tmp_path: Path) -> None:
-    """An fp32 master saved, loaded as a remainder and the other way: the next steps give what they give there."""
+    """Main is saved as fp32, loaded as remainder, saved again and loaded as fp32: the next steps give the same bits."""
 
     def check(rank: int) -> bool:
         seed_all(rank)
@@ -109,7 +110,7 @@ def test_fp32_becomes_bf16_only_when_asked(tmp_path: Path) -> None:
         moments = run.optimizer.state_dict()["state"][0]["exp_avg"]
         run.train(range(2, 4))
         run.save(tmp_path, 4)
-        wide.load(tmp_path)  # and back: every bf16 number is an fp32 number
+        wide.load(tmp_path)  # and back: bf16 to fp32 is exact
         return message, untouched, rounded and moments.dtype == torch.bfloat16
 
     for message, untouched, rounded in run_ranks(check, 2):
@@ -118,7 +119,7 @@ def test_fp32_becomes_bf16_only_when_asked(tmp_path: Path) -> None:
 
 
 def test_frozen_and_trained_parameters_meet(tmp_path: Path) -> None:
-    """Saved as trained, loaded as frozen, and back."""
+    """Parameters are saved while trainable and loaded as frozen, and the other way round."""
 
     def check(rank: int) -> bool:
         trained = make(Awkward)
@@ -194,7 +195,7 @@ def test_other_shapes_are_refused_also_when_not_strict(tmp_path: Path) -> None:
 
 
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
-    """Four ranks together read hardly more than one alone: blocks at the cuts are read by two."""
+    """Four ranks together read little more than one rank alone: two ranks read each block at a boundary of shards."""
 
     def sharded(plan: str) -> zeroshard.Handle:
         return zeroshard.shard(nn.Sequential(*[nn.Linear(600, 600) for _ in range(4)]), plan)
@@ -216,7 +217,7 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
 
 
 class NewStorages(TorchDispatchMode):
-    """The largest storage that an operation has made."""
+    """Records the size of the largest storage that an operation has allocated."""
 
     largest = 0
 
@@ -231,7 +232,7 @@ class NewStorages(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
 def test_nothing_large_is_made_on_the_way(tmp_path: Path, precision: str) -> None:
-    """A rank holds 4 MB of main, and as much of each moment; saving and loading take a block or a piece at a time."""
+    """A rank holds 4 MB of main, and as much of each moment; saving and loading handle one block or piece at a time."""
 
     def check(rank: int) -> list[int]:
         model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))

@@ -1,4 +1,4 @@
-"""What is damaged, or made by an enemy, is refused with the file's name: never loaded, never followed, never run."""
+"""Damaged and malicious checkpoints are refused with the file's name: not loaded, no link followed, no code run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def refused(step: Path, name: str) -> str:
-    """ "", or what is wrong: `verify` did not raise, or did not name the file."""
+    """ "" if `verify` raised and named the file; otherwise a text that says what is wrong."""
     try:
         zeroshard.verify(step)
     except zeroshard.CheckpointError as error:
@@ -96,7 +96,7 @@ def test_single_bits_are_found(saved: Path, tmp_path: Path) -> None:
     total = sum(path.stat().st_size for path in paths)
     bad, per_file = [], dict.fromkeys((path.name for path in paths), 0)
     for trial in range(1000):
-        # Half of them where most bytes are, half shared out evenly over the files.
+        # Choose a file half in proportion to its size, half with equal chances.
         path = rng.choices(paths, [p.stat().st_size / total + 1 for p in paths])[0]
         with open(path, "r+b") as file:
             at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
@@ -116,7 +116,8 @@ def test_single_bits_are_found(saved: Path, tmp_path: Path) -> None:
 
 
 def test_what_changes_between_two_readings_is_found(saved: Path, tmp_path: Path) -> None:
-    """A load reads everything twice: the second time against a sum of what had its digest."""
+    """A load reads everything twice. It compares the second reading to a checksum of the first one, whose digest was
+    right."""
     step = copied(saved, tmp_path) / "step-2"
     name = "model/embed.weight"
     with reader.Reader(step) as opened:
@@ -185,7 +186,7 @@ def test_files_swapped_between_steps_are_found(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_load_on_ranks_refuses_damage_and_another_step_still_loads(saved: Path, tmp_path: Path) -> None:
-    """Also where only one rank reads the damaged block; within a moment, on all ranks, and nothing has been changed."""
+    """All ranks refuse at once, even if only one of them reads the damaged block, and no value has been changed."""
     directory = copied(saved, tmp_path)
     kind = Kind(Awkward, groups=muon_and_adamw)
 
@@ -226,7 +227,7 @@ def flip(path: Path, at: int) -> None:
 
 def test_a_step_under_the_name_of_another_is_refused(saved: Path, tmp_path: Path) -> None:
     directory = copied(saved, tmp_path)
-    os.rename(directory / "step-2", directory / "step-21")  # not only the first digits count
+    os.rename(directory / "step-2", directory / "step-21")  # "step-21" starts like "step-2"
 
     def check(rank: int) -> None:
         run = Run(rank, "zero3", "fp32", Kind(Awkward, groups=muon_and_adamw))
@@ -240,12 +241,12 @@ def test_a_step_under_the_name_of_another_is_refused(saved: Path, tmp_path: Path
 
 
 def signed(body: bytes) -> bytes:
-    """A manifest whose own digest is right."""
+    """A manifest with this body and the right digest of it."""
     return PREFIX + digest_of(body).encode() + MIDDLE + body + b"}\n"
 
 
 def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """By hand: (what, bytes of a manifest)."""
+    """Manifests made by hand: (description, bytes)."""
 
     def changed(change: Callable[[dict[str, Any]], Any]) -> bytes:
         body = json.loads(json.dumps(valid))
@@ -304,7 +305,7 @@ def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture
 def trap(saved: Path, tmp_path: Path) -> Path:
-    """A folder with a link, a pipe and a folder in it."""
+    """A step's folder that also contains a link, a pipe and a folder."""
     step = copied(saved, tmp_path) / "step-2"
     (tmp_path / "copy" / "secret").write_bytes((step / "rank-00000.safetensors").read_bytes())
     os.symlink("../secret", step / "link")
@@ -317,7 +318,7 @@ _OPENED: list[str] = []
 
 
 def opened_by(work: Callable[[], Any]) -> list[str]:
-    """Paths that were opened meanwhile."""
+    """The paths that were opened during `work`."""
     if not getattr(opened_by, "hooked", False):
         sys.addaudithook(lambda event, args: _OPENED.append(str(args[0])) if event == "open" else None)
         opened_by.hooked = True  # type: ignore[attr-defined]
@@ -359,7 +360,7 @@ def test_links_in_place_of_files_are_refused(saved: Path, tmp_path: Path) -> Non
 
 
 def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
-    """The value with something else somewhere in it."""
+    """A copy of the value with one random change."""
     odd = [None, True, -1, 0, 1, 1 << 31, 1 << 63, 10**40, 0.5, "", "..", "/", "F64", [], {}, [[]], "0" * 32]
     if isinstance(value, dict) and value and (depth < 1 or rng.random() < 0.9):
         key = rng.choice(sorted(value))
@@ -383,7 +384,8 @@ def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
 
 
 def test_fuzzed_manifests(saved: Path, trap: Path) -> None:
-    """Signed anew after something was changed: refused, or (where it was no number that matters) still whole."""
+    """Manifests with a random change and a right digest: refused, or, where the change does not matter, read as
+    before."""
     rng = random.Random(SEED)
     text = (saved / "step-2" / MANIFEST_NAME).read_bytes()
     valid, values = json.loads(text)["manifest"], read_all(saved / "step-2")
@@ -399,7 +401,7 @@ def test_fuzzed_manifests(saved: Path, trap: Path) -> None:
         (trap / MANIFEST_NAME).write_bytes(data)
         try:
             zeroshard.verify(trap)
-            # Names, shapes of one size and numbers beside the tensors may be other ones: a signature is no secret.
+            # Names, shapes with the same number of elements and other values may differ: anyone can compute the digest.
             now = read_all(trap)
             same = [k for k in now if k in values and now[k].dtype == values[k].dtype]
             outcomes["whole" if len(same) > len(values) - 3 else "other"] += 1
@@ -412,7 +414,7 @@ def test_fuzzed_manifests(saved: Path, trap: Path) -> None:
 
 
 def test_fuzzed_headers_of_files(saved: Path, trap: Path) -> None:
-    """The header of a safetensors file has a digest; even with the right one, no number of it is used."""
+    """The header of a safetensors file has a digest. A file whose header differs in any bit is refused."""
     rng = random.Random(SEED + 1)
     path = trap / "rank-00001.safetensors"
     data = path.read_bytes()
@@ -427,7 +429,7 @@ def test_fuzzed_headers_of_files(saved: Path, trap: Path) -> None:
 
 
 def test_hostile_values_raise_our_error_on_load(saved: Path, tmp_path: Path) -> None:
-    """Hyper-parameters, random numbers and the user's own state are checked, or fail as one, too."""
+    """Bad hyper-parameters, random states and user state raise CheckpointError, and no other kind of error."""
     directory = copied(saved, tmp_path)
     path = directory / "step-2" / MANIFEST_NAME
     valid = json.loads(path.read_text())["manifest"]

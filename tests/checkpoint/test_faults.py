@@ -1,4 +1,4 @@
-"""Whatever happens during a save, what was there before is there afterwards, or the new step is, whole."""
+"""Whatever happens during a save, afterwards either the old state of the folder or the complete new step is there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STEP_OF = {"new folder": 2, "overwrite": 1}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A folder whose `step-1` has the old values, for copies (`new/step-1` beside it has the new ones); the old and the
-    new values for comparison."""
+    """A folder to copy, whose `step-1` has the old values (`new/step-1` beside it has the new ones); the old values;
+    the new values."""
     directory = tmp_path_factory.mktemp("saved") / "old"
 
     def calm(rank: int) -> None:
@@ -50,7 +50,7 @@ def save_new(rank: int, ready: Any, directory: Path, step: int, background: bool
 
 
 def problems_after(directory: Path, old: Any, new: Any, mode: str) -> list[str]:
-    """What is wrong with a directory in which a save of step 1 or 2 was interrupted."""
+    """Errors found in a directory in which a save of step 1 or 2 was interrupted."""
     found = steps(directory)
     problems = [] if 1 in found else ["step 1 is gone"]
     try:
@@ -68,7 +68,7 @@ def problems_after(directory: Path, old: Any, new: Any, mode: str) -> list[str]:
 
 
 def recovers(directory: Path, old: Any, new: Any) -> list[str]:
-    """The next save and load work, and tidy up."""
+    """Errors of the next save and load, which must work and remove temporary files."""
 
     def save_and_load(rank: int) -> int:
         save_new(rank, lambda: None, directory, 3)
@@ -145,7 +145,8 @@ def test_killed_at_every_call_of_a_save(saved: tuple[Path, Any, Any], tmp_path: 
 
 @pytest.mark.parametrize("mode", list(STEP_OF))
 def test_an_error_at_every_call_on_each_rank(saved: tuple[Path, Any, Any], tmp_path: Path, mode: str) -> None:
-    """All ranks raise the same error in a moment; nothing is left over; what was there is there, or all of the new."""
+    """All ranks raise the same error at once; no temporary files remain; the old step or all of the new one is
+    there."""
     source, old, new = saved
 
     def check(rank: int) -> list[str]:
@@ -175,12 +176,12 @@ def test_an_error_at_every_call_on_each_rank(saved: tuple[Path, Any, Any], tmp_p
                     seconds = time.perf_counter() - start
                     messages, hit = exchange(message), exchange(len(called) > at)[victim]
                     if not hit:
-                        continue  # a save after another has fewer calls
+                        continue  # this save has fewer calls than the counted ones
                     trials += 1
                     if rank == 0:
                         problems = problems_after(tmp_path / "trial", old, new, mode)
                         problems += [f"left over {name}" for name in left_over(tmp_path / "trial")]
-                        if "is in place" in message:  # it was the sweep itself that failed: the step is saved
+                        if "is in place" in message:  # the removal of temporary files failed: the step is saved
                             problems = [problem for problem in problems if "left over" not in problem]
                     else:
                         problems = []
@@ -195,7 +196,7 @@ def test_an_error_at_every_call_on_each_rank(saved: tuple[Path, Any, Any], tmp_p
 
 
 def test_a_full_disk(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
-    """At twenty levels (ten in short), on each rank, in both ways."""
+    """The disk is full at twenty fill levels (ten by default), on each rank, in foreground and background saves."""
     source, old, new = saved
     shutil.copytree(source, tmp_path / "old")
     size = [os.path.getsize(source.with_name("new") / "step-1" / f"rank-0000{rank}.safetensors") for rank in range(2)]
@@ -227,7 +228,7 @@ def test_a_full_disk(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    """The operating system itself refuses."""
+    """The operating system refuses a write (RLIMIT_FSIZE)."""
 
     def check(rank: int) -> None:
         model = nn.Linear(700, 700)
@@ -266,7 +267,7 @@ def test_space_is_checked_to_the_byte(tmp_path: Path) -> None:
 
 
 def test_negative_control_writing_in_place_loses_both(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
-    """Without the rename (files written straight under the final name) the same kills leave what cannot be read."""
+    """Without the rename (files are written directly under the final name) the same kills leave unreadable steps."""
     source, old, new = saved
     bad = []
 
@@ -300,7 +301,7 @@ def test_killed_at_every_call_of_a_prune(tmp_path: Path) -> None:
     run_ranks(make, 1)
     with faulty() as seen:
         assert zeroshard.prune(shutil.copytree(tmp_path / "old", tmp_path / "calm"), keep_last=2) == [0, 1, 2]
-    # Before each call, which is after the one before it; and after the last.
+    # Before each call (which is also after the previous call), and after the last one.
     moments = [*((at, "kill before") for at in range(len(seen))), (len(seen) - 1, "kill after")]
     for at, action in moments:
         directory = Path(shutil.copytree(tmp_path / "old", tmp_path / f"{at} {action}"))

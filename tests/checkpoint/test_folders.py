@@ -1,4 +1,4 @@
-"""Which steps there are, which is the latest, what is kept, what is swept; and values beside the tensors."""
+"""The folders of a run: list of steps, `latest`, `prune`, `sweep`; and values that are no tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_prune_keeps_the_last_and_every_nth(tmp_path: Path) -> None:
 
 
 def test_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:
-    """Not the highest: a run that went back to step 4 goes on from there."""
+    """The latest step need not be the highest: a run may go back to an earlier step and continue from there."""
     save_steps(tmp_path, [4, 10, 5])
     assert latest(tmp_path) == 5 and find(tmp_path, None).name == "step-5"
     assert zeroshard.prune(tmp_path, keep_last=1) == [4], "what `latest` names stays"
@@ -135,7 +135,7 @@ def test_what_is_no_value_is_refused() -> None:
 
 
 class Keeps:
-    """The user's own state, other on every rank."""
+    """The user's own state, different on every rank."""
 
     def __init__(self, rank: int) -> None:
         self.state: Any = {"rank": rank, "mean": torch.full((3,), float(rank)), "best": math.inf, 3: (1, [2])}
@@ -277,8 +277,8 @@ def test_state_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_step_may_be_given_by_its_own_folder(tmp_path: Path) -> None:
-    """`load("runs/a/step-1")` said that it holds no checkpoint, though it is one; and so did a folder whose manifest
-    alone was gone."""
+    """`load("runs/a/step-1")` once said that the step's own folder holds no checkpoint. And a step whose manifest was
+    missing got the same message as an empty folder."""
 
     def check(rank: int) -> None:
         model = nn.Linear(3, 2)

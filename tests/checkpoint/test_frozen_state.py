@@ -1,9 +1,9 @@
-"""The optimizer's state of parameters that are frozen when it is loaded, or saved.
+"""Optimizer state of parameters that are frozen when it is loaded or saved.
 
-A user trained a model, came back with its backbone frozen, loaded the checkpoint, and let the backbone train later: its
-moments and counts of steps were gone, without a word. (Plain torch keeps the state of a frozen parameter.) Under
-OPTIMIZER_ONLY parameters were numbered by what trained at first, so that others could get theirs, and to save with a
-frozen one was a KeyError.
+A user trained a model, loaded the checkpoint into a model with a frozen backbone, and unfroze the backbone later: its
+moments and step counts were lost without an error. (Plain torch keeps the state of a frozen parameter.) Under
+OPTIMIZER_ONLY, only parameters that trained at first were numbered, so that parameters could get each other's state,
+and a save with a frozen parameter raised a KeyError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ EVERYTHING, HEAD = range(3), (2,)
 
 
 def build(seed: int = 0) -> nn.Module:
-    """Backbone ("0", "1") and head ("2"). The first two have weights of one shape, to be mistaken for each other."""
+    """Backbone ("0", "1") and head ("2"). The weights of "0" and "1" have the same shape, so a mix-up raises no
+    error."""
     return make(lambda: nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 5)), seed)
 
 
@@ -40,7 +41,7 @@ def let_train(model: Any, layers: Any) -> None:
 
 
 class Run:
-    """A model and its optimizer; `form`: how the user has built them."""
+    """A model and its optimizer; `form`: what the optimizer is built from, and when the parameters are frozen."""
 
     def __init__(self, plan: Any, form: str, optimizer_class: Any, seed: int, first: Any = EVERYTHING) -> None:
         self.model = build(seed)
@@ -84,7 +85,7 @@ class Run:
 
 
 def expected(rank: int, plan: Any, optimizer_class: Any, folder: Path) -> tuple[Any, list[Any]]:
-    """A run that never stops, and what it has saved: before the backbone is frozen, and while it is."""
+    """A run without interruption, and the states that it saved: before the backbone was frozen, and while it was."""
     run = Run(plan, "handle", optimizer_class, 0)
     saved = []
     for number, (steps, layers) in enumerate([(range(2), EVERYTHING), (range(2, 4), HEAD)]):
@@ -122,7 +123,7 @@ CASES = {
     ],
     torch.optim.Adafactor: [("handle", 0, "again"), ("parameters", 1, "state_dict")],
 }
-"""How the user builds it, which checkpoint (0: before the backbone was frozen), and how it comes."""
+"""(`form`; which checkpoint, 0: saved before the backbone was frozen; how the checkpoint is loaded)."""
 
 
 UNDER_OPTIMIZER_ONLY = [("parameters", 0, "again"), ("parameters", 1, "state_dict"), ("frozen after all", 0, "folder")]
@@ -158,7 +159,7 @@ def load(run: Run, folder: Path, number: int, saved: Any, way: str, second: Call
     elif way == "state_dict":
         run.take_weights(saved[0])
         run.optimizer.load_state_dict(saved[1])
-    else:  # a third process goes on with what a second one has loaded and saved, frozen
+    else:  # load the frozen state in a second run, save it there, and load that into this one
         between = second()
         zeroshard.load(folder, between.handle, between.optimizer, step=number)
         assert equal_states(between.optimizer.state_dict(), saved[1])
@@ -167,7 +168,7 @@ def load(run: Run, folder: Path, number: int, saved: Any, way: str, second: Call
 
 
 def test_a_checkpoint_of_other_groups_is_still_refused(tmp_path: Path) -> None:
-    """What was saved in another group is not taken into the first one; what has another optimizer stays its."""
+    """State that was saved in another param group is refused, and the options of the groups are not changed."""
 
     def check(rank: int) -> None:
         run = Run(zeroshard.ZERO1, "handle", torch.optim.SGD, 0, HEAD)

@@ -1,4 +1,5 @@
-"""torchao's optimizers hold moments in 8 or 4 bits: a checkpoint has the values, and they are quantised again."""
+"""torchao's optimizers hold moments in 8 or 4 bits. A checkpoint has their fp32 values, which a load quantises
+again."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
 @pytest.fixture
 def low_bit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torchao's classes; their kernel runs as it is written (compiling it takes a minute)."""
+    """torchao's classes; their kernel is not compiled (compiling takes a minute)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+        warnings.simplefilter("ignore")  # torchao's own
         module = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return module
@@ -54,7 +55,7 @@ class Run:
         return self
 
     def moments(self) -> State:
-        """Full fp32 values. Collective."""
+        """Full moments in fp32. Collective."""
         states = self.optimizer.state_dict()["state"]
         return {f"{key} {n}": value for n, state in states.items() for key, value in state.items() if key != "step"}
 
@@ -66,7 +67,7 @@ class Run:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_quantised_once_has_the_same_values_again(low_bit: Any, name: str) -> None:
-    """The control is torchao's own way: where the largest value of a block is negative, the block shrinks."""
+    """The control is torchao's own `copy_`: where the largest value of a block is negative, the block shrinks."""
     optimizer = getattr(low_bit, name)([nn.Parameter(torch.zeros(4096))])
     for signed in (True, False):
         for seed in range(20):
@@ -84,7 +85,8 @@ def test_what_was_quantised_once_has_the_same_values_again(low_bit: Any, name: s
 
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_what_another_processor_has_quantised_has_the_same_codes(low_bit: Any, name: str) -> None:
-    """Codebooks come from kernels that differ in the last bit. The control: an error of another size is no such bit."""
+    """Codebooks computed on another processor may differ in the last bit: the codes are the same. The control: with
+    larger differences they are not."""
     optimizer = getattr(low_bit, name)([nn.Parameter(torch.zeros(4096))])
     value = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     here = quantise(optimizer._new_buffer(torch.zeros(4096), True), value)
@@ -102,7 +104,7 @@ def test_a_run_goes_on_bit_for_bit(low_bit: Any, tmp_path: Path) -> None:
             run = Run(rank, plan, optimizer).train(range(2)).save(folder / str(plan), background=True)
             codes = [code.clone() for code in run.codes()]
             run.train(range(2, 4))
-            run.handle.finish_background()  # a load by another handle knows nothing of it
+            run.handle.finish_background()  # a load by another handle would not wait for it
             again = Run(rank, plan, optimizer, seed=1).load(folder / str(plan))
             assert codes and all(torch.equal(a, b) for a, b in zip(again.codes(), codes, strict=True)), (name, plan)
             moments = again.moments()

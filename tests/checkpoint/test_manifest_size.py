@@ -1,6 +1,5 @@
-"""A manifest of more than 256 MiB (large values in `extra`, very many tensors) was committed, and could never be read
-again: not by `load`, and not by the next run that looks for the newest good step. It is refused before the commit, on
-every rank, with the number. The tests lower the limit.
+"""A manifest of more than 256 MiB (large values in `extra`, very many tensors) once was committed, and could not be
+read again. Now every rank refuses it before the commit, with its size. The tests lower the limit.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def test_nothing_is_committed_that_cannot_be_read_again(monkeypatch: pytest.Monk
         for background in (False, True):
             with pytest.raises(zeroshard.CheckpointError, match=r"manifest would have at least \d+ bytes"):
                 zeroshard.save(folder, handle, step=2, extra=large, background=background).wait()
-        many = shard(60)  # this one is known to the byte when all ranks have reported
+        many = shard(60)  # the exact size of this manifest is known once all ranks have reported
         with pytest.raises(zeroshard.CheckpointError, match=r"step 3 was not saved: the manifest has \d+ bytes"):
             zeroshard.save(folder, many, step=3)
         with pytest.raises(zeroshard.CheckpointError, match=r"step 3 was not saved: the manifest has \d+ bytes"):
@@ -64,7 +63,7 @@ def test_nothing_is_committed_that_cannot_be_read_again(monkeypatch: pytest.Monk
 
 
 def test_without_the_check_it_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.reader.MAX_MANIFEST_BYTES", LIMIT)  # the writer knows of no limit
+    monkeypatch.setattr("zeroshard.checkpoint.reader.MAX_MANIFEST_BYTES", LIMIT)  # the reader's only
 
     def check(rank: int, folder: str) -> None:
         zeroshard.save(folder, shard(60), step=3)

@@ -1,4 +1,4 @@
-"""A run that is saved, thrown away and loaded goes on bit for bit as if nothing had happened."""
+"""A new run that loads a checkpoint continues with the same bits as the run that saved it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def continued(rank: int, folder: Path, plan: str, precision: Any, kind: Kind, control: bool = True) -> dict[str, bool]:
-    """What must be equal, and, as a control, what must not be."""
+    """Name of each check -> whether it passed: states that must be equal, and a control that must differ."""
     seed_all(rank)
     first = Run(rank, plan, precision, kind).train(range(2))
     first.save(folder, 2)
@@ -44,7 +44,7 @@ def continued(rank: int, folder: Path, plan: str, precision: Any, kind: Kind, co
 
     if not control:
         return result
-    # Without the state of the optimizer, or the random numbers, it is another run: the check above can fail.
+    # Without optimizer state and random states the result differs: the check above can fail.
     seed_all(rank + 50)
     third = Run(rank, plan, precision, kind, seed=9)
     zeroshard.load(folder, third.handle)
@@ -56,7 +56,8 @@ def continued(rank: int, folder: Path, plan: str, precision: Any, kind: Kind, co
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_plan_and_format_of_main_goes_on_bit_for_bit(tmp_path: Path, num_ranks: int) -> None:
-    """Eight optimizers take turns over the grid (a fourth of it on several ranks); the full counts have them all."""
+    """By default one of eight optimizers per cell of the grid (and a fourth of the cells on several ranks); with the
+    full counts all of them."""
 
     def check(rank: int) -> dict[str, bool]:
         results = {}
@@ -113,7 +114,7 @@ def test_two_groups_of_replicas_write_once(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_a_handle(tmp_path: Path) -> None:
-    """Plan OPTIMIZER_ONLY: parameters are known by number."""
+    """Plan OPTIMIZER_ONLY: a checkpoint has parameters by number."""
 
     def check(rank: int) -> bool:
         def started(seed: int) -> tuple[Any, Any]:

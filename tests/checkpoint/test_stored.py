@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote load to the bit, and are then saved as it saved them, byte for byte."""
+"""Checkpoints that an earlier version wrote load to the bit, and saving them again gives the same bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from zeroshard.checkpoint import Reader, folders
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own
 OF_TORCHAO = "zero3-adamw8bit"
-"""Its state goes through a table of values that torchao computes: their last bit depends on the kind of CPU."""
+"""Its state is decoded with a table (codebook) that torchao computes; the table's last bits depend on the CPU."""
 
 
 def has_codebooks_of_the_writer() -> bool:
-    """Then the state is the same to the bit, and so are the files."""
+    """Whether torchao's codebooks are those of the machine that wrote the files: only then state and files are
+    bit-equal."""
     optimizer = low_bit()([torch.nn.Parameter(torch.zeros(4096))])
     books = [optimizer._new_buffer(torch.zeros(4096), signed).qmap for signed in (True, False)]
     return hashlib.sha256(torch.cat(books).numpy().tobytes()).hexdigest()[:16] == "ff5a4c58a17762b2"
@@ -31,8 +32,8 @@ def ranks_of(name: str) -> set[int]:
 
 @pytest.fixture(scope="module")
 def saved_again(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
-    """All of them under `stored/name`, and by `ranks/name` as so many ranks have saved them again; and by that number
-    what each of the ranks has loaded. All that one number of ranks does is done by the same processes."""
+    """A folder with each stored step under `stored/name`, and under `ranks/name` as that number of ranks saved it
+    again; and, by number of ranks, what each rank loaded. Each number of ranks is started once, for all steps."""
     folder = tmp_path_factory.mktemp("stored")
     names = [name for name in KINDS if name != OF_TORCHAO or find_spec("torchao")]
     for name in names:

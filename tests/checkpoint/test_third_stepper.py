@@ -1,7 +1,7 @@
-"""A third kind of stepper, which the package doesn't know: `state_dict`, `optimizer.state` and checkpoints serve it as
-they serve the two that are built in.
+"""A third kind of stepper, defined here: `state_dict`, `optimizer.state` and checkpoints support it like the two that
+are built in.
 
-It keeps momentum as one tensor for the whole of a unit's own shard: no pieces, no owners, no inner state at all.
+It keeps momentum as one tensor for a unit's own shard, without pieces, owners or an inner optimizer's state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zeroshard.testing import run_ranks
 
 
 class MomentumClass(torch.optim.SGD):
-    """Names the hyper-parameters; its own `step` is never called."""
+    """Defines the hyper-parameters; its own `step` is never called."""
 
 
 class ShardState:
@@ -47,7 +47,7 @@ class ShardState:
         self.counts: dict[Unit, int] = {}
 
     def _slots(self, unit: Unit) -> Iterator[tuple[Tensor, Slot, Interval]]:
-        """Parameter, slot, and what this rank has of it."""
+        """Parameter, slot, and the part of the slot in this rank's shard."""
         for member in self._assignment.members():
             if member.unit is unit and (held := member.slot.world & unit.own_shard()):
                 yield member.parameter, member.slot, held
@@ -154,7 +154,7 @@ class Run:
         self.rank, self.model = rank, make(lambda: Net(blocks=1), seed)
         self.handle = zeroshard.shard(self.model, plan)
         self.optimizer = zeroshard.ShardedOptimizer(self.handle, MomentumClass, lr=0.1, elementwise=False)
-        stepper: Stepper = self.optimizer.steppers[0]  # and mypy says whether it is one
+        stepper: Stepper = self.optimizer.steppers[0]  # the annotation is for mypy
         assert isinstance(stepper, ShardStep)
 
     def train(self, steps: range) -> Run:
@@ -165,7 +165,7 @@ class Run:
         return self
 
     def state(self) -> dict[str, Any]:
-        """Main and momentum in full. Collective."""
+        """Full main and momentum. Collective."""
         state = {f"main {name}": value for name, value in self.handle.full_state_dict(main=True).items()}
         for number, items in self.optimizer.state_dict()["state"].items():
             state |= {f"{key} {number}": torch.as_tensor(value) for key, value in items.items()}
@@ -178,7 +178,8 @@ def third(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_saved_on_three_ranks_loaded_on_others(tmp_path: Path) -> None:
-    """The gradient is the same whatever the number of ranks, as all have the same batch: what follows is comparable."""
+    """All ranks have the same batch, so gradients do not depend on the number of ranks, and later states are
+    comparable."""
 
     def save(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         run = Run(rank, "zero3").train(range(2))
@@ -232,8 +233,8 @@ def test_the_view_reads_and_replaces_the_state_of_one_parameter() -> None:
 
 
 def test_steppers_of_two_kinds_may_share_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adafactor keeps rows and columns of its matrices. A load asked the elementwise stepper of the same unit about
-    them, and refused their shapes."""
+    """Adafactor's state has rows and columns of its matrices. A load once asked the elementwise stepper of the same
+    unit whether these shapes fit, and refused them."""
     monkeypatch.undo()
 
     def build(rank: int) -> tuple[nn.Module, Any, Any]:

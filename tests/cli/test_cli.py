@@ -1,4 +1,4 @@
-"""The command, as it is typed: refusals in one line, its own launcher, torchrun, SIGTERM."""
+"""The `zeroshard train` command: refusals in one line, its own launcher, torchrun, SIGTERM."""
 
 import json
 import os
@@ -116,8 +116,8 @@ zeroshard.__main__.main()
 
 @pytest.mark.long
 def test_core_works_without_the_extras(tmp_path: Path) -> None:
-    """`import zeroshard` must work, and stay quick, where only torch is installed, and checkpoints be written and read;
-    `train` names its extra. (In an interpreter of its own, which has imported nothing.)"""
+    """Where only torch is installed, `import zeroshard` works, checkpoints can be written and read, and `train` names
+    the extra that it needs. (In a fresh interpreter.)"""
     command = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path / "steps")], capture_output=True, text=True
     )
@@ -130,7 +130,8 @@ def test_core_works_without_the_extras(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tmp_path: Path) -> None:
-    """One run: started with --nproc, SIGTERM to the command, finished by torchrun. (SIGINT takes the same way.)"""
+    """One run: started with --nproc, stopped by SIGTERM, finished under torchrun. (SIGINT is handled by the same
+    code.)"""
     common = ["--data", str(text_folder), *SMALL]
     parts = tmp_path / "parts"
     process = start("train", "--nproc=2", "--steps=5000", f"--out={parts}", *common)
@@ -165,7 +166,7 @@ def test_refusal_of_the_ranks_is_reported_once(text_folder: Path, tmp_path: Path
 def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL]
-    # Interpreters: forked, the other rank would be gone as soon as the first, and the launcher name either.
+    # Real interpreters: forked ranks would end at the same time, and the launcher might name either of them.
     process = start(*arguments, program=subprocess.Popen)
     wait_until(lambda: len(steps(out)) >= 3 or process.poll() is not None)
     psutil.Process(process.pid).children()[-1].kill()

@@ -1,4 +1,4 @@
-"""The commands for checkpoints, as they are typed; and that they start neither trainer nor process group."""
+"""The commands for checkpoints; and that they start neither the trainer nor a process group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
-    """What the command prints; if it fails, the one line of its error."""
+    """Run the command; returns its output or, where `code` is not 0, its error, which must be one line."""
     found = run([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     assert found == code, f"{found}: {out}{err}"
@@ -184,7 +184,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_neither_trainer_nor_process_group(saved: Path, tmp_path: Path) -> None:
-    """In a fresh interpreter, and without what only the trainer needs."""
+    """In a fresh interpreter, without the packages that only the trainer needs."""
     code = f"""
 import sys
 absent = ["psutil", "pydantic", "rich", "safetensors", "tomli_w", "transformers"]

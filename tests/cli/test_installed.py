@@ -1,4 +1,4 @@
-"""The sdist and the wheel, in an environment that holds the wheel, what it requires, and nothing else."""
+"""The sdist and the wheel, in an environment that contains only the wheel and its requirements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(zeroshard.__file__)
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """As pip does, with the setuptools that is installed: an "sdist" or a "wheel" of the source tree."""
+    """Build an "sdist" or a "wheel" of the source tree as pip does, with the installed setuptools."""
     command = [sys.executable, "-c", BUILD.format(kind), str(out)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
     return out / done.stdout.splitlines()[-1]
@@ -61,7 +61,7 @@ def requirements(lines: list[str], extra: str = "") -> set[str]:
 
 
 def link(name: str, site: Path, seen: set[str]) -> None:
-    """Put an installed distribution, and what it requires, into another environment."""
+    """Link an installed distribution and its requirements into another environment's site-packages."""
     if name in seen:
         return
     seen.add(name)
@@ -74,7 +74,7 @@ def link(name: str, site: Path, seen: set[str]) -> None:
         try:
             link(required, site, seen)
         except PackageNotFoundError:
-            continue  # torch runs without it here, so it will there
+            continue  # not installed here either, and torch runs without it
 
 
 def metadata_of(wheel: Path) -> Parser:

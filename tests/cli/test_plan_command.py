@@ -1,4 +1,4 @@
-"""`zeroshard plan`, as it is typed: its tables, its JSON, and one line for each mistake."""
+"""The `zeroshard plan` command: its tables, its JSON, and a one-line error for each mistake."""
 
 from __future__ import annotations
 

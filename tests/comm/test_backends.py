@@ -1,7 +1,7 @@
-"""Process groups as DeviceMesh and torchtitan make them. `init_process_group()` without a backend names none, and a
-model on a GPU was refused ("this process group moves cpu tensors"), since the engine asked for a name before it looked
-at the model. Groups in an order of their own, a model on another device than the current one, and one GPU for all ranks
-went unnoticed."""
+"""Process groups as DeviceMesh and torchtitan create them. After `init_process_group()` without a backend, a model on a
+GPU was refused ("this process group moves cpu tensors"), as the backend was chosen before the model's device was known.
+Groups that order their ranks differently, a model that is not on the current device, and one GPU for several ranks were
+not noticed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB = Job(model=partial(Net, blocks=1), units=Block, steps=2)
 
 
 class Group:
-    """A process group, as far as it says what it moves."""
+    """Stands for a process group with the given backend configuration."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: str) -> None:
         monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
@@ -39,7 +39,7 @@ class Group:
         ("cpu:gloo,cuda:nccl", "cpu", "cpu", True),
         ("cpu:gloo,cuda:nccl", "cuda:0", "cuda:0", False),
         ("cpu:gloo,cuda:nccl", None, "cpu", True),  # no GPU here
-        ("cpu:gloo,cuda:gloo", "cuda:0", "cpu", True),  # gloo moves none of a GPU: refused later, with the parameter
+        ("cpu:gloo,cuda:gloo", "cuda:0", "cpu", True),  # gloo has no GPU tensors: refused later, naming the parameter
         ("cuda:nccl", "cuda:1", "cuda:1", False),
         ("cpu:mine,cuda:mine", "cpu", "cpu", False),
         ("cpu:gloo,xpu:xccl", "xpu:2", "xpu:2", False),
@@ -65,7 +65,7 @@ BACKENDS = ("gloo", None, "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:fake"
 
 
 def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
-    """One after the other in the same processes."""
+    """The groups are created one after the other in the same processes."""
 
     def run(rank: int) -> list[list[Any]]:
         store, found = dist.distributed_c10d._get_default_store(), []
@@ -85,7 +85,7 @@ def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
 
 
 def test_a_fake_group_stands_for_ranks_that_are_all_alike() -> None:
-    """As for estimates of memory: nothing is sent, and every step of the engine runs."""
+    """As for estimates of memory: nothing is sent, but all code of a step runs."""
 
     def run(rank: int) -> list[tuple[str, dict[str, int]]]:
         dist.destroy_process_group()
@@ -127,7 +127,7 @@ def test_a_mesh_named_as_pytorch_and_torchtitan_name_it() -> None:
 
 
 def hsdp(rank: int, shard_groups: list[list[int]], replicate_groups: list[list[int]]) -> DeviceMesh:
-    """Of process groups made by hand, in the order given."""
+    """A 2 x 2 mesh of process groups whose ranks are in the given order."""
     made = [
         [dist.new_group(ranks, sort_ranks=False) for ranks in groups] for groups in (replicate_groups, shard_groups)
     ]
@@ -140,7 +140,7 @@ def hsdp(rank: int, shard_groups: list[list[int]], replicate_groups: list[list[i
 
 
 def test_replicas_that_hold_different_shards_are_refused() -> None:
-    """Rank 1 held shard 1 and its replica, rank 3, shard 0: gradients of one half were added to those of the other."""
+    """Rank 1 held shard 1, and its replica, rank 3, held shard 0: gradients of different shards were added up."""
 
     def run(rank: int) -> None:
         swapped = hsdp(rank, [[0, 1], [3, 2]], [[0, 2], [1, 3]])
@@ -154,7 +154,7 @@ def test_replicas_that_hold_different_shards_are_refused() -> None:
 
 
 def test_groups_in_any_order_that_fits_train_alike() -> None:
-    """Also checkpoints know whose shard is whose."""
+    """Groups with any consistent order of ranks give the same results."""
 
     def run(rank: int) -> list[list[Any]]:
         meshes = [
@@ -178,7 +178,7 @@ def test_what_is_wrong_with_a_mesh() -> None:
     good = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
     assert problem_of(dict(enumerate(good))) == ""
     assert problem_of({rank: good[rank] for rank in (2, 0, 3, 1)}) == ""
-    assert problem_of({1: good[1]}) == ""  # nobody else is there
+    assert problem_of({1: good[1]}) == ""  # no other rank to compare with
     assert problem_of({**dict(enumerate(good)), 3: ([3, 2], [1, 3])})
     assert problem_of({**dict(enumerate(good)), 0: ([0, 1], [2, 0])})
 
@@ -206,7 +206,7 @@ def test_ranks_that_use_one_device_or_several_types_are_told() -> None:
 
 @pytest.mark.by_gloo
 def test_the_ranks_hear_of_it_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collective on a device that two ranks share would not come back."""
+    """Ranks compare their devices through the store: a collective on a device that two ranks share would hang."""
     monkeypatch.setattr(backends, "backends_of", lambda group: {"cpu": "gloo", "cuda": "nccl"})
 
     def run(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What moves between ranks: sums in rank order in any wire dtype, gathers in place, one mesh axis or two."""
+"""Collectives: sums in rank order with any wire dtype, gathers in place, meshes with one axis or two."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES = [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16), (FP32, FP16), 
 
 
 def terms(rank: int, numel: int, dtype: torch.dtype, *, exact: bool = False) -> Tensor:
-    """What a rank contributes: random numbers, or integers whose sums are exact in any float dtype."""
+    """The values of one rank: random numbers, or integers whose sums are exact in any float dtype."""
     generator = torch.Generator().manual_seed(rank)
     if exact:
         return torch.randint(-9, 10, (numel,), generator=generator).to(dtype)
@@ -52,7 +52,8 @@ def terms(rank: int, numel: int, dtype: torch.dtype, *, exact: bool = False) -> 
 
 
 def sum_by_hand(own: int, of_ranks: list[Tensor], wire: torch.dtype) -> Tensor:
-    """((g0 + g1) + g2) + ... in the wider of the two dtypes; what travels is rounded to the wire, what stays is not."""
+    """((g0 + g1) + g2) + ... in the wider of the two dtypes. Terms of other ranks are rounded to the wire dtype, the
+    own term is not."""
     dtype = of_ranks[0].dtype
     wider = wire if wire.itemsize > dtype.itemsize else dtype
     moved = [(term if rank == own else term.to(wire)).to(wider) for rank, term in enumerate(of_ranks)]
@@ -100,7 +101,7 @@ def test_reduce_scatter_is_the_sum_in_rank_order_bit_for_bit(num_ranks: int) -> 
 
 
 def test_order_and_dtype_of_the_sum_are_visible_in_its_bits() -> None:
-    """The negative control: with these terms another order, or another wire, gives other bits."""
+    """The negative control: with these terms another order, or another wire dtype, gives different bits."""
     of_ranks = [terms(r, 264, FP32) for r in range(4)]
     right = sum_by_hand(0, of_ranks, FP32)
     assert not torch.equal(right, sum_by_hand(0, of_ranks[::-1], FP32))
@@ -112,7 +113,7 @@ def test_order_and_dtype_of_the_sum_are_visible_in_its_bits() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(num_ranks: int) -> None:
-    """The path that NCCL takes, here through gloo's collectives (which sum in an order of their own)."""
+    """The native transport, which NCCL uses, on gloo's collectives (which add up in another order)."""
 
     def check(rank: int) -> CommLog:
         collectives = Collectives(Mesh.of(None), CommLog())
@@ -134,7 +135,7 @@ def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(nu
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(num_ranks: int) -> None:
-    """In shared memory, by messages and by the backend's own collectives; also where a shard has none of it."""
+    """With the shared, pairwise and native transports; also with portions of which some shards have nothing."""
     numel = num_ranks * 512
     cases = [[(64, 128)], [(0, 64), (448, 1024)], [(576, 640), (704, 768)], [(0, 320), (384, numel)], []]
 
@@ -275,7 +276,7 @@ def test_a_mesh_of_two_axes_is_the_mesh_of_one_where_sums_are_exact(num_ranks: i
 
 
 def test_on_two_axes_all_plans_and_both_replicas_have_the_same_bits() -> None:
-    """With ordinary data: sums over the mesh are taken in another order than over four ranks, to rounding the same."""
+    """With ordinary data: sums over the mesh are in another order than over four ranks, and differ by rounding only."""
     job = Job(model=partial(Net, blocks=2), steps=5, micro_batches=2)
 
     def check(rank: int) -> tuple[Outcome, list[Outcome]]:

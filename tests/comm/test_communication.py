@@ -1,4 +1,4 @@
-"""How much is communicated, exactly: collectives and bytes of a step are the formulas', and the log tells the truth."""
+"""The collectives and bytes of a step equal the formulas exactly, and the log equals the bytes that are really sent."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PRECISIONS = {
 
 
 def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[zeroshard.Handle, list[CommEvent], int]:
-    """The events of a step in steady state, and the bytes that were really handed to torch.distributed meanwhile (by
-    messages: in shared memory the log says the same, and nothing large is handed to anybody), without the few bytes to
-    each peer that say which unit it is."""
+    """The events of a step in steady state, and the bytes that were really passed to torch.distributed meanwhile,
+    without the announcements. (With the pairwise transport: in shared memory the log is the same, but no large data are
+    sent.)"""
     Collectives._try_to_share = lambda self: None
     model = make(job.model)
     handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision)
@@ -45,7 +45,7 @@ def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[ze
         return send(self, axis, tensor, rank, kind)
 
     for step in range(steps):
-        handle.engine.gatherer.settle()  # what the last step has sent belongs to it
+        handle.engine.gatherer.settle()  # gathers that the last step started belong to it
         handle.comm_log.clear()
         sent, Messages.send = 0, counted
         for micro_batch, scope in enumerate(job.micro_scopes(handle)):
@@ -57,8 +57,8 @@ def sent_in_one_step(plan: Any, job: Job, rank: int, steps: int = 2) -> tuple[ze
 
 
 def gathers(num_units: int, micro_batches: int) -> Counter[str]:
-    """ZERO3, by hand: units take turns in two places, first come first served; a unit is gathered unless it is still
-    there. The root has a place of its own. Nothing is valid after the optimizer has stepped."""
+    """Gathers of a ZERO3 step, by hand: the blocks take turns in two pool buffers, and a block is gathered unless its
+    weights are still in its buffer. The root has its own buffer. After an optimizer step no buffer is valid."""
     held: dict[str, str] = {}
     count: Counter[str] = Counter()
     for _ in range(micro_batches):
@@ -94,7 +94,7 @@ def expected(handle: zeroshard.Handle, job: Job) -> Counter[tuple[str, str, str,
 
 
 def found(events: list[CommEvent], plan: Any) -> Counter[tuple[str, str, str, int]]:
-    """The same of a log, without the control exchange; when ZERO3 gathers a unit is left open."""
+    """The same counts from a log, without the control exchange. The phase of ZERO3's gathers is not compared."""
     return Counter(
         (e.op, e.unit, "any" if plan is zeroshard.ZERO3 and e.op == "all_gather" else e.phase, e.bytes)
         for e in events
@@ -120,7 +120,7 @@ def test_collectives_and_bytes_of_a_step_are_the_formulas(num_ranks: int) -> Non
             )
             handle, events, sent = sent_in_one_step(plan, job, rank)
             assert found(events, plan) == expected(handle, job), (plan, precision, schedule)
-            assert [e.op for e in events].count("exchange") == 1  # of control, whatever the plan
+            assert [e.op for e in events].count("exchange") == 1  # the control exchange, under every plan
             assert sent == sum(e.bytes for e in events)
             logs.append(handle.comm_log)
         return logs
@@ -130,7 +130,7 @@ def test_collectives_and_bytes_of_a_step_are_the_formulas(num_ranks: int) -> Non
 
 
 def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -> None:
-    """The same in the words of the design: Psi, the bytes of the weights, times the ring factor (d - 1) / d."""
+    """The volumes as docs/design.md states them: multiples of Psi, the bytes of the weights, times (d - 1) / d."""
 
     def check(rank: int) -> None:
         for (micro_batches, every), volumes in zip(SCHEDULES.values(), ((2, 2, 2), (2, 2, 2), (6, 4, 4)), strict=True):
@@ -148,8 +148,9 @@ def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -
                 names = {unit.name for unit in handle.engine.units}
                 assert names == {"root", *(f"blocks.{i}" for i in range(num_blocks))}
                 psi, kept = root + num_blocks * block, min(2, num_blocks) * block
-                # Backward finds the last two units where forward left them, and the next forward the first two; the
-                # root stays for the whole step. So 3 Psi - kept once and 3 Psi - 2 kept after that, without the root's.
+                # Backward finds the last two blocks still gathered, and the next forward finds the first two; the root
+                # stays gathered for the whole step. So 3 Psi - kept for the first pass, 3 Psi - 2 kept for later ones,
+                # less the root's.
                 volume = 3 * k * psi - (2 * k - 1) * (kept + root)
                 total = sum(e.bytes for e in events if e.op != "exchange")
                 assert total == volume * 2 // 3, (num_blocks, k)
@@ -168,7 +169,8 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that forgets what it holds trains just as well, and only the count shows it."""
+    """If weights are dropped that could be kept, training gives the same results: only the count of gathers shows
+    it."""
     leave = Gatherer.leave
 
     def forgetful(self: Gatherer, units: Any) -> Any:

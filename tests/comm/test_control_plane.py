@@ -1,5 +1,5 @@
-"""What the ranks ask of the store grew with the square of their number at the start (20 s at 1,024 ranks), and 65,000
-times a second at 16,384 each rank asked whether another one had failed."""
+"""Calls of the store. At the start of a run their number once grew with the square of the number of ranks (20 s at
+1,024 ranks), and 16,384 ranks together asked 65,000 times a second whether a rank had failed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
 
 
 def test_no_path_takes_more_of_each_rank_where_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks together: four times as many, four times as many calls; before (the control) some took sixteen times as
-    many. The benchmark itself is run by this."""
+    """With four times as many ranks, all ranks together make four times as many calls. The control: before, some paths
+    made sixteen times as many. (This test also runs the benchmark's code.)"""
     spec = importlib.util.spec_from_file_location("control_plane", SCRIPT)
     assert spec is not None and spec.loader is not None
     benchmark: Any = importlib.util.module_from_spec(spec)
@@ -36,7 +36,7 @@ def test_no_path_takes_more_of_each_rank_where_there_are_more(monkeypatch: pytes
     for name, path in benchmark.PATHS.items():
         (small_before, small), (large_before, large) = path(128), path(512)
         assert large.calls <= 4.1 * max(small.calls, 1), name
-        assert large.num_bytes <= 6 * small.num_bytes, name  # reports pass through leaders, of which 64 have none
+        assert large.num_bytes <= 6 * small.num_bytes, name  # reports pass through leaders; few ranks have none
         if large_before.calls > 15 * max(small_before.calls, 1) or large_before.num_bytes > 15 * small_before.num_bytes:
             squares.add(name)
     assert squares >= {
@@ -80,7 +80,7 @@ def test_the_pace_of_a_rank() -> None:
     pace = Pace(120.0)
     assert pace.seconds == 10.0 and Pace(4.0).seconds == BEAT_SECONDS
     found = [pace.is_time(is_stuck=stuck) for stuck in (False, False, True, True, False, False)]
-    assert found == [True, False, True, False, True, False]  # first, and when it is stuck, and when it is no longer
+    assert found == [True, False, True, False, True, False]  # first; when it gets stuck; when it no longer is
     assert not pace.is_called(0) and not pace.is_time(is_stuck=False)
     assert pace.is_called(1) and pace.is_time(is_stuck=False) and pace.is_time(is_stuck=False)
     assert not pace.is_called(1)
@@ -110,7 +110,8 @@ def test_ranks_that_wait_for_the_same_are_looked_at_once(monkeypatch: pytest.Mon
 
 
 def meet(monkeypatch: pytest.MonkeyPatch, act: Callable[[meeting.Meeting], None], absent: int = -1) -> tuple[Any, Any]:
-    """Seven ranks, as threads, of which each third one gathers: what rank 0 finds, and what all others hear."""
+    """A meeting of seven ranks (threads); every third rank gathers the reports of the next ones. Returns the reports or
+    the error that rank 0 finds, and the verdicts that the other ranks read."""
     monkeypatch.setattr(meeting, "_FOLLOWERS", 3)
     monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.5)
     store, found, heard = HashStore(), [], {}
@@ -158,7 +159,7 @@ def test_an_error_anywhere_in_the_tree_is_heard_by_all(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("absent", [1, 4])
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, absent: int) -> None:
-    """Also where it is another rank that has waited for it; that one counts on meanwhile."""
+    """Also where a rank other than 0 gathers its report. That rank keeps writing heartbeats while it waits."""
     found, heard = meet(monkeypatch, lambda one: one.report(0), absent=absent)
     assert found == f"no heartbeat from rank {absent} for 2 s: it died or hangs"
     assert set(heard.values()) == {found} and len(heard) == 5

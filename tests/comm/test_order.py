@@ -1,4 +1,4 @@
-"""Ranks that run other units, or the same in another order, hear of it before anything is updated."""
+"""Ranks that run different units, or units in a different order, raise an error before anything is updated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIALS, CONTROLS = (100, 20) if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else
 
 
 class Paths(Net):
-    """Each rank goes its own way through the blocks."""
+    """Each rank runs the blocks in the order of its own `path`."""
 
     path: tuple[int, ...] = ()
 
@@ -37,7 +37,7 @@ def build() -> nn.Module:
 
 
 def paths(trial: int, num_ranks: int, *, skips: bool) -> list[tuple[int, ...]]:
-    """One rank goes another way than the others: another order, or a block is left out."""
+    """One rank's path differs from the others': another order, or one block less."""
     draw = random.Random(trial)
     usual = tuple(draw.sample(range(5), 5))
     other = usual
@@ -48,8 +48,8 @@ def paths(trial: int, num_ranks: int, *, skips: bool) -> list[tuple[int, ...]]:
 
 
 def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple[str, float, bool]:
-    """What is said, after how long, and whether everything is as before. Two steps on one path come first: a prefetch
-    that follows them must not hide the difference."""
+    """The error's text ("" if none), its seconds, and whether main is unchanged. First `steps` steps with the same path
+    on all ranks: the prefetch that follows their order must not hide the difference."""
     model = make(build)
     handle = zeroshard.shard(model, "zero3", units=Block, mesh=group)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
@@ -72,7 +72,7 @@ def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_another_path_on_one_rank_is_always_caught(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always (100 of 100): every rank raises, the message names both units, nothing has been updated, nobody waits."""
+    """In all trials every rank raises without a timeout, the message names both units, and nothing has been updated."""
     if way == "messages":
         monkeypatch.delattr(os, "memfd_create", raising=False)
 
@@ -93,7 +93,7 @@ def test_another_path_on_one_rank_is_always_caught(way: str, monkeypatch: pytest
 
 
 def test_one_path_on_all_ranks_is_fine() -> None:
-    """The negative control: the same changes of path, made by all."""
+    """The negative control: the same changes of path on all ranks."""
 
     def check(rank: int) -> None:
         for trial in range(CONTROLS):
@@ -105,7 +105,7 @@ def test_one_path_on_all_ranks_is_fine() -> None:
 
 
 def test_where_nothing_says_which_unit_it_is_the_digest_does() -> None:
-    """As on NCCL: equal sizes in another order go through, and the step finds it."""
+    """As on NCCL, where collectives of equal size in another order succeed: the step compares digests and raises."""
 
     def check(rank: int) -> list[str]:
         said = []

@@ -1,6 +1,6 @@
-"""Ranks that do different things trained wrong without a word: one rank alone asked for the norm of a gradient and got
-the bytes of another exchange; a scheduler that was fed each rank's own loss gave each part of a parameter another
-learning rate; gradients that nobody had averaged were applied part by part."""
+"""Ranks that do different things once trained wrong without an error: one rank alone asked for the norm of a gradient,
+and received the bytes of another exchange; a scheduler that used each rank's own loss gave each shard of a parameter
+another learning rate; gradients that had not been averaged were applied, each shard with its own rank's gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backward(model: nn.Module, rank: int, step: int = 0) -> None:
 
 
 def said_by_all(num_ranks: int, run: Callable[[int], object]) -> str:
-    """What every rank raises, the same on all."""
+    """The message of the error that every rank raises; it must be the same on all ranks."""
 
     def catch(rank: int) -> str:
         try:
@@ -44,7 +44,7 @@ def said_by_all(num_ranks: int, run: Callable[[int], object]) -> str:
     return str(found[0])
 
 
-# One rank alone asks ------------------------------------------------------------------------------------------------
+# Only one rank calls a collective function ----------------------------------------------------------------------------
 
 
 def clip(rank: int, model: nn.Module, handle: Any, optimizer: Any) -> None:
@@ -83,7 +83,7 @@ def zeros(rank: int, model: Any, handle: Any, optimizer: Any) -> None:
     ],
 )
 def test_one_rank_alone_asks_for_what_is_collective(ask: Case, named: str, num_ranks: int) -> None:
-    """The bytes of the others' step were read as a norm, and gloo ended the other process (SIGABRT)."""
+    """Earlier, the bytes of the other ranks' step were read as a norm, and gloo aborted the other process (SIGABRT)."""
     plans = ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]
     for plan in plans:
 
@@ -110,7 +110,7 @@ def test_rows_of_other_lengths_and_long_rows() -> None:
                 assert torch.equal(rows, torch.stack([torch.arange(numel).add(r).to(dtype) for r in range(3)]))
         with pytest.raises(RuntimeError, match="a test: rank 0 brings 8 bytes, rank 1 16"):
             collectives.exchange(torch.zeros(1 + rank, dtype=torch.float64), "a test")
-        assert collectives.exchange_objects(rank) == [0, 1, 2]  # all of them have heard so, and go on
+        assert collectives.exchange_objects(rank) == [0, 1, 2]  # all ranks have raised, and can go on
 
     run_ranks(run, 3)
 
@@ -119,7 +119,7 @@ def test_rows_of_other_lengths_and_long_rows() -> None:
 
 
 class Run:
-    """One rank's training, in which `differs` does something else on rank 1."""
+    """One rank's training. Subclasses do something else on rank 1; `named` is the pattern of the error."""
 
     def __init__(self, rank: int, plan: str, num_steps: int = 3) -> None:
         self.rank, self.num_steps = rank, num_steps
@@ -132,10 +132,10 @@ class Run:
         return zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=0.1)
 
     def edit(self, step: int) -> None:
-        """Between backward and step."""
+        """Called between backward and step."""
 
     def after(self, step: int) -> None:
-        """A step."""
+        """Called after each step."""
 
     def backward(self, step: int) -> None:
         backward(self.model, self.rank, step)
@@ -178,7 +178,7 @@ class OtherWhole(Run):
 
 
 class Plateau(Run):
-    """The everyday case."""
+    """The most common mistake: a scheduler steps with each rank's own loss."""
 
     named = r"lr of group 0: 0.1 on rank 0, 0.01\d* on rank 1.*average the loss"
 
@@ -233,7 +233,7 @@ class OtherClamp(Run):
 
 
 class AfterClip(Run):
-    """The exchange of the step was over by then."""
+    """The learning rate changes after the exchange in clip_grad_norm_, so the error comes one step later."""
 
     named = r"after clip_grad_norm_, lr of group 0: as before on rank 0, 0.3 on rank 1. The previous step has used it"
 
@@ -318,7 +318,7 @@ def test_every_rank_says_what_was_done_to_a_gradient(differs: Any, num_ranks: in
 
 
 def test_after_a_difference_ranks_go_on() -> None:
-    """Nothing has been updated: with the same settings the step is that of ranks that never differed."""
+    """The error leaves everything unchanged: once the settings agree, the step is that of ranks that never differed."""
 
     def run(rank: int) -> None:
         ends = []
@@ -359,14 +359,14 @@ class DiscardedOnOne(Run):
 @pytest.mark.parametrize("differs", [FactorUnderDdp, DiscardedOnOne])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_that_one_rank_alone_has_changed_under_ddp(differs: Any, num_ranks: int) -> None:
-    """Found a step later, as ranks that had trained apart."""
+    """Found one step later, as weights that differ between ranks."""
     said = said_by_all(num_ranks, lambda rank: differs(rank, "ddp").train())
     assert re.search(differs.named, said), said
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_that_nobody_averages(num_ranks: int) -> None:
-    """A model without DDP, and an optimizer built from its parameters: each part took its own rank's gradient."""
+    """A model without DDP, and an optimizer built from its parameters: each shard took its own rank's gradient."""
 
     def run(rank: int, *, missing: bool = False, averaged: bool = False) -> None:
         model = build()

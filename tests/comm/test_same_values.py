@@ -1,7 +1,7 @@
-"""`handle.load_full_state_dict(torch.load(f"weights-{rank}.pt"))`: each rank has read a file of its own.
+"""`handle.load_full_state_dict(torch.load(f"weights-{rank}.pt"))`: each rank passes other values.
 
-Every rank keeps a part of what it is given, so the model became a mixture of them, without a word, and so did the
-optimizer's state. Now the ranks compare a digest of each tensor before anything is written.
+Every rank keeps its shard of what it is passed, so the model and the optimizer's state became a mixture, without an
+error. Now the ranks compare a digest of each tensor before anything is written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_weights_that_differ_between_ranks_are_refused_and_nothing_changes() -> 
             with pytest.raises(ValueError, match=r"on rank 1.*an empty state dict.*broadcast_from_rank0=True"):
                 handle.load_full_state_dict(handle.full_state_dict(rank0_only=True))
             assert same_bits(handle.full_state_dict(), before), plan
-            # What each rank has for itself may differ: buffers.
+            # Buffers are not sharded, and may differ between ranks.
             handle.load_full_state_dict({**before, "1.running_mean": torch.full((8,), float(rank))})
             after = handle.full_state_dict()
             assert (after["1.running_mean"] == rank).all() and torch.equal(after["0.weight"], before["0.weight"])
@@ -158,6 +158,6 @@ def test_a_fingerprint_tells_values_shapes_and_dtypes_apart() -> None:
         {"a": None},
     ]
     assert len({fingerprint(value) for value in values}) == len(values)
-    assert fingerprint(object()) == fingerprint(object())  # has nothing to compare
+    assert fingerprint(object()) == fingerprint(object())  # an object without values to compare
     assert differing([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "3", "b": "2"}]) == {"a": [2], "b": [1]}
     assert re.fullmatch(r"torch\.float32 \[4\] \d+", fingerprint(torch.zeros(4)))

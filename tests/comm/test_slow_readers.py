@@ -1,8 +1,8 @@
-"""A user wrote to the weights in place between forward and backward, and one rank trained on with half of a write.
+"""A user wrote to the weights in place between forward and backward, and one rank got weights that were written twice.
 
-Under ZERO1 and ZERO2 on one host a rank reads what its peers have updated in their memory, where the peer's user writes
-to. The reading was left to the next forward: a rank that came there late (its batch took longer to load) read weights
-that another rank had already computed with and then halved, and halved them once more.
+Under ZERO1 and ZERO2 on one host a rank reads its peers' updated shards directly from their memory, where the user code
+of the peer writes, too. A rank read them in its next forward. A rank that came there late (its batch took longer to
+load) read weights that its peer had already halved for its own use, and halved them once more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zeroshard
 from zeroshard.testing import run_ranks
 
 LATE_SECONDS = 0.5
-"""Where the weights are read in time, nothing depends on it."""
+"""The delay of the late rank. If weights are read at the end of the step, the delay changes nothing."""
 
 
 def model() -> nn.Sequential:
@@ -36,7 +36,8 @@ def halve(parameters: list[nn.Parameter]) -> None:
 def steps(
     rank: int, num_ranks: int, sharded: nn.Module, optimizer: torch.optim.Optimizer, late: int | None
 ) -> list[torch.Tensor]:
-    """Two steps; rank `late` comes late to the second. Weights as each forward finds them, and after its write."""
+    """Two steps; rank `late` starts the second one late. Returns the weights in each forward, and after the write that
+    follows."""
     found = []
     for step in range(2):
         if step and rank == late:
@@ -48,7 +49,7 @@ def steps(
         halve(list(sharded.parameters()))
         found.append(torch.cat([p.detach().reshape(-1) for p in sharded.parameters()]))
         if step == 0:
-            loss.detach_()  # a backward would need the weights as they were
+            loss.detach_()  # no backward: it would need the weights from before the write
             sharded(torch.randn(3, 8, generator=data)).square().sum().backward()
             optimizer.step()
     return found
@@ -87,5 +88,5 @@ def alone(rank: int, num_ranks: int, run: Callable[[nn.Module], object]) -> None
 
 
 def test_one_rank_alone_may_still_run_the_model_after_a_step() -> None:
-    """Nobody waits for readers that are elsewhere: they have read before their step ended."""
+    """The rank does not wait for its peers: they have read the weights before their own step ended."""
     run_ranks(alone, 2, 2, lambda sharded: sharded(torch.ones(3, 8)), collective_timeout=20)

@@ -1,4 +1,4 @@
-"""What all ranks tell each other does not grow with their number, and a step waits once for the device."""
+"""The size of the sums over all ranks does not grow with their number, and a step waits once for the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zeroshard.testing import run_ranks
 
 
 def summed(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], int]:
-    """By threads in place of ranks, that have messages for each other; and how many each has sent."""
+    """The sums that threads, in place of ranks, compute by exchanging messages; and the bytes that each has sent."""
     mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
     sent: list[int] = [0] * num_ranks
     results: list[Any] = [None] * num_ranks
@@ -90,8 +90,8 @@ def test_sums_over_ranks_short_and_long() -> None:
 
 
 def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors that have no values: whatever needs one raises. (It was five waits; the control is the first of
-    them.)"""
+    """On meta tensors, so that an operation that needs a value raises. (Before, a step waited five times; the control
+    is the first of these waits.)"""
     device, waits = torch.device("meta"), []
 
     def cpu(self: Tensor) -> Tensor:

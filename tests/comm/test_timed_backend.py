@@ -1,4 +1,4 @@
-"""The backend that chooses the worst legal moment: it computes what gloo does, and finds what only gloo forgives."""
+"""The backend of `tests/timed_backend.py` computes the same as gloo, and exposes faults that gloo hides."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_late_is_late_and_early_is_early() -> None:
         full, own = torch.zeros(4), torch.full((2,), 1.0 + rank)
         work = all_gather(full, own, async_op=True)
         seen = full.clone()
-        own += 10  # too soon
+        own += 10  # a fault: before the wait
         work.wait()
         return torch.cat([seen, full])
 
@@ -123,7 +123,7 @@ def _nothing_is_wrong() -> None:
 
 @cache
 def _by_gloo() -> list[Tensor]:
-    """Called before `timed_ranks` is entered."""
+    """Must be called outside of `timed_ranks`."""
     return run_ranks(_train, 2, _nothing_is_wrong)[0]
 
 

@@ -1,4 +1,4 @@
-"""What the pages say can be run: every example, and both sides of every script that people move from."""
+"""The code on the pages runs: every example, and the old and the new side of every diff in docs/moving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroshard.testing import run_ranks
 
 
 class Block(nn.Linear):
-    """The reader's transformer block."""
+    """Stands for the reader's transformer block."""
 
 
 class Loader:
@@ -29,7 +29,7 @@ class Loader:
 
 
 def run_continued(rank: int, page: str, folder: str) -> int:
-    """A page that goes on with the README's model, handle and optimizer."""
+    """Run a page whose examples use the README's model, handle and optimizer."""
     os.chdir(folder)
     torch.manual_seed(0)
     names: dict[str, Any] = {}
@@ -51,13 +51,13 @@ def run_continued(rank: int, page: str, folder: str) -> int:
         "scheduler": torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0),
     }
     examples = [block.text for block in blocks(page, "python") if block.is_run]
-    for example in sorted(examples, key=lambda text: "handle.close()" in text):  # that one last
+    for example in sorted(examples, key=lambda text: "handle.close()" in text):  # that example last
         before_gradient, backward, after = example.partition("handle.gradient")
         exec(before_gradient, names)
         if backward:
             nn.functional.mse_loss(names["model"](names["x"]), names["y"]).backward()
             exec(backward + after, names)
-        names["model"] = model  # the planner's example builds another one
+        names["model"] = model  # the planner's example builds another model
     return len(examples)
 
 
@@ -67,7 +67,8 @@ def test_examples_run_one_after_the_other(page: str, tmp_path: Path) -> None:
 
 
 def run_page(rank: int, page: str, folder: str) -> dict[str, list[float]]:
-    """A page that starts from nothing: its examples in their order; of each diff both sides, on data of this rank."""
+    """Run a page in an empty namespace: its examples in their order, then both sides of each diff, on data of this
+    rank."""
     os.chdir(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -87,7 +88,7 @@ def run_page(rank: int, page: str, folder: str) -> dict[str, list[float]]:
     return losses
 
 
-@pytest.mark.filterwarnings("ignore")  # of the libraries that people move from
+@pytest.mark.filterwarnings("ignore")  # warnings of the other libraries
 @pytest.mark.parametrize("page", OWN)
 def test_pages_run_from_nothing(page: str, tmp_path: Path) -> None:
     if page.endswith("accelerate.md"):

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every message of the package, by its first words, and no other."""
+"""docs/troubleshooting.md lists the first words of every error message of the package, and no others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SHOWN_TO_NOBODY = {
     "TimeoutError": "of `testing.run_ranks`, with the ranks",
 }
 INTERNAL = ("zeroshard/layout/", "zeroshard/io/checked.py", "zeroshard/exchange/imported.py", "zeroshard/testing.py")
-"""Arithmetic that the rest calls rightly, and reasons that a longer message quotes."""
+"""Files whose errors users do not see: internal arithmetic, and reasons that a longer message quotes."""
 
 
 def template(node: ast.expr) -> str:
-    """A text with "…" for what is filled in."""
+    """The text of a string expression, with "…" for each filled-in part."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -28,7 +28,7 @@ def template(node: ast.expr) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Place and template of each message that is raised where it is written."""
+    """Place and template of each message that is written in a `raise` statement."""
     for path in sorted((ROOT / "zeroshard").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -40,7 +40,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def entries() -> list[str]:
-    """The first words of each message on the page."""
+    """The entries of the page's tables: the first words of messages."""
     page, _, _ = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## No message")
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     return [entry.removesuffix("…").rstrip() for row in rows for entry in re.findall(r"`([^`]+)`", row)]
@@ -50,7 +50,7 @@ def test_each_message_is_on_the_page() -> None:
     on_page = tuple(entry for entry in entries() if entry)
 
     def is_there(text: str) -> bool:
-        """As it is, or (a message that is put together) with more words of it."""
+        """Whether the message starts with an entry or, for a message with filled-in parts, an entry starts with it."""
         stem = text.rstrip("… :")
         return text.startswith(on_page) or any(entry.startswith(stem) for entry in on_page)
 

@@ -1,5 +1,5 @@
-"""docs/will-it-fit.md: fourteen questions, each with a command that runs. (The full run compares the answers, too: with
-the model of the page, which takes a minute.)"""
+"""docs/will-it-fit.md: fourteen questions, each with a command that runs. (`make test-everything` also compares the
+answers, with the model of the page, which takes a minute.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = (DOCS / "will-it-fit.md").read_text(encoding="utf-8")
 QUESTIONS = re.findall(r"^## (\d+)\. .*?\?\n\n    zeroshard (.*?)\n\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.filterwarnings("ignore")  # warnings of transformers
 def test_each_question_has_a_command_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert [int(number) for number, *_ in QUESTIONS] == list(range(1, 15))

@@ -1,4 +1,4 @@
-"""A checkpoint becomes the files that other tools read, and their files become a checkpoint, bit for bit."""
+"""Export of a checkpoint to files of other tools, and import of their files, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def logits(row: Row, model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each model: two steps, and in `full` what a plain model takes of the second one."""
+    """For each model: checkpoints of two steps, and in `<name>.full` the second one's weights for a plain model."""
     directory = tmp_path_factory.mktemp("trained")
 
     def check(rank: int) -> None:
@@ -64,14 +64,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain(trained: Path, name: str) -> Any:
-    """The model after two steps, without zeroshard."""
+    """A plain model with the weights after two steps."""
     model = ROWS[name].build()
     model.load_state_dict(torch.load(trained / f"{name}.full"))
     return model
 
 
 def outside(trained: Path, name: str, step: int, out: Path, **options: Any) -> Path:
-    """An export, beside the model's configuration."""
+    """A folder with an export and the model's configuration."""
     out.mkdir()
     (out / "config.json").write_bytes((trained / f"{name}.config" / "config.json").read_bytes())
     export(trained / name / f"step-{step}", out, **options)
@@ -132,7 +132,7 @@ def test_values_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_shape_and_dtype_and_buffers(tmp_path: Path) -> None:
-    """Parameters without elements, of one number, frozen; buffers; master weights; another number of ranks."""
+    """Empty, one-element and frozen parameters, buffers, and main weights, saved by three ranks."""
 
     def check(rank: int) -> Any:
         seed_all(rank)
@@ -176,7 +176,7 @@ def test_an_export_that_fails_leaves_nothing_and_one_that_is_there_stays(trained
 
 
 def complete(out: Path) -> str:
-    """Which model a folder holds, as a reader finds it: "none", or a digest of its weights. Half a one raises."""
+    """The model that a reader finds in the folder: "none", or a checksum of its weights. An incomplete model raises."""
     if not any((out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         return "none"
     found = open_model(out)
@@ -190,7 +190,7 @@ def complete(out: Path) -> str:
 def test_an_export_that_is_cut_off_anywhere_is_there_or_not(
     before: int | None, after: int | None, trained: Path, tmp_path: Path
 ) -> None:
-    """Every call of the file system fails once: under the final names there is the old model, the new one or none."""
+    """Every file system call fails once: afterwards the folder holds the old model, the new one, or none."""
     first, second = trained / "Llama" / "step-1", trained / "Llama" / "step-2"
     out = tmp_path / "out"
     export(first, out, max_file_bytes=before)
@@ -223,7 +223,7 @@ def test_files_of_transformers_become_a_step_that_any_plan_loads(name: str, trai
     expected = dict(model.state_dict())
     model.save_pretrained(tmp_path / "single")
     model.save_pretrained(tmp_path / "split", max_shard_size=10_000)
-    save_model(model, str(tmp_path / "model"))  # keeps the first of tied names in the alphabet: not ours
+    save_model(model, str(tmp_path / "model"))  # keeps the alphabetically first of tied names, unlike our export
     (tmp_path / "copies").mkdir()
     save_file({n: v.clone() for n, v in expected.items()}, tmp_path / "copies" / "model.safetensors")
     sources = ("single", "split", "model", "copies")
@@ -276,7 +276,8 @@ def test_an_import_replaces_a_step_only_when_asked(tmp_path: Path) -> None:
 
 
 def test_the_newest_good_step_is_the_one_saved_last(tmp_path: Path) -> None:
-    """Also where that has the number 0, and a higher one is there from an earlier try."""
+    """The step saved last is chosen, also if it has the number 0 and an earlier run left a step with a higher
+    number."""
     save_file({"x": torch.ones(3)}, tmp_path / "x.safetensors")
     for step in (5, 0):
         import_model(tmp_path / "x.safetensors", tmp_path / "run", step=step)
@@ -311,7 +312,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def hostile() -> Iterator[tuple[str, bytes]]:
-    """By hand: (what, bytes of a file)."""
+    """Files made by hand: (description, bytes)."""
     eight = bytes(8)
     for length in (0, 1, 7, 1 << 31, 1 << 62, (1 << 64) - 1):
         yield f"length {length}", file_of({"a": entry()}, eight, length)
@@ -365,8 +366,8 @@ def hostile() -> Iterator[tuple[str, bytes]]:
 
 
 def refused(source: Path, tmp_path: Path) -> str:
-    """What `import_model` says; anything but a CheckpointError passes through. Nothing is opened outside of the source
-    and the run, nothing large is taken, nothing is left over."""
+    """The message of the CheckpointError that `import_model` must raise. No file outside of the source and the run may
+    be opened, and no step may remain."""
     messages: list[str] = []
 
     def work() -> None:
@@ -422,7 +423,7 @@ def test_hostile_indices_made_by_hand(tmp_path: Path) -> None:
                  "gone", "", ".", "..", "a/b", "a\0b", 7, None, ["1.safetensors"], "2.safetensors"):  # fmt: skip
         write(("1", name), ("2", "2.safetensors"))
         refused(source, tmp_path)
-    write(("1", "1.safetensors"))  # and nothing of 2.safetensors: then it is another model, and complete
+    write(("1", "1.safetensors"))  # without 2.safetensors it is another, complete model
     import_model(source, tmp_path / "valid", step=1)
     write(("1", "1.safetensors"), ("3", "1.safetensors"))
     assert "do not agree" in refused(source, tmp_path)
@@ -435,7 +436,7 @@ def test_hostile_indices_made_by_hand(tmp_path: Path) -> None:
 
 
 def test_fuzzed_files(trained: Path, tmp_path: Path) -> None:
-    """Bits of the header flipped, files cut: refused, or other numbers in the same shapes (there are no digests)."""
+    """Header bits flipped, files truncated: refused, or read as other values (the format has no digests)."""
     rng = random.Random(SEED)
     (valid,) = export(trained / "Llama" / "step-1", tmp_path / "out")
     data = valid.read_bytes()

@@ -1,5 +1,5 @@
-"""Checkpoints to and from torch.distributed.checkpoint, against FSDP2: weights and optimizer state, bit for bit; and
-what is hostile in such folders is refused, with nothing of it run."""
+"""Checkpoints to and from torch.distributed.checkpoint, compared to FSDP2: weights and optimizer state, bit for bit.
+Malicious folders are refused, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 
 class Small(nn.Module):
-    """Rows that ranks do not share evenly, a tied weight, a buffer, a parameter of one number."""
+    """A tied weight whose rows do not divide evenly over the ranks, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def full_of_zeroshard(handle: Any, optimizer: Any) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What FSDP2 has saved after two steps: nested, flattened, the weights alone; `full`: the same, whole."""
+    """Folders that FSDP2 saved after two steps: nested, flattened, weights only; and `full`, the unsharded values."""
     directory = tmp_path_factory.mktemp("fsdp")
 
     def check(rank: int) -> None:
@@ -198,7 +198,7 @@ def test_fsdp_goes_on_from_what_zeroshard_has_saved(
     nested, flat, other = run_ranks(check, 2)[0]
     assert same_bits(nested, expected) and same_bits(flat, expected)
     assert not same_bits(other, expected)  # negative control
-    # And back here: the same bits again.
+    # And imported again: the same bits.
     again = import_dcp(tmp_path / "dcp-3", tmp_path / "again", step=3).path
     assert same_bits(read_all(again), read_all(tmp_path / "step-3"))
     with pytest.raises(FileExistsError, match=r"holds .metadata already"):
@@ -206,7 +206,7 @@ def test_fsdp_goes_on_from_what_zeroshard_has_saved(
 
 
 def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
-    """Columns, blocks of a matrix, transposed storages, every dtype: as dcp.load reads them."""
+    """Columns, blocks of a matrix, transposed storages and every dtype are read as by dcp.load."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -258,7 +258,7 @@ class Attack:
 
 
 def attacks(trace: Path) -> Iterator[tuple[str, Any]]:
-    """Each leaves a file behind."""
+    """Objects that create the file `trace` when they are unpickled."""
     code = f"open({str(trace)!r}, 'w').close()"
     yield "os.system", Attack(os.system, f"touch {trace}")
     yield "eval", Attack(eval, code)
@@ -268,7 +268,7 @@ def attacks(trace: Path) -> Iterator[tuple[str, Any]]:
 
 
 def refused(folder: Path, tmp_path: Path) -> str:
-    """What `import_dcp` says; anything but a CheckpointError passes through."""
+    """The message of the CheckpointError that `import_dcp` must raise."""
     with pytest.raises(zeroshard.CheckpointError) as raised:
         import_dcp(folder, tmp_path / "run", step=0)
     assert not (tmp_path / "run" / "step-0").exists()
@@ -289,7 +289,7 @@ def test_code_in_pickles_is_not_run(fsdp: Path, tmp_path: Path) -> None:
             pickle.loads(data)  # negative control
             assert trace.exists(), what
             trace.unlink()
-    # The same in what stands for a hyper-parameter, and for a tensor.
+    # The same in the data of a hyper-parameter, and of a tensor.
     for name in ("optim.param_groups.0.lr", "optim.state.mix.weight.step"):
         for what, attack in attacks(trace):
             changed = pickle.loads(metadata)
@@ -307,7 +307,7 @@ def test_code_in_pickles_is_not_run(fsdp: Path, tmp_path: Path) -> None:
 
 
 def changes(tmp_path: Path) -> Iterator[tuple[str, Callable[[Metadata], Any]]]:
-    """By hand: what an enemy may write without code."""
+    """Changes of the metadata, made by hand, that need no code: (description, function)."""
 
     def info(metadata: Any) -> Any:
         return next(v for k, v in metadata.storage_data.items() if k.fqn == "model.mix.weight")
@@ -386,7 +386,7 @@ def test_hostile_metadata_made_by_hand(fsdp: Path, tmp_path: Path) -> None:
 
 
 def changed_archive(data: bytes, **entries: bytes | None) -> bytes:
-    """What torch.save wrote, with other entries; None leaves one out."""
+    """An archive of torch.save with some entries replaced; None leaves an entry out."""
     old, new = zipfile.ZipFile(io.BytesIO(data)), io.BytesIO()
     with zipfile.ZipFile(new, "w") as archive:
         for name in old.namelist():
@@ -397,7 +397,7 @@ def changed_archive(data: bytes, **entries: bytes | None) -> bytes:
 
 
 def test_hostile_slices(tmp_path: Path) -> None:
-    """What torch.save wrote of a tensor, changed by hand; read as a hyper-parameter, too."""
+    """Changed archives of a tensor, read as a tensor and as a hyper-parameter."""
     folder, memory = tmp_path / "dcp", io.BytesIO()
     values = {"model": {"a": torch.arange(6.0).view(2, 3)}, "optim": {"param_groups": [{"params": ["a"], "lr": 0.5}]}}
     dcp.save(values, checkpoint_id=folder, no_dist=True)
@@ -443,7 +443,7 @@ def test_hostile_slices(tmp_path: Path) -> None:
             (folder / ".metadata").write_bytes(pickle.dumps(metadata))
             with suppress(zeroshard.CheckpointError), DcpFolder(folder) as foreign:
                 if name in foreign.values:
-                    foreign.value(name)  # may be fine: whatever it is, it is data
+                    foreign.value(name)  # may succeed: the result is plain data
                 else:
                     read_everything(foreign)
                     bad.append(what)
@@ -451,7 +451,7 @@ def test_hostile_slices(tmp_path: Path) -> None:
 
 
 def read_everything(foreign: DcpFolder) -> None:
-    """Without what a commit would make of an error."""
+    """Read all values without an import, which would turn other errors into a CheckpointError."""
     for name in foreign.values:
         foreign.value(name)
     for name, tensor in foreign.tensors.items():
@@ -461,7 +461,7 @@ def read_everything(foreign: DcpFolder) -> None:
 
 
 def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
-    """Bytes changed anywhere: a CheckpointError, or a step (of other numbers: DCP has no digests)."""
+    """Random changes anywhere: a CheckpointError, or a step with other values (DCP has no digests)."""
     rng = random.Random(SEED)
     folder = tmp_path / "dcp"
     shutil.copytree(fsdp / "nested", folder)
@@ -492,4 +492,4 @@ def test_weights_of_a_step_without_an_optimizer(fsdp: Path, tmp_path: Path) -> N
     found = {n: torch.zeros_like(v) for n, v in expected.items() if " of " not in n and "running" not in n}
     dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
     assert same_bits(found, {n: expected[n] for n in found})
-    export(step, tmp_path / "out")  # both may stand in one folder
+    export(step, tmp_path / "out")  # both formats may share a folder

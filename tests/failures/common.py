@@ -1,4 +1,4 @@
-"""Forked ranks that fail, are killed, stopped or told to stop: how they end, when, and what they say."""
+"""Forked ranks that fail, are killed, stopped or told to stop: their exit statuses, times and messages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SEED = int(os.environ.get("ZEROSHARD_SEED", "20261121"))
 
 @dataclass(frozen=True)
 class Ended:
-    """`statuses` and `seconds` (since `mark`, the moment of the fault) by rank; a rank that had to be killed at the end
-    has the status None. `said`: what all of them wrote to stderr, in order."""
+    """Exit statuses, and seconds from `mark` (the moment of the fault) to the end, by rank. The status is None for a
+    rank that had to be killed at the end. `said`: the stderr of all ranks, in order."""
 
     statuses: list[int | None]
     seconds: list[float]
@@ -32,7 +32,7 @@ class Ended:
 
 
 class Ranks:
-    """Forked gloo ranks that end as an interpreter ends: an error that nobody catches goes to `sys.excepthook`."""
+    """Forked gloo ranks that end as an interpreter does: an uncaught error goes to `sys.excepthook`."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Ranks:
         timeout: float = 120.0,
         awaited: Sequence[int] | None = None,
     ) -> None:
-        """`fn(rank, mark, *args)`; `mark()` notes the moment of the fault. `timeout`: of collectives. `awaited`: whose
-        end `finish` waits for, before it kills the others; None: all."""
+        """Call `fn(rank, mark, *args)`; `mark()` records the moment of the fault. `timeout`: of collectives. `awaited`:
+        the ranks whose end `finish` waits for before it kills the others; None: all."""
         self._awaited = range(num_ranks) if awaited is None else awaited
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-failures-")
         self._reader, self._writer = os.pipe()
@@ -83,11 +83,11 @@ class Ranks:
                 os.kill(self.pids[rank], number)
 
     def finish(self, limit: float = 600.0) -> Ended:
-        """Until all that are awaited have ended, or `limit` seconds have passed; whoever is left is killed."""
+        """Wait until the awaited ranks have ended, or `limit` seconds have passed, and kill the remaining ranks."""
         return finish_all([self], limit)[0]
 
     def poll(self) -> bool:
-        """Note who has ended; whether all that are awaited have."""
+        """Record the ranks that have ended; returns whether all awaited ranks have."""
         with suppress(BlockingIOError):
             if os.read(self._reader, 1):
                 self._marked = self._marked or time.monotonic()
@@ -113,7 +113,7 @@ class Ranks:
 
 
 def finish_all(groups: Sequence[Ranks], limit: float = 600.0) -> list[Ended]:
-    """Of several at once."""
+    """`finish` for several groups at once."""
     deadline = time.monotonic() + limit
     for ranks in groups:
         os.set_blocking(ranks._reader, False)

@@ -1,5 +1,5 @@
-"""Ranks on several hosts, as far as one machine can play them: network, PID and mount namespaces of their own, joined
-by a bridge. Nothing of it is in the machine's own network, and all of it goes with the processes.
+"""Ranks on several simulated hosts: each host has its own network, PID and mount namespaces, and a bridge connects
+them. The machine's own network is not touched, and everything ends with the processes.
 
     test ── hub: the bridge; holds the store, if no rank does
               ├── host 0: eth0 = 10.77.0.10 ── ranks
@@ -37,13 +37,13 @@ _NEWNS, _NEWUTS, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x400000
 _PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
 _PORT = 29400  # each hub has a network of its own
 _HUB = 1000
-"""In place of a host: the hub."""
+"""The value of `store_on` that stands for the hub."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of each rank: what it returned, its status (None: it had to be killed), and when it ended (seconds since the
-    hosts were cut off). `said`: what all of them wrote to stderr."""
+    """For each rank: its return value, its exit status (None: it had to be killed), and its end (seconds since the
+    hosts were cut off). `said`: the stderr of all ranks."""
 
     values: list[Any]
     statuses: list[int | None]
@@ -61,7 +61,7 @@ def on_hosts(
 ) -> Result:
     """Call `fn(rank, *args)` on gloo ranks of which number `r` runs on the host `hosts[r]`, hosts numbered from 0.
 
-    A rank that calls `cut_off()` takes all hosts but the first from the bridge, from one moment to the next.
+    A rank that calls `cut_off()` removes all hosts except the first from the bridge.
 
     Args:
         store_on: the host whose first rank holds the store.
@@ -89,7 +89,7 @@ def on_hosts(
 
 
 def cut_off() -> None:
-    """Called by a rank: from now on no packet travels between the hosts. Returns when that is so."""
+    """Called by a rank: disconnects the hosts from each other. Returns once no packet passes between them."""
     folder = Path(os.environ["ZEROSHARD_HOSTS"])
     (folder / "cut off").touch()
     while not (folder / "cut").exists():
@@ -108,7 +108,7 @@ def _missing() -> str:
 
 
 def expect_namespaces() -> None:
-    """Skip the test where they are not to be had."""
+    """Skip the test where namespaces cannot be created."""
     if _missing():
         pytest.skip(_missing())
 
@@ -169,7 +169,7 @@ def _host(
     store_on: int,
     timeout: float,
 ) -> None:
-    """Becomes the parent of a namespace's first process, and ends with it."""
+    """Fork the first process of a host's namespaces, and wait until it ends."""
     _unshare(_NEWNET | _NEWNS | _NEWPID | _NEWUTS)
     os.write(writer, b".")
     os.read(go_reader, 1)
@@ -177,8 +177,8 @@ def _host(
     if init:
         os.waitpid(init, 0)
         return
-    _call("prctl", 1, signal.SIGKILL)  # with its parent
-    os.closerange(3, 256)  # file numbers begin alike on all hosts, too
+    _call("prctl", 1, signal.SIGKILL)  # dies with its parent
+    os.closerange(3, 256)  # so that file descriptors have the same numbers on all hosts
     _call("mount", b"none", b"/", None, _PRIVATE, None)
     _call("mount", b"proc", b"/proc", b"proc", 0, None)
     _call("sethostname", f"node{host}".encode(), len(f"node{host}"))
@@ -233,7 +233,7 @@ def _store(world_size: int, timeout: float, address: str = "10.77.0.1", *, is_ma
 
 
 def _ending(folder: Path, fn: Callable[[], None]) -> None:
-    """Run it, and end this process."""
+    """Call `fn`, and end this process."""
     status = 1
     try:
         fn()

@@ -1,6 +1,6 @@
-"""Two containers, in each of which the rank was process 1, trained apart in silence: each looked for the other's
-memory under /proc/1/fd, found its own, gathered from and reduced with itself, and ended with status 0, other weights
-and another norm than its peer."""
+"""Two ranks in two containers, each of them process 1: each rank looked for its peer's memory under /proc/1/fd and
+found its own. It gathered from itself and reduced with itself, and ended with exit status 0 but with other weights and
+another norm than its peer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_in_containers_with_equal_process_numbers_ranks_train_together() -> None
 
 @pytest.fixture
 def every_rank_is_process_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As seen from inside a container: the number of every rank is 1, and /proc/1 is the rank itself."""
+    """As in a container: the process id of every rank is 1, and /proc/1 is the rank itself."""
     number = os.getpid
     monkeypatch.setattr(shared_memory.os, "getpid", lambda: 1)
     for name in ("open", "readlink"):
@@ -55,7 +55,7 @@ def every_rank_is_process_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("every_rank_is_process_1")
 def test_a_rank_that_finds_its_own_memory_under_the_number_of_a_peer_does_not_share() -> None:
-    """The same without namespaces."""
+    """The case of containers without namespaces."""
     for pid, shared, outcomes in run_ranks(train_all, 2):
         assert pid == 1 and not shared
         assert len({tuple(outcome.norms) for outcome in outcomes}) == 1
@@ -65,19 +65,19 @@ def test_the_probe_wants_the_peers_label_its_number_and_an_answer() -> None:
     here, there = SharedMemory(), SharedMemory()
     probes = [Probe(here, 0, 2), Probe(there, 1, 2)]
     cards = [probe.card() for probe in probes]
-    assert not probes[0].is_answered(cards)  # nobody has been here yet
+    assert not probes[0].is_answered(cards)  # the peer has not answered yet
     assert probes[0].answer(cards) and probes[1].answer(cards)
     assert probes[0].is_answered(cards) and probes[1].is_answered(cards)
 
     own = cards[0]
-    as_a_peer = [own[0], cards[1][1], *own[2:]]  # the place of the own segment, under the identity of the other
+    as_a_peer = [own[0], cards[1][1], *own[2:]]  # the location of the own segment with the peer's identity
     assert not Probe(SharedMemory(), 0, 2).answer([own, as_a_peer])
-    del probes, there  # and its files are closed
+    del probes, there  # closes its files
     assert not Probe(SharedMemory(), 0, 2).answer(cards)
 
 
 def test_a_segment_is_mapped_under_its_own_label_only() -> None:
-    """A file number that a peer has closed and used again leads to other bytes."""
+    """A descriptor that a peer has closed and reused leads to other bytes."""
     one, other = SharedMemory(), SharedMemory()
     first = one.allocate(64)
     location = one.locate(first)

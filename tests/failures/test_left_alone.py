@@ -1,6 +1,6 @@
-"""Ranks with fewer batches, or that stop early: the others failed with gloo's "Connection closed by peer". A rank that
-calls `optimizer.state_dict()` under `if rank == 0:` waited for the whole timeout, and then had a text of gloo's. Now
-all say in seconds who is where, and what is collective."""
+"""A rank ends early, for example with fewer batches: the others once failed with gloo's "Connection closed by peer". A
+rank that calls `optimizer.state_dict()` under `if rank == 0:` waited for the whole timeout and got an error of gloo.
+Now all ranks soon report which rank is in which call, and which calls are collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroshard.comm.positions import Here, Position, Wait, knot
 
 
 def early(rank: int, mark: Callable[[], Any], plan: str, last: int, case: str, folder: Path) -> None:
-    """The rank `last` ends its work after two steps, or does something else than the others."""
+    """The rank `last` ends after two steps, or calls something else than the others."""
     zeroshard.init()
     run = Run(rank, plan, "fp32").train([0, 1])
     if rank == last:
@@ -85,13 +85,13 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
                 r"ranks wait for each other \(deadlock\): .*are collective|is at unit .*must run the same units",
                 ended.said,
             ), (plan, case, ended.said)
-        if case.startswith("asks"):  # the call, and its line
+        if case.startswith("asks"):  # the message names the call and its line
             call = "ShardedOptimizer.state_dict" if case.endswith("state") else "Handle.full_state_dict"
             expect(ended, rf"rank 1 .*at test_left_alone\.py:\d+ in in_its_own_way \(in {call}\)")
 
 
 def patient(rank: int, mark: Callable[[], Any], how: str) -> None:
-    """The first rank works alone for longer than a collective may take."""
+    """Rank 0 works alone for longer than the timeout of collectives."""
     zeroshard.init()
     if rank == 0:
         mark()
@@ -106,7 +106,8 @@ def patient(rank: int, mark: Callable[[], Any], how: str) -> None:
 
 
 def test_a_rank_that_works_alone_for_long_is_waited_for() -> None:
-    """And the negative control: in a collective they give up. If it fails, they hear of it."""
+    """The negative control: ranks that wait in a collective give up. If rank 0 fails, the waiting ranks report its
+    error."""
     groups = [Ranks(patient, 3, how, timeout=4.0) for how in ("patient", "collective", "fails")]
     waited, gave_up, failed = finish_all(groups)
     assert waited.statuses == [0, 0, 0] and waited.said == "", waited
@@ -124,20 +125,20 @@ def at(key: str, number: int, ranks: tuple[int, ...] = (0, 1, 2), **begun: int) 
 def test_a_knot_is_a_circle_of_ranks_that_need_each_other() -> None:
     gathers, reduces = at("gather", 7, gather=8, reduce=3), at("reduce", 3, gather=7, reduce=4)
     assert knot({0: gathers, 1: reduces}, {}) == [0, 1]
-    assert knot({0: gathers}, {}) == []  # the others are on the way
-    assert knot({0: gathers, 1: at("gather", 7, gather=8, reduce=3)}, {}) == []  # they wait for the third
-    slow = at("reduce", 3, gather=8, reduce=4)  # it has begun the gather, and waits for a reduction that takes time
+    assert knot({0: gathers}, {}) == []  # the others are not waiting yet
+    assert knot({0: gathers, 1: at("gather", 7, gather=8, reduce=3)}, {}) == []  # both wait for the third
+    slow = at("reduce", 3, gather=8, reduce=4)  # has begun the gather, and waits for a slow reduction
     assert knot({0: gathers, 1: slow, 2: slow}, {}) == []
     circle = {0: at("a", 0, (0, 1), a=1), 1: at("b", 0, (1, 2), b=1), 2: at("c", 0, (2, 0), c=1)}
     assert knot(circle, {}) == [0, 1, 2]
-    assert knot({1: gathers}, {2: {"gather": 7}}) == [1, 2]  # it has left, and had not begun the gather
+    assert knot({1: gathers}, {2: {"gather": 7}}) == [1, 2]  # rank 2 has left without beginning the gather
     assert knot({1: gathers}, {2: {"gather": 8}}) == []
 
 
 def test_functions_of_torch_distributed_are_part_of_a_knot_if_all_members_wait() -> None:
     gathers, barrier = at("gather", 7, gather=8), at("torch.distributed.barrier", -1, gather=7)
     assert knot({0: gathers, 1: barrier, 2: barrier}, {}) == [0, 1]
-    assert knot({0: gathers, 1: barrier}, {}) == []  # rank 2 may come, to either
+    assert knot({0: gathers, 1: barrier}, {}) == []  # rank 2 may still begin either
     assert knot({0: barrier, 1: barrier, 2: barrier}, {}) == []
     assert knot({1: barrier, 2: barrier}, {0: {}}) == [0, 1]
 
@@ -150,7 +151,7 @@ def test_where_a_process_is() -> None:
     wait = Wait("a", 1, (0, 1), "a thing")
     assert here.position(None) is None
     with here.waiting(wait):
-        assert here.position(None) is None  # not for long
+        assert here.position(None) is None  # not waiting for long enough
         here._since -= 100.0
         found = here.position(None)
         assert found is not None and Position.of(found.as_list()) == found == Position(wait, {"a": 2, "b": 1})

@@ -1,6 +1,6 @@
-"""Two hosts whose packets no longer reach each other, timeout 10 s: the side with the store left after 12 to 14 s and
-said that rank 1 "stands still"; the other side was still running 70 s later, in a question to the store that nobody
-answered."""
+"""Two hosts that can no longer reach each other, with a timeout of 10 s: the side with the store ended after 12 to 14 s
+and reported that rank 1 "stands still". The other side was still running 70 s later, waiting for an answer of the
+store."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def train_until_cut_off(rank: int, culprit: int, plan: str) -> None:
         loss_of_tokens(model, rank, 0, step, 1).backward()
         optimizer.step()
         if step == 3 and rank == culprit:
-            time.sleep(0.7)  # the watch has been heard of
+            time.sleep(0.7)  # time for a heartbeat of the watch
             cut_off()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("store_on", "plan"), [(0, "zero3"), (1, "ddp")])
 def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, plan: str) -> None:
-    """Two ranks on the first host, one on the second; the store with either."""
+    """Two ranks on the first host, one on the second; the store is on the first or on the second host."""
     ended = on_hosts(train_until_cut_off, [0, 0, 1], 0, plan, store_on=store_on, timeout=TIMEOUT, limit=300.0)
     assert ended.statuses == [1, 1, 1], ended.said
     assert max(ended.seconds) < TIMEOUT + AT_ONCE, ended
@@ -83,7 +83,7 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
 
 
 def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
-    """Numbers are used again, and mean nothing on another host (or after a machine has been cloned)."""
+    """Process ids are reused, and mean nothing on another host (or after a machine has been cloned)."""
     me = Who.this()
     assert me.state == "runs" and me.is_neighbour_of(me)
     later = Who(me.host, me.pid, me.started + 1, me.name)
@@ -92,7 +92,7 @@ def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended and is a zombie
     gone = Who(me.host, child, 1, me.name)
     assert gone.state == "ended"
     os.waitpid(child, 0)

@@ -1,5 +1,5 @@
-"""Whole runs of the trainer that are killed, or told to stop, at any moment: what they have saved, and that they go on
-as if nothing had happened."""
+"""Whole runs of the trainer that are killed, or told to stop, at random moments: their checkpoints are good, and
+resumed runs give the same bits as a run without interruption."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def configuration(text: Path, out: Path, **more: Any) -> Config:
 
 
 def training_rank(rank: int, mark: Callable[[], Any], config: Config) -> None:
-    """As the command does: from the newest good step of the folder, or from the beginning."""
+    """Train as the command does: from the newest good step of the folder, or from the beginning."""
     mark()
     out = Path(config.run.out)
     train(config, resume=out if steps(out) else None, occupied=True)
@@ -67,13 +67,13 @@ def trained(config: Config) -> Ended:
 
 
 def history(out: Path) -> list[tuple[int, float, bool, float]]:
-    """Step, loss, whether it was applied, loss scale."""
+    """For each step: number, loss, whether it was applied, loss scale."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [(x["step"], x["loss"], x["applied"], x["loss_scale"]) for x in lines if x["kind"] == "step"]
 
 
 def expect_equal_states(a: Path, b: Path, but: str = "nothing") -> None:
-    """Bit for bit, all but the tensors whose names begin with `but`."""
+    """Both steps have the same values and tensors, to the bit, except tensors whose names begin with `but`."""
     with Reader(a / f"step-{STEPS}") as first, Reader(b / f"step-{STEPS}") as second:
         names = first.manifest.tensors.keys()
         assert names == second.manifest.tensors.keys()
@@ -83,7 +83,7 @@ def expect_equal_states(a: Path, b: Path, but: str = "nothing") -> None:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
-    """A text of which a run reads more than one epoch, the run that nothing happens to, and its seconds."""
+    """A text of which a run reads more than one epoch; a run without interruption; its duration in seconds."""
     folder = tmp_path_factory.mktemp("calm")
     text = folder / "text"
     text.mkdir()
@@ -97,8 +97,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
 
 @pytest.mark.long
 def test_killed_at_a_random_moment_and_resumed(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
-    """Dropout, shuffling, fp16 with overflows, accumulation, saves in the background, in mid-epoch: the run that was
-    killed and went on has the losses and the bits of the calm one. 20 times in full; one rank, or both."""
+    """With dropout, shuffling, fp16 with overflows, accumulation, background saves, in mid-epoch: a run that was killed
+    (one rank, or both) and resumed has the losses and bits of the calm run. 20 trials with the full counts."""
     text, whole, seconds = calm
     applied = [row[2] for row in history(whole)]
     assert not all(applied) and any(applied)
@@ -136,8 +136,8 @@ def test_another_dropout_is_another_run(calm: tuple[Path, Path, float], tmp_path
 
 
 def test_told_to_stop_at_a_random_moment(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
-    """SIGTERM to one rank or to all: they save the same step and leave with status 0 in under 10 s; resumed, the run is
-    the calm one. 100 times in full."""
+    """SIGTERM to one rank or to all: they save the same step and exit with status 0 within `2 * AT_ONCE`. The resumed
+    run equals the calm one. 100 trials with the full counts."""
     text, whole, seconds = calm
     chosen, stopped_at = random.Random(SEED), []
     trials = 100 if FULL else 2
@@ -170,7 +170,7 @@ def test_told_twice_they_leave_at_once(calm: tuple[Path, Path, float], tmp_path:
     config = configuration(text, tmp_path / "run", schedule__steps=100_000, run__save_every=0)
     ranks = Ranks(stubborn_rank, 2, config)
     ranks.wait_mark()
-    for pause in (0.1, 1.2, 0.0):  # the second one is the first once more
+    for pause in (0.1, 1.2, 0.0):  # the second signal comes too soon to count as a second one
         ranks.signal([1], signal.SIGTERM)
         time.sleep(pause)
         assert pause == 0.0 or psutil.Process(ranks.pids[1]).status() != psutil.STATUS_ZOMBIE
@@ -183,7 +183,7 @@ def test_told_twice_they_leave_at_once(calm: tuple[Path, Path, float], tmp_path:
 
 
 def stubborn_rank(rank: int, mark: Callable[[], Any], config: Config) -> None:
-    """Rank 1 is in a step that does not end."""
+    """Train; rank 1 hangs in step 3."""
     from zeroshard.train import loop
 
     take_step = loop.train_step
@@ -200,7 +200,7 @@ def stubborn_rank(rank: int, mark: Callable[[], Any], config: Config) -> None:
 
 @pytest.mark.long
 def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp_path: Path) -> None:
-    """`--max-restarts`: a rank is killed, and the command ends as if it had not been."""
+    """`--max-restarts`: a rank is killed, and the command still ends with the results of the calm run."""
     text, whole, _ = calm
     out = tmp_path / "run"
     options = {**SETTINGS, "data.path": text, "run.out": out, "parallel.max_restarts": 1, "parallel.device": "cpu"}
@@ -216,4 +216,4 @@ def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp
         text_said = said.read()
     assert "resumed after step" in text_said, text_said
     assert history(out) == history(whole)
-    expect_equal_states(out, whole, but="rank/")  # Python's own random numbers, which nothing here uses
+    expect_equal_states(out, whole, but="rank/")  # the state of Python's `random`, which the trainer does not use

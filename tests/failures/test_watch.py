@@ -1,4 +1,4 @@
-"""A rank fails, in every part of the work and in every way: all ranks leave in seconds, and say whose fault it was."""
+"""A rank fails in any phase and in any way: all ranks soon end, and report which rank caused it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Injected(Exception):
 
 
 class Trouble:
-    """What goes wrong, once: called at the place."""
+    """Fails at one place: the code calls it at every place, and it raises or kills the process where `place`
+    matches."""
 
     def __init__(self, place: Place, way: Way, mark: Callable[[], Any]) -> None:
         self.place, self.way, self.mark, self.armed = place, way, mark, False
@@ -106,7 +107,7 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> 
         assert f"because rank {culprit} died without reporting an error" in said, said
         return
     first = next(line for line in said.splitlines() if line)
-    if place in ("save", "load"):  # these raise together, with the first rank's reason
+    if place in ("save", "load"):  # all ranks raise together, with the failed rank's reason
         assert re.fullmatch(r"zeroshard: rank \d of \d failed first:", first), said
         assert re.search(rf"CheckpointError: .*\(on rank {culprit}\): Injected: injected into {place}", said), said
     else:
@@ -118,7 +119,7 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> 
 
 
 def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
-    """200 failures in full: every place, every way, 2 and 3 ranks, every plan."""
+    """With the full counts 200 failures: every place, every way, 2 and 3 ranks, every plan."""
     chosen = random.Random(SEED)
     kinds = list(itertools.product(PLACES, WAYS))
     trials = 200 if FULL else len(PLACES)
@@ -150,7 +151,7 @@ def waiting_rank(rank: int, mark: Callable[[], Any], how: str) -> None:
 
 
 def wait_until_noted() -> None:
-    """Until the watch has written down where this rank is, by a beat that has begun after this call."""
+    """Wait until a heartbeat that began after this call has recorded this rank's position."""
     current = watch.current()
     assert current is not None
     before = current.beats
@@ -163,7 +164,7 @@ def elsewhere() -> None:
 
 @pytest.mark.long
 def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> None:
-    """And the negative control: without the watch they wait for the whole timeout, for one that has raised."""
+    """The negative control: without the watch, ranks wait the whole timeout for a rank that has raised."""
     timeout = 3.0
     groups = [Ranks(waiting_rank, 3, how, timeout=timeout) for how in ("stopped", "elsewhere")]
     unwatched = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5, awaited=[0])
@@ -227,7 +228,7 @@ while True:
 
 @pytest.mark.long
 def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
-    """A rank raises; the launcher is killed."""
+    """Two runs: in one a rank raises, in the other the launcher is killed."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [
@@ -247,7 +248,7 @@ def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
         assert ended - float(done.stdout.split("at ")[1]) < AT_ONCE
         first = done.stderr.index("zeroshard: rank 1 of 2 failed first:")
         assert "ValueError: no such file: data/7" in done.stderr[first:]
-        ours = done.stderr.split("torch/distributed/elastic")[0]  # what follows is the launcher's
+        ours = done.stderr.split("torch/distributed/elastic")[0]  # the rest is the launcher's output
         assert ours.count("Traceback (most recent call last)") == 1
 
         wait_until(lambda: len(list(tmp_path.glob("on-*"))) == 2 or orphans.poll() is not None)

@@ -1,6 +1,6 @@
-"""The structure of the package, as it is read from its files: rooms, imports, sizes.
+"""The structure of the package, read from its files: rooms (sub-packages), imports, sizes.
 
-python -m tests.house.house        writes the table of files in docs/design.md anew
+python -m tests.house.house        rewrites the table of files in docs/design.md
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ ROOMS = [
     "train",
     "cli",
 ]
-"""A file imports from its own room and from those before it. (`zeroshard/__init__.py` names what is public.)"""
+"""A file imports from its own room and from rooms earlier in this list. (`zeroshard/__init__.py` names what is
+public.)"""
 LEAVES = {"errors", "placement", "precision", "loss_scale", "step_result"}
-"""Files of the package itself that every room may import: what users pass in, and what they get."""
+"""Files at the top of the package that every room may import: types that users pass in or get back."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Module:
 
     @property
     def purpose(self) -> str:
-        """The first sentence of its docstring."""
+        """The first sentence of the module's docstring."""
         text = " ".join((ast.get_docstring(self.tree) or "").partition("\n\n")[0].split())
         return text.partition(". ")[0].rstrip(".:")
 
@@ -71,7 +72,7 @@ def is_leaf(module: Module) -> bool:
 
 
 def imports(module: Module) -> set[str]:
-    """The modules of the package that it imports, also inside functions and for annotations alone."""
+    """The modules of the package that `module` imports, including imports inside functions and for annotations only."""
     found = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -84,16 +85,17 @@ def imports(module: Module) -> set[str]:
 
 
 def in_order() -> list[str]:
-    """Names, each after all that it imports, room by room.
+    """Module names in an order in which each one follows the modules that it imports.
 
     Raises:
-        graphlib.CycleError: there is no such order.
+        graphlib.CycleError: modules import each other, so there is no such order.
     """
     return list(TopologicalSorter({name: sorted(imports(m)) for name, m in modules().items()}).static_order())
 
 
 def rooms_in_order() -> list[str]:
-    """Rooms, each after all that its files import; `__init__.py` of the package names what is public, and is left out.
+    """Rooms in an order in which each one follows the rooms that its files import. The package's `__init__.py` is left
+    out.
 
     Raises:
         graphlib.CycleError: two rooms import each other.
@@ -107,7 +109,7 @@ def rooms_in_order() -> list[str]:
 
 
 def table() -> str:
-    """The files in the order of reading, with the first sentence of each, as Markdown."""
+    """A Markdown table of the files in the order to read them, with the first sentence of each file's docstring."""
     order = in_order()
     lines = []
     for room in ROOMS:

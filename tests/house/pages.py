@@ -5,7 +5,8 @@ Every block of code is run (`tests/documents/test_pages.py`), or has a line abov
     <!-- not run: needs a cluster -->          the block is not run
     <!-- run: after; apex is not there -->     of a diff, only the new side is run
 
-README, the guide and some more pages continue the README's five lines; every other page starts from nothing.
+The examples of some pages (`CONTINUES`) run after the README's five lines. The examples of all other pages start in an
+empty namespace.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 CONTINUES = {"README.md": 2, "docs/guide.md": 2, "docs/memory.md": 2, "docs/checkpoints.md": 1}
-"""The pages whose Python examples continue the README's; and on how many ranks they run."""
+"""The pages whose Python examples run after the README's, and on how many ranks."""
 NOT_CODE = ("text", "diff")
-"""A block of output; a diff outside of docs/moving is that of the README, which has tests of its own."""
+"""`text` blocks show output. The only diff outside of docs/moving is the README's, which has its own tests."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def names_of_pages(pages: list[Path]) -> list[str]:
 
 
 def sides(diff: str) -> tuple[list[str], list[str]]:
-    """The lines before, and those after."""
+    """The lines of the old version, and those of the new one."""
     lines = diff.splitlines()
     return tuple([line[1:] for line in lines if line[:1] in (mark, " ", "")] for mark in "-+")  # type: ignore[return-value]
 
@@ -63,4 +64,4 @@ def sides_of_the_readmes_diff() -> tuple[list[str], list[str]]:
 
 OWN = [page for page in names_of_pages(PAGES) if page not in CONTINUES and page != "CONTRIBUTING.md"]
 OWN = [page for page in OWN if any(block.is_run for block in blocks(page, "python", "diff"))]
-"""The pages that start from nothing."""
+"""The pages whose examples start in an empty namespace."""

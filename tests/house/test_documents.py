@@ -1,4 +1,5 @@
-"""What README and the pages point to exists; every block of code is run somewhere, or says why not."""
+"""What README and the pages link to or name exists. Every block of code is run by a test, or is marked with the reason
+why not."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """(The site's own strict mode checks more; it needs packages that these tests do not.)"""
+    """(`mkdocs build --strict` checks more, but needs packages that these tests do not.)"""
     navigation = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
     made = {"index.md", "contributing.md", "changelog.md", "license.md"}  # by docs/site/pages.py
     assert navigation == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made
@@ -125,7 +126,7 @@ def test_every_dependency_has_its_reason() -> None:
 
 
 def script_of(name: str) -> Any:
-    """The module of a script that draws."""
+    """Import a script of docs/pictures as a module."""
     script = DOCS / "pictures" / name
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""The grids of the other tests leave out no pair."""
+"""`tests.grids.grid` contains every pair of values of two factors."""
 
 from __future__ import annotations
 

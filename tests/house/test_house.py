@@ -1,4 +1,4 @@
-"""What the structure of the package promises, held against its files."""
+"""Checks the source files against the rules for the package's structure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGER = {
     "commands.import_": "one argument for each option of the command line",
     "lars.__init__": "the hyper-parameters of LARS",
 }
-"""What is larger all the same, and why."""
+"""Functions that may exceed these limits, and why."""
 
 
 def test_files_import_downwards_only() -> None:
@@ -58,7 +58,7 @@ def _lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """Those that its methods set."""
+    """The attributes of `self` that the methods of the class assign."""
     return {
         target.attr
         for target in ast.walk(node)
@@ -70,7 +70,7 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 
 
 def _tails() -> dict[str, str]:
-    """Name -> by what it is larger than we want."""
+    """Name of each class or function over the limits -> its sizes."""
     found = {}
     for module in modules().values():
         for node in ast.walk(module.tree):
@@ -86,7 +86,8 @@ def _tails() -> dict[str, str]:
 
 
 def test_nothing_is_larger_than_it_has_to_be() -> None:
-    """A class of 350 lines or 15 attributes, a function of 60 lines or 8 arguments: the rest has its reason above."""
+    """Limits: 350 lines or 15 attributes for a class, 60 lines or 8 arguments for a function. Exceptions are in
+    `LARGER`."""
     found = _tails()
     new = {name: size for name, size in found.items() if name not in LARGER}
     assert not new, f"split it, or say in LARGER why it cannot be: {new}"
@@ -96,7 +97,7 @@ def test_nothing_is_larger_than_it_has_to_be() -> None:
 def test_the_table_of_files_is_that_of_the_files() -> None:
     page = PAGE.read_text()
     assert with_table(page) == page, "run `python -m tests.house.house`"
-    assert with_table(page.replace("`collectives.py`", "`collective.py`")) == page  # a control: it is written anew
+    assert with_table(page.replace("`collectives.py`", "`collective.py`")) == page  # a control: it is restored
 
 
 def test_each_file_says_what_it_is_for() -> None:
@@ -135,17 +136,17 @@ PLAIN = {
     "_NeedsValues": "caught in its file",
     "Damaged": "click's: a status of the command line",
 }
-"""What may be raised that is no `zeroshard.Error`, and why."""
+"""Exceptions that are no `zeroshard.Error` and may be raised all the same, and why."""
 
 
 def _raised(tree: ast.AST) -> set[str]:
-    """The names of classes that are made and raised."""
+    """Names of the classes in statements of the form `raise Class(...)`."""
     calls = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
     return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
 def test_what_is_raised_is_an_error_of_ours() -> None:
-    """`except zeroshard.Error` catches all of it."""
+    """`except zeroshard.Error` catches every error that the package raises."""
     ours, bases = {"Error"}, dict[str, set[str]]()
     for module in modules().values():
         for node in ast.walk(module.tree):
@@ -175,7 +176,7 @@ def test_rooms_are_all_there_and_import_each_other_in_no_circle() -> None:
 
 
 def test_tests_stand_in_folders_of_the_rooms_and_have_names_of_their_own() -> None:
-    """The documents name tests by their files alone."""
+    """File names of tests are unique, as the documents cite tests by file name without the folder."""
     paths = list((ROOT / "tests").rglob("test_*.py"))
     names = Counter(path.name for path in paths)
     assert [name for name, times in names.items() if times > 1] == []

@@ -1,4 +1,4 @@
-"""The loop that every framework is held against, written with zeroshard alone; and how a failure should end."""
+"""The plain zeroshard loop that every framework is compared to; and the expected end of a failure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Samples = Callable[[int, int, int], list[int]]
 
 
 def as_launched(rank: int, num_ranks: int) -> None:
-    """What a launcher tells a rank, and accelerate reads."""
+    """Set the environment variables that a launcher sets, and accelerate reads."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 def texts() -> torch.utils.data.TensorDataset:
-    """Enough for the steps of three ranks."""
+    """A data set with enough samples for the steps of three ranks."""
     tokens = torch.randint(23, (3 * STEPS * MICRO_BATCHES * 2, 6), generator=torch.Generator().manual_seed(5))
     return torch.utils.data.TensorDataset(tokens)
 
@@ -39,10 +39,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def plain_loop(
     rank: int, num_ranks: int, samples: Samples, precision: Any = None, max_norm: float = MAX_NORM
 ) -> tuple[list[float], State]:
-    """What a framework's loop should do, by zeroshard alone: losses, and main.
+    """Losses and main of the loop in plain zeroshard, which a framework's loop must equal.
 
     Args:
-        samples: which of the texts this rank's micro-batch `number` has.
+        samples: returns the indices of the texts in this rank's micro-batch `number`.
     """
     model = make(Net)
     handle = zeroshard.shard(model, "zero1", units=Block, precision=precision)

@@ -1,4 +1,5 @@
-"""Accelerate's loop over a sharded model: the bits of the plain zeroshard loop; saved, resumed, and left in seconds."""
+"""Accelerate's loop over a sharded model has the bits of the plain zeroshard loop. It is saved and resumed, and ends
+soon after a failure."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
 
 def in_turns(number: int, rank: int, num_ranks: int) -> list[int]:
-    """Accelerate gives whole batches to the ranks in turns."""
+    """Accelerate distributes whole batches over the ranks in turn."""
     first = 2 * (number * num_ranks + rank)
     return [first, first + 1]
 
 
 class Run:
-    """Accelerate's loop, as its pages write it."""
+    """Accelerate's loop, as in its documentation."""
 
     def __init__(self, plan: str, mixed_precision: str = "no", **project: Any) -> None:
         from accelerate.state import AcceleratorState
@@ -52,7 +53,7 @@ class Run:
         )
         model = make(Net)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        # A prepared scheduler counts the batches of one process.
+        # A prepared scheduler counts as many batches as one process would have.
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 0.9 ** (step // self.accelerator.num_processes)
         )
@@ -83,7 +84,7 @@ class Run:
 
 
 def test_the_loop_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
-    """And a run that is saved, and resumed under another plan, those of one that was not stopped."""
+    """A run that is saved, and resumed under another plan, has the bits of one without interruption."""
     pytest.importorskip("accelerate")
 
     def check(rank: int) -> None:
@@ -118,7 +119,7 @@ def automatic(folder: Path) -> Any:
 
 
 def expect_plain_state(run: Run, weights: State, rank: int) -> None:
-    """What Accelerate's users take out of a prepared model."""
+    """Check the results of Accelerate's functions that extract state from a prepared model."""
     state = run.accelerator.get_state_dict(run.model)
     assert same_bits(state, weights) if rank == 0 else state == {}
     assert run.accelerator.unwrap_model(run.model) is run.model
@@ -131,7 +132,7 @@ def test_what_else_its_methods_do() -> None:
 
     def check(rank: int) -> None:
         as_launched(rank, 2)
-        # A step that overflows is skipped, and so is the scheduler's.
+        # If a step overflows, it is skipped, and so is the scheduler's step.
         run = Run("zero2", "fp16")
         for poison, skipped in ((1.0, False), (torch.inf if rank == 0 else 1.0, True), (1.0, False)):
             before, rate = run.weights(), run.scheduler.get_last_lr()
@@ -142,7 +143,7 @@ def test_what_else_its_methods_do() -> None:
             assert run.accelerator.optimizer_step_was_skipped is skipped
             assert same_bits(before, run.weights()) is skipped
             assert (rate == run.scheduler.get_last_lr()) is skipped
-        # Clipping some of the parameters would be another norm.
+        # Clipping a part of the parameters is refused: it would have another norm.
         run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
         with pytest.raises(ValueError, match="expected all parameters of one optimizer, found 5 of its 20"):
             run.accelerator.clip_grad_norm_(run.model.blocks[0].parameters(), 1.0)
@@ -156,7 +157,8 @@ def test_what_else_its_methods_do() -> None:
 
 
 def uneven(rank: int) -> None:
-    """Rank 0 has a batch more. All end with the same weights; without the block, rank 0 would wait for ever."""
+    """Rank 0 has one batch more. All ranks end with the same weights. Without the join block, rank 0 would wait for
+    ever."""
     run = Run("zero3")
     loader = run.accelerator.prepare(torch.utils.data.DataLoader(texts(), batch_size=16))
     sizes = []

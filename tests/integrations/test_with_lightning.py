@@ -1,4 +1,5 @@
-"""Lightning's Trainer and Fabric over a sharded model: the bits of the plain zeroshard loop; checkpoints both ways."""
+"""Lightning's Trainer and Fabric over a sharded model have the bits of the plain zeroshard loop; checkpoints work in
+both directions."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
 
 def launched(rank: int, num_ranks: int) -> None:
-    """As by torchrun: Lightning then starts no processes of its own."""
+    """Set torchrun's environment variables, so that Lightning starts no processes of its own."""
     as_launched(rank, num_ranks)
     os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="localhost", MASTER_PORT="1", GROUP_RANK="0")
 
 
 def strided(number: int, rank: int, num_ranks: int) -> list[int]:
-    """As torch's DistributedSampler deals out samples."""
+    """The distribution of torch's DistributedSampler."""
     return [rank + num_ranks * (2 * number), rank + num_ranks * (2 * number + 1)]
 
 
@@ -47,7 +48,7 @@ def module_of(build: Any = Net) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
-        """Losses of every micro-batch are kept."""
+        """Keeps the loss of every micro-batch."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -90,8 +91,8 @@ def trainer(folder: Path, strategy: Any, num_ranks: int, **options: Any) -> Any:
 
 
 def loader(rank: int, num_ranks: int, first: int = 0) -> Any:
-    """Of this rank, from micro-batch `first` on, and then those before: when Lightning goes on in the middle of an
-    epoch, it asks the loader for what is left, and counts on."""
+    """This rank's loader, starting at micro-batch `first`; the earlier ones follow. When Lightning resumes in the
+    middle of an epoch, it takes the remaining batches from the loader and keeps counting."""
     count = STEPS * MICRO_BATCHES
     batches = [strided((first + number) % count, rank, num_ranks) for number in range(count)]
     return torch.utils.data.DataLoader(texts(), batch_sampler=batches)
@@ -104,7 +105,7 @@ def every_other_step(folder: Path) -> Any:
 
 
 def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
-    """And a run that is resumed under another plan, those of one that was not stopped."""
+    """A run that is resumed under another plan has the bits of one without interruption."""
     pytest.importorskip("lightning")
     from zeroshard.integrations import Sharding
     from zeroshard.integrations.lightning import ShardedStrategy
@@ -134,7 +135,7 @@ def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path)
 
 
 def expect_plain_checkpoint(path: Path, weights: State) -> None:
-    """What plain Lightning would have written: the module and its optimizer load it."""
+    """The checkpoint is in plain Lightning's format: a plain module and its optimizer load it."""
     found = torch.load(path, weights_only=False)
     module = module_of()
     module.load_state_dict(found["state_dict"])
@@ -147,7 +148,7 @@ def expect_plain_checkpoint(path: Path, weights: State) -> None:
 
 
 def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
-    """After training; of a checkpoint; and training again: all with the module that is sharded already."""
+    """Evaluate after training, evaluate a checkpoint, and train again, all with the module that is already sharded."""
     [of_last] = run.validate(module, loader, verbose=False)
     assert run.test(module, loader, verbose=False) == [of_last]
     early = folder / "step=2.ckpt"
@@ -160,7 +161,7 @@ def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
 
 
 def manual(rank: int, folder: Path) -> None:
-    """A LightningModule that steps by itself, with a loss scale: the step that overflows is skipped."""
+    """A LightningModule with manual optimization and a loss scale: a step that overflows is skipped."""
     from zeroshard.integrations import Sharding
     from zeroshard.integrations.lightning import ShardedStrategy
 
@@ -274,7 +275,7 @@ def failing_rank(rank: int, mark: Any, folder: Path) -> None:
 
 
 def test_one_rank_of_lightnings_trainer_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
-    """Its teardown must not wait for the other ranks."""
+    """The failed rank's teardown must not wait for the other ranks."""
     pytest.importorskip("lightning")
 
     [ended] = finish_all([Ranks(failing_rank, 3, tmp_path)])

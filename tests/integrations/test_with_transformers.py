@@ -1,5 +1,5 @@
-"""The Trainer of transformers over a sharded model: the bits of the plain zeroshard loop; saved, resumed, evaluated;
-left in seconds."""
+"""The Trainer of transformers over a sharded model has the bits of the plain zeroshard loop. It is saved, resumed and
+evaluated, and ends soon after a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, MICRO_BATCHES = 4, 2
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences of which some labels do not count: ranks have different numbers of tokens."""
+    """Sequences with some ignored labels, so that ranks have different numbers of counted tokens."""
 
     def __len__(self) -> int:
         return STEPS * MICRO_BATCHES * 2 * 2
@@ -55,7 +55,7 @@ def arguments(folder: Path, **changes: Any) -> Any:
 
 
 def plain_loop(rank: int, precision: Any = None, max_norm: float = 0.5) -> tuple[list[tuple[float, float]], State]:
-    """What the Trainer should do, by zeroshard alone: what it logs (loss, norm), and the weights."""
+    """The logged losses and norms, and the weights, of the loop in plain zeroshard, which the Trainer must equal."""
     import transformers as hf
 
     from tests.real_models.real import llama
@@ -115,7 +115,7 @@ def logged(trainer: Any) -> list[tuple[float, float]]:
 
 
 def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
-    """And a run that is resumed under another plan, those of one that was not stopped; saved models load."""
+    """A run that is resumed under another plan has the bits of one without interruption. Saved models load."""
     pytest.importorskip("accelerate")
     import transformers as hf
 
@@ -140,7 +140,7 @@ def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
 
 
 def own_optimizer(model: nn.Module) -> tuple[Any, Any]:
-    """What the Trainer would have made itself, with the scheduler made beforehand."""
+    """The optimizer and scheduler that the Trainer would create itself, created by the user."""
     import transformers as hf
 
     decayed = hf.Trainer.get_decay_parameter_names(None, model)
@@ -153,7 +153,7 @@ def own_optimizer(model: nn.Module) -> tuple[Any, Any]:
 
 
 def test_evaluation_best_models_and_an_optimizer_of_the_user(tmp_path: Path) -> None:
-    """In bf16 beside an fp32 master. What is saved is the master, and loads as such."""
+    """In bf16 with fp32 main. The saved model contains main, in fp32."""
     pytest.importorskip("accelerate")
     import transformers as hf
 
@@ -171,7 +171,7 @@ def test_evaluation_best_models_and_an_optimizer_of_the_user(tmp_path: Path) -> 
         run.train()
         assert logged(run) == lines
         by_step = {line["step"]: line["eval_loss"] for line in run.state.log_history if "eval_loss" in line}
-        assert untrained > by_step[2] > by_step[4]  # so the "best" here is that of step 2
+        assert untrained > by_step[2] > by_step[4]  # so the "best" model is that of step 2
         assert run.state.best_model_checkpoint.endswith("checkpoint-2")
         best, last = (
             hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict() for step in (2, 4)
@@ -226,7 +226,8 @@ def test_adapters_and_generating(tmp_path: Path) -> None:
 
 
 def generate(rank: int, folder: Path) -> None:
-    """In an evaluation, under ZERO3: the tokens of the plain model, though ranks stop at other lengths."""
+    """Generation in an evaluation under ZERO3 gives the tokens of the plain model, although ranks stop at different
+    lengths."""
     import transformers as hf
 
     from tests.real_models.real import t5, text_to_text

@@ -1,4 +1,4 @@
-"""What is imported by whom: nothing by zeroshard itself; and what is said where a library is missing."""
+"""zeroshard itself imports none of the libraries. If a library is missing, the error names it and how to install it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_library_that_is_missing_is_named_with_the_line_that_installs_it() -> 
                 with pytest.raises(ModuleNotFoundError, match=rf"pip install 'zeroshard\[{library}\]'"):
                     importlib.import_module(f"zeroshard.integrations.{module}")
 
-    pytest.importorskip("accelerate")  # the Trainer's is built on it
+    pytest.importorskip("accelerate")  # the Trainer's integration is built on it
     run_ranks(check, 1)
 
 

@@ -1,5 +1,5 @@
-"""Norms were added in rank order, from a row of each rank: what all ranks exchanged grew with their number, and
-`index_add_` gave other bits from run to run on CUDA."""
+"""Exact sums of floating-point numbers. They replaced sums in rank order over one row for each rank: the exchanged
+bytes grew with the number of ranks, and `index_add_` on CUDA gave different bits in each run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def total(values: list[float]) -> float:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(FLOATS, max_size=12))
 def test_sums_are_rounded_once(values: list[float]) -> None:
-    """As `math.fsum`, over the whole range: subnormals, cancelling, overflow on the way."""
+    """Equal to `math.fsum` over the whole range: subnormal numbers, cancellation, intermediate overflow."""
     try:
         expected = math.fsum(values)
     except OverflowError:
-        return  # on the way: ours may be finite
+        return  # fsum overflowed in between; our sum may be finite
     assert total(values) == expected
 
 
@@ -44,7 +44,7 @@ def test_the_ends_of_the_range() -> None:
 
 
 def test_any_order_and_any_tree_have_the_same_bits() -> None:
-    """And the control: the sums of floating-point numbers do not."""
+    """The control: sums of floating-point numbers depend on the order."""
     chosen = random.Random(0)
     values = torch.tensor([chosen.random() * 2.0 ** chosen.randint(-30, 30) for _ in range(200)], dtype=torch.float64)
     places = torch.tensor([number % 3 for number in range(200)])
@@ -63,7 +63,7 @@ def test_any_order_and_any_tree_have_the_same_bits() -> None:
 
 
 def test_as_many_as_there_can_be() -> None:
-    """2^30 numbers, in whatever place of a limb they lie, do not overflow."""
+    """Sums of 2^30 numbers do not overflow a limb, wherever in it their bits lie."""
     limbs = torch.stack([exact.add_exactly(torch.tensor([x]), torch.tensor([0]), 1)[0] for x in LONGEST])
     assert int(limbs.abs().max()) * 2**30 < 2**63
 
@@ -81,7 +81,7 @@ def test_ranks_find_out_whether_they_have_the_same(num_ranks: int) -> None:
         if num_ranks > 1:
             numbers[chosen.randrange(num_ranks)] ^= 1 << chosen.randrange(48)
             assert not are_alike(as_terms(torch.tensor(numbers)).sum(0).tolist())
-            numbers[numbers.index(next(n for n in numbers if n != number))] = -1  # it does not count
+            numbers[numbers.index(next(n for n in numbers if n != number))] = -1  # -1 is not compared
             assert are_alike(as_terms(torch.tensor(numbers)).sum(0).tolist())
     one, three = as_terms(torch.tensor([1, 2, 3])), as_terms(torch.tensor([2, 2, 2]))
     assert torch.equal(one[:, :4].sum(0), three[:, :4].sum(0)), "a sum alone does not tell them apart"

@@ -1,4 +1,4 @@
-"""Intervals, layouts and pieces: arithmetic on shapes, so examples by hand and properties over random shapes."""
+"""Intervals, layouts and pieces: examples by hand, and properties for random shapes."""
 
 import itertools
 import math
@@ -52,7 +52,7 @@ def test_portions_are_the_slots_and_padding_at_most(layout: BufferLayout, data: 
     assert len(found) <= len(wanted) + len(slots) * SLOT_ALIGNMENT or len(slots) == len(layout.slots)
     for rank, of_shard in enumerate(portions.of_shard):
         assert all(one and one in layout.shard(rank) for one in of_shard)
-        assert all(a.stop < b.start for a, b in itertools.pairwise(of_shard))  # neighbours are one
+        assert all(a.stop < b.start for a, b in itertools.pairwise(of_shard))  # neighbours are merged
         start = layout.shard(rank).start
         assert [one.start + start for one in portions.inside(rank)] == [one.start for one in of_shard]
     ranks = range(layout.num_shards)
@@ -109,7 +109,8 @@ def test_an_origin_behind_the_start_is_refused() -> None:
 
 
 def test_the_example_of_four_parameters_on_four_ranks() -> None:
-    """Sixteen elements, no alignment: `b` begins at element 3, has 5 elements, and lies on ranks 0 and 1."""
+    """Sixteen elements, no alignment: `b` begins at element 3, has 5 elements, and spans the shards of ranks 0 and
+    1."""
     layout = BufferLayout.pack([("a", (3,)), ("b", (5,)), ("c", (2, 3)), ("d", (2,))], 4, alignment=1, slot_alignment=1)
     assert (layout.numel, layout.shard_numel) == (16, 4)
     of_b = {rank: [f for f in layout.fragments(rank) if f.slot.name == "b"] for rank in range(4)}
@@ -126,7 +127,7 @@ def test_the_example_of_four_parameters_on_four_ranks() -> None:
 
 
 def expect_partition(layout: BufferLayout, fragments: list[list[Fragment]]) -> None:
-    """Every element of every parameter in just one fragment, and the three ranges of each say the same."""
+    """Every element of every parameter is in exactly one fragment, and the three ranges of each fragment agree."""
     seen: dict[str, list[int]] = {slot.name: [] for slot in layout.slots}
     for rank, of_rank in enumerate(fragments):
         shard = layout.shard(rank)
@@ -254,7 +255,7 @@ ALIGNED = st.builds(packed, SHAPES.filter(len), st.integers(1, 5))
 def test_pieces_start_at_a_block_unless_a_param_group_does(
     layout: BufferLayout, keys: list[str | None], piece_numel: int
 ) -> None:
-    """The rule that keeps fused kernels bit-equal: a vector's tail comes only where a group ends."""
+    """The rule that keeps fused kernels bit-equal: an incomplete vector occurs only at the end of a param group."""
     keys = keys[: len(layout.slots)]
     group_starts = {slot.world.start for i, slot in enumerate(layout.slots) if i == 0 or keys[i] != keys[i - 1]}
     for _, world in cut(layout, keys, piece_numel):
@@ -267,8 +268,8 @@ def test_pieces_start_at_a_block_unless_a_param_group_does(
 def test_counted_pieces_are_those_that_are_cut(
     layout: BufferLayout, keys: list[str | None], piece_numel: int, data: st.DataObject
 ) -> None:
-    """Of one shard, or of all: the same lengths in the same order, without those that are nothing but padding; and of
-    several such buffers, stepped in batches, the same most bytes."""
+    """For one shard or all of them: `count` gives the lengths of `cut` in the same order, without pieces of padding
+    only; and for several such buffers, stepped in batches, the same maximum of bytes."""
     keys, itemsizes = keys[: len(layout.slots)], data.draw(st.lists(st.sampled_from([0, 2, 4]), min_size=1, max_size=3))
     limit = data.draw(st.integers(1, 4000))
     for within in (Interval(0, layout.numel), *(layout.shard(rank) for rank in range(layout.num_shards))):
@@ -286,7 +287,7 @@ def test_counted_pieces_are_those_that_are_cut(
 
 
 def test_counting_takes_no_longer_for_more_ranks() -> None:
-    """Whole shards with several different pieces each, which come again and again."""
+    """The pattern of pieces repeats from shard to shard; `count` returns each repeated pattern once."""
     layout = packed([(1 << 40,)], 5 * 1365)
     pattern, *last = count(layout, ["a"], Interval(0, layout.numel))
     assert pattern.times > 6000 and len(pattern.runs) == 2 and len(last) <= 1
@@ -298,7 +299,8 @@ def test_counting_takes_no_longer_for_more_ranks() -> None:
 
 
 def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:
-    """No cut depends on who asks: a rank that updates everything steps the same vectors as one that owns a shard."""
+    """The cuts are the same for all ranks: a rank that updates everything steps the same pieces as one that owns a
+    shard."""
     layout = packed([(700,), (900,), (300,)], 3)
     everything = list(cut(layout, ["a", "b", "b"], 512))
     assert everything == [

@@ -1,8 +1,8 @@
-"""Writes to parameters whose values are not here.
+"""Writes to parameters whose values are not on this rank.
 
-What a user saw: the README said that writing to such a parameter raises. Writes that fill it with one value (`zero_`,
-`fill_`, `nn.init.zeros_`, `masked_fill_`, `torch._foreach_zero_`, ...) did not: they were lost, and from then on the
-parameter read as that value instead of NaN. Later the next call of the engine told of them; now the write itself does.
+Every write to such a parameter raises. Once, writes that fill it with one value (`zero_`, `fill_`, `nn.init.zeros_`,
+`masked_fill_`, `torch._foreach_zero_`, ...) did not raise and were lost: from then on the parameter read as that value
+instead of NaN.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_between_backward_and_step_too() -> None:
 
 
 def test_what_the_message_proposes_works() -> None:
-    """And what is shown, or of another unit, may be written to without a word."""
+    """Inside `unsharded(write=True)`, as the message proposes, writes succeed."""
 
     def check(rank: int) -> list[Tensor]:
         model = make(Net)

@@ -1,7 +1,7 @@
-"""What is cast where: at the model, at each unit, around modules of another precision.
+"""Where inputs and outputs are cast: at the model, at each unit, around modules of another precision.
 
-`b(a(x).float())` raised under `precision="bf16"` (a matrix product of fp32 and bf16), where FSDP2 casts the inputs of
-each unit.
+`b(a(x).float())` once raised under `precision="bf16"` (a matrix product of fp32 and bf16). FSDP2 casts the inputs of
+each unit, and zeroshard does so, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Block(nn.Module):
-    """Gives fp32 to whoever comes next."""
+    """Returns fp32."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_inputs_are_cast_at_units_and_around_patterns(precision: Any) -> None:
 
 
 def test_without_casts_it_raises_as_plain_torch_does() -> None:
-    """The control: a block gets fp32 into its bf16 weights."""
+    """The control: a block with bf16 weights gets an fp32 input."""
 
     def check(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"must have the same dtype|expected .* to have the same dtype"):
@@ -121,7 +121,7 @@ def test_without_casts_it_raises_as_plain_torch_does() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_block_sees_the_same_casts(reentrant: bool) -> None:
-    """fp32 goes into each block; hooks cast it again when backward recomputes the block."""
+    """Each block gets an fp32 input; hooks cast it again when backward recomputes the block."""
     expected = run_ranks(lambda rank: reference(2, PATTERNS, checkpointed=reentrant), 1)[0]
 
     def check(rank: int) -> None:
@@ -141,10 +141,10 @@ def test_classes_and_names_the_first_that_matches_counts() -> None:
     def check(rank: int) -> None:
         router = {"blocks.0.router.0.bias", "blocks.0.router.1.bias"}
         for precision, expected in (
-            ({"*.router": "fp32", nn.Linear: "bf16"}, router),  # what is inside a router stays with it
+            ({"*.router": "fp32", nn.Linear: "bf16"}, router),  # modules inside a router keep its precision
             ({nn.Linear: "bf16", "*.router": "fp32"}, set()),
             ({"*.router.0": "bf16", nn.Sequential: "fp32", "*": "bf16"}, {"blocks.0.router.1.bias"}),
-            ({"blocks.?.up": "bf16"}, router | {"blocks.0.down.bias"}),  # the rest: as the model is
+            ({"blocks.?.up": "bf16"}, router | {"blocks.0.down.bias"}),  # other modules keep the model's dtype
         ):
             found = dtypes(rank, precision)
             assert {name for name, dtype in found.items() if dtype == FP32} == expected, precision
@@ -153,7 +153,7 @@ def test_classes_and_names_the_first_that_matches_counts() -> None:
 
 
 def test_output() -> None:
-    """Of the model, and of a module that a pattern names."""
+    """The output dtype of the model, and of a module that a pattern names."""
 
     def check(rank: int) -> None:
         for precision, dtype in (("bf16", BF16), (MixedPrecision(output=FP32), FP32)):
@@ -169,7 +169,7 @@ def test_output() -> None:
 
 
 def test_the_casts_are_those_of_fsdp2() -> None:
-    """Outputs and gradients, bit for bit, with torch's own policy at the same modules."""
+    """Outputs and gradients equal those of torch's own policy at the same modules, bit for bit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -199,7 +199,7 @@ class Again(Block):
 
 
 class ByMethod(nn.Module):
-    """Does by methods what `Model` does by calls."""
+    """Does the same as `Model`, but calls methods instead of the modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,8 +215,9 @@ class ByMethod(nn.Module):
 
 @pytest.mark.parametrize("precision", [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"], ids=str)
 def test_methods_in_place_of_forward_cast_as_it_does(precision: Any) -> None:
-    """Inputs of what `register_forward_method` named were not cast: "mat1 and mat2 must have the same dtype". And where
-    a method of the model is called in place of it, what was let train meanwhile is found, as by a call."""
+    """Inputs of methods that `register_forward_method` named once were not cast: "mat1 and mat2 must have the same
+    dtype". And a method of the model that is called in place of forward notices parameters that were unfrozen, as a
+    call does."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

@@ -1,5 +1,5 @@
-"""A model without parameters, or with frozen ones alone, was refused by `shard` and by `ShardedOptimizer`. A script for
-any model meets one some day: a handle and an optimizer that do nothing.
+"""A model without parameters, or with frozen ones only: `shard` and `ShardedOptimizer` accept it, and do nothing. (Both
+once refused it.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_everything_is_there_and_does_nothing(build: Any, tmp_path: Path) -> Non
         for plan in PLANS:
             for options in ({}, {"units": nn.Linear}, {"max_transient_bytes": 1 << 20}, {"precision": "bf16"}):
                 if options.get("precision") and build is frozen:
-                    continue  # batch norm wants its input as its buffers are
+                    continue  # batch norm needs inputs of its buffers' dtype
                 model = build()
                 handle = zeroshard.shard(model, plan, **options)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)

@@ -1,4 +1,4 @@
-"""Models and loops that are not a plain stack: every plan must still compute what one process computes, bit for bit."""
+"""Models and loops that are no plain stack of layers: every plan computes the same bits as one process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Reentrant(Checkpointed):
 
 
 class CheckpointedInside(Net):
-    """Checkpoints start inside a unit."""
+    """Activation checkpoints start inside a unit."""
 
     class Inner(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class CheckpointedInside(Net):
 
 
 class Several(Net):
-    """Blocks return a nested structure, one part of which goes straight to the loss."""
+    """Blocks return a nested structure, one part of which goes directly to the loss."""
 
     class Inner(Block):
         def forward(self, x: Tensor, scale: Tensor) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class PartlyFrozen(Net):
 
 
 class Quantised(Net):
-    """Frozen integers beside trainable numbers."""
+    """Frozen integer parameters next to trainable ones."""
 
     class Inner(Block):
         def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Quantised(Net):
 
 
 class Sometimes(Net):
-    """One unit runs in odd steps alone, a parameter of another in even steps alone, and one never."""
+    """One unit runs in odd steps only; a parameter of another unit is used in even steps only, and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,10 +223,11 @@ class Sometimes(Net):
 
 
 class Skips(Net):
-    """Blocks that return what they are given, often two in a row, and others in each step.
+    """Blocks that return their input: often two in a row, and different ones in each step.
 
-    Backward used to gather them too, for an output that another block had made: into the place that this one still
-    needed. With one such block it went well; with two the gradient was computed from the weights of another unit."""
+    Backward once gathered such blocks, too, although another block had made their output, into the pool buffer that
+    this other block still needed. With two of them in a row, gradients were computed from the weights of another
+    unit."""
 
     class Inner(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ class Skips(Net):
 
 
 class UsesParts(Net):
-    """Modules that take the weights of others instead of calling them: of their own parts, and of the embedding."""
+    """Modules that read the weights of submodules, and of the embedding, instead of calling these modules."""
 
     class Inner(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -298,14 +299,14 @@ def partial_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batch
 
 
 def two_forwards(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
-    """Both before the one backward, with another length."""
+    """Two forwards with different lengths before one backward."""
     tokens = data(rank, micro_batch, step)
     first, second = model(tokens), model(tokens[:, 1:3])
     return cross_entropy(first, tokens) + 2 * cross_entropy(second, tokens[:, 1:3])
 
 
 def looks_between(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
-    """Evaluation, and a forward whose graph is dropped, between forward and backward."""
+    """Between forward and backward: an evaluation, and a forward whose graph is dropped."""
     tokens = data(rank, micro_batch, step)
     loss = cross_entropy(model(tokens), tokens)
     with torch.no_grad():
@@ -328,7 +329,7 @@ def submodules(model: Any, rank: int, micro_batch: int, step: int, micro_batches
 
 
 def input_gradients(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
-    """`torch.autograd.grad` for something that is no parameter, before the backward that counts."""
+    """`torch.autograd.grad` for a tensor that is no parameter, before the backward of the loss."""
     tokens = data(rank, micro_batch, step)
     scale = torch.ones((), requires_grad=True)
     x = model.blocks[0](model.embed(tokens) * scale)
@@ -337,7 +338,7 @@ def input_gradients(model: Any, rank: int, micro_batch: int, step: int, micro_ba
 
 
 def nested(module: nn.Module) -> bool:
-    """Units inside units: blocks, and their widest layer by itself."""
+    """Units inside units: each block is a unit, and so is its widest layer."""
     return isinstance(module, Block) or (isinstance(module, nn.Linear) and module.out_features == HIDDEN)
 
 
@@ -391,7 +392,7 @@ def test_awkward_models_train_as_in_one_process(name: str) -> None:
 
 
 def test_a_job_that_differs_from_one_process_fails_alone() -> None:
-    """The control of those above, which share their ranks."""
+    """The control of the tests above, whose jobs share their ranks."""
 
     def of_ranks(model: nn.Module, *args: int) -> Tensor:
         return loss_of_tokens(model, *args) * (1 + 1e-6 * (torch.distributed.get_world_size() - 1))
@@ -413,26 +414,27 @@ def test_units_smaller_than_what_uses_them_are_told_at_the_read() -> None:
 
 
 def test_a_rank_may_leave_out_whole_units_where_weights_are_at_hand() -> None:
-    """Under ZERO3 it may not: its peers wait for it to give them its part of the weights."""
+    """Not under ZERO3: there its peers wait for its shard of the weights."""
     job = Job(loss_of=partial_loss, steps=4)
     Together({"left out": job}, plans=PLANS[:3]).expect_reference("left out")
 
 
 def test_each_of_these_models_learns_something_of_its_own() -> None:
-    """The negative control: the results compared above differ from one another and from the start."""
+    """The negative control: the results that are compared above differ from each other and from the initial weights."""
 
     def run(rank: int) -> list[float]:
         return [sum(train_reference(job, 3)[0].losses) for job in JOBS.values()]
 
     sums = run_ranks(run, 1)[0]
-    assert len(set(sums)) >= len(sums) - 7  # some jobs differ in how they are cut, not in what they compute
+    assert len(set(sums)) >= len(sums) - 7  # some jobs differ only in their units
 
 
 # Loops ----------------------------------------------------------------------------------------------------------------
 
 
 def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], int, int], None], **job: Any) -> None:
-    """`loop(model, backward, rank, step)` under every plan on 2 ranks, against one process that adds the gradients."""
+    """Run `loop(model, backward, rank, step)` under every plan on 2 ranks, and compare it to one process that adds up
+    gradients."""
 
     def plain(rank: int) -> Any:
         model = make(Net)
@@ -460,7 +462,7 @@ def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], in
                 optimizer.zero_grad()
                 with handle.no_sync():
                     loop(model, optimizer.backward, rank, step)
-                optimizer.backward(0 * loss_of_tokens(model, rank, 0, 0))  # reduces what has been accumulated
+                optimizer.backward(0 * loss_of_tokens(model, rank, 0, 0))  # reduces the accumulated gradients
                 optimizer.step()
             weights = handle.full_state_dict()
             assert all(torch.equal(weights[name], expected[name]) for name in expected), plan
@@ -490,7 +492,8 @@ def test_backward_twice_through_a_retained_graph() -> None:
 
 
 def test_a_step_that_failed_in_forward_or_backward_can_be_repeated() -> None:
-    """An exception in the user's code, say out of memory, on every rank: discard the gradients and go on."""
+    """After an exception in user code on every rank (out of memory, say), the gradients are discarded and the step
+    repeated."""
 
     class Failing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

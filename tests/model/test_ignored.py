@@ -1,7 +1,7 @@
-"""Parameters that are not to be touched: `shard(..., ignored=)`.
+"""Parameters that zeroshard does not manage: `shard(..., ignored=)`.
 
-Experts of another group have other values on each rank. `shard` gave every rank those of rank 0, and averaged their
-gradients, without a word.
+Experts of another group have different values on each rank. Without `ignored`, `shard` gives every rank rank 0's values
+and averages their gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 def build(rank: int) -> nn.Module:
-    """The same but for the experts."""
+    """A model that is the same on all ranks except for the experts."""
     model = make(lambda: nn.Sequential(Layer(), Layer(), nn.Linear(12, 5)))
     torch.manual_seed(100 + rank)
     for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def ways(model: Any) -> list[Any]:
 
 
 def plain(num_ranks: int, steps: int) -> list[dict[str, Tensor]]:
-    """All ranks in one process: shared parameters take the mean gradient, experts the own one."""
+    """All ranks in one process: shared parameters get the mean gradient, experts the gradient of their own rank."""
     models = [build(rank) for rank in range(num_ranks)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(steps):
@@ -143,7 +143,7 @@ def test_what_else_a_handle_does_leaves_them_alone(tmp_path: Path) -> None:
             zeroshard.save(tmp_path / plan.name, handle, optimizer, step=1)
             with torch.no_grad():
                 model[0].expert.up.weight.zero_()
-            zeroshard.load(tmp_path / plan.name, handle, optimizer)  # as buffers: each rank its own
+            zeroshard.load(tmp_path / plan.name, handle, optimizer)  # like buffers, saved for each rank
             state = handle.full_state_dict()
             handle.load_full_state_dict({name: value + 1 for name, value in state.items()})
             assert torch.equal(model[0].expert.up.weight, own["up.weight"] + 1)

@@ -1,4 +1,4 @@
-"""Unusual modules and calls: containers, methods, hooks, compilation. Against one process, bit for bit."""
+"""Unusual modules and calls (containers, methods, hooks, compilation) compute the same bits as one process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class WrappingCheckpointed(Wrapping):
 
 
 class Featured(Net):
-    """Called by a method of its own, which uses a parameter of the model itself; blocks too."""
+    """Model and blocks are called by methods, which use parameters of the module itself."""
 
     class Inner(Block):
         def __init__(self) -> None:
@@ -143,7 +143,7 @@ def by_method(model: Any, rank: int, micro_batch: int, step: int, micro_batches:
 
 
 class Hooked(Net):
-    """The user's own hooks, of each kind, that change what passes."""
+    """User hooks of each kind that change inputs, outputs and gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Partial(Net):
 
 
 def vector_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
-    """As `out.backward(g)` with a vector."""
+    """Like `out.backward(g)` with a vector."""
     tokens = data(rank, micro_batch, step)
     return (model(tokens).float() * torch.linspace(-1, 1, 23)).sum() / micro_batches
 
@@ -196,7 +196,7 @@ def test_unusual_modules_train_as_in_one_process(name: str) -> None:
 
 
 def test_methods_in_place_of_forward() -> None:
-    """`register_forward_method` for those that use parameters of the very module they belong to."""
+    """Methods that use parameters of their own module need `register_forward_method`."""
 
     def registered(rank: int) -> list[Outcome]:
         results = []
@@ -215,7 +215,7 @@ def test_methods_in_place_of_forward() -> None:
                 optimizer.step()
             results.append(Outcome(losses, handle.full_state_dict(), handle.comm_log))
             handle.close()
-            assert "forward_features" not in vars(model)  # the class's own again
+            assert "forward_features" not in vars(model)  # the class's method again
         unregistered = make(Featured)  # the negative control
         zeroshard.shard(unregistered, "zero3", units=Block)
         with pytest.raises(RuntimeError, match=r"register the method .* with handle.register_forward_method"):
@@ -256,7 +256,7 @@ def test_backward_of_something_that_is_no_scalar() -> None:
 
 
 def with_penalty(model: Any, rank: int, step: int) -> Tensor:
-    """WGAN-GP's: the norm of the gradient by the input is part of the loss."""
+    """The gradient penalty of WGAN-GP: the norm of the gradient with respect to the input is part of the loss."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(4, 6, generator=generator).requires_grad_()
     out = model(x)
@@ -305,7 +305,7 @@ def test_gradients_of_gradients_where_weights_stay() -> None:
 
 
 def test_gradients_of_gradients_are_refused_where_places_are_taken_in_turns() -> None:
-    """They would be computed with the weights of another unit."""
+    """With shared pool buffers they would be computed with the weights of another unit."""
 
     def check(rank: int) -> str:
         model = make(critic)
@@ -327,7 +327,7 @@ def test_gradients_of_gradients_are_refused_where_places_are_taken_in_turns() ->
 
 
 def test_a_teacher_without_gradients_beside_a_student() -> None:
-    """The teacher is sharded for its memory alone; its weights never move, and no gradient is reduced for it."""
+    """The teacher is sharded only to save memory: its weights never change, and no gradient is reduced for it."""
 
     def distil(student: Any, teacher: Any, rank: int, step: int) -> Tensor:
         tokens = data(rank, 0, step)
@@ -367,7 +367,7 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
 
 @pytest.fixture(scope="module")
 def _compiler() -> None:
-    """What torch imports and prepares at a first compilation, a second of time: once here, not in every rank."""
+    """Do once what torch imports and prepares at a first compilation (a second), so that ranks need not do it."""
     for backend in ("eager", "aot_eager"):
         model = torch.compile(make(partial(Net, blocks=1)), backend=backend)
         loss_of_tokens(model, 0, 0, 0).backward()
@@ -384,14 +384,14 @@ COMPILED: dict[str, Any] = {
 
 
 def compiled(model: nn.Module, how: str, backend: str) -> Any:
-    """What is to be called."""
+    """Compile the model, or parts of it, as `how` says; returns the callable to use."""
     result = COMPILED[how](model, backend)
     return result if isinstance(result, nn.Module) else model
 
 
 def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_shard: bool) -> Outcome:
     torch._dynamo.reset()
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # as when hooks were compiled, for each class of modules
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # as happened when hooks were compiled for each class
     model = make(SMALL)
     called: Any = compiled(model, how, backend) if backend and before_shard else model
     handle = zeroshard.shard(model, plan, units=Block)
@@ -438,7 +438,7 @@ ONE_GRAPH: dict[str, Any] = {
 
 
 def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
-    """Operations in each graph that is compiled in three steps."""
+    """The number of operations in each graph that is compiled during three steps."""
     torch._dynamo.reset()
     graphs = []
 
@@ -466,13 +466,13 @@ def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
 GRAPH_CASES = [
     case
     for case in itertools.product((zeroshard.ZERO1, zeroshard.ZERO3), ONE_GRAPH, (True, False))
-    if EVERYTHING or (case[0] is zeroshard.ZERO3) == case[2]  # each way under one of the two plans
+    if EVERYTHING or (case[0] is zeroshard.ZERO3) == case[2]  # each case under one of two plans
 ]
 
 
 @functools.cache
 def all_graphs() -> list[dict[tuple[Plan, str, bool], list[int]]]:
-    """Of each rank: `graphs_of`, by what it is given."""
+    """For each rank, the results of `graphs_of` by its arguments."""
     return run_ranks(lambda rank: {case: graphs_of(rank, *case) for case in GRAPH_CASES}, 2)
 
 
@@ -482,7 +482,7 @@ def all_graphs() -> list[dict[tuple[Plan, str, bool], list[int]]]:
 @pytest.mark.parametrize("how", ONE_GRAPH)
 @pytest.mark.parametrize("before_shard", [True, False])
 def test_a_unit_is_one_graph(how: str, before_shard: bool) -> None:
-    """No hook of ours ends the graph inside of a unit: blocks may be compiled with `fullgraph=True`."""
+    """zeroshard's hooks do not break the graph inside a unit: blocks may be compiled with `fullgraph=True`."""
     blocks = len(SMALL().blocks)
     for of_rank in all_graphs():
         for plan, *_ in [case for case in GRAPH_CASES if case[1:] == (how, before_shard)]:
@@ -507,7 +507,7 @@ def test_hooks_that_end_graphs_are_seen() -> None:
 
 
 class Parts(nn.Module):
-    """Its parts are called through it, one without the other, and one from inside of itself."""
+    """A module whose parts are called separately, one of them also from inside of itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_modules_inside_a_unit_are_called_alone(fails: bool) -> None:
-    """As in one process; also after a call that raised in the middle of a unit."""
+    """The same results as in one process, also after a call that raised in the middle of a unit."""
 
     def check(rank: int) -> None:
         torch.set_default_dtype(torch.float64)
@@ -575,14 +575,13 @@ def raises(*_: Any) -> None:
 def test_generated_kernels_give_the_same_bits_under_every_plan(
     how: str, before_shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those of one process that is compiled in the same way. Not those of the model as it is: kernels that do
-    several things at once round differently. (Usually under two plans: what is compiled sees weights that stay, or
-    weights that come and go.)"""
+    """The bits are those of one process compiled in the same way, not of the uncompiled model: fused kernels round
+    differently. (By default under two plans: one with permanently full weights and one that gathers and drops them.)"""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    import torch._inductor.compile_fx  # slow: once here, not once in every rank
+    import torch._inductor.compile_fx  # slow: imported once, before ranks are forked
 
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # half of the time goes into finding out
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # the check would take half of the time
     plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
 
     def one_process(ranks: list[int]) -> tuple[Any, State]:
@@ -609,7 +608,7 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     run_ranks(check, 2)
 
 
-# The trees by themselves ----------------------------------------------------------------------------------------------
+# The module trees only ------------------------------------------------------------------------------------------------
 
 
 def test_tensors_are_found_wherever_they_are() -> None:

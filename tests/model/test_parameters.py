@@ -1,4 +1,5 @@
-"""Unusual parameters: shared, frozen, without a gradient, sparse, complex, late. Against one process, bit for bit."""
+"""Unusual parameters (shared, frozen, without a gradient, sparse, complex, late) train with the same bits as one
+process."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class TiedInside(Net):
 
 
 class TiedAcross(Net):
-    """Units share a matrix, and embedding and head another; no number of ranks divides the vocabulary."""
+    """Units share a matrix, and embedding and head share another; the vocabulary does not divide by the number of
+    ranks."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -43,7 +45,7 @@ class TiedAcross(Net):
 
 
 class Adapted(Net):
-    """All frozen but two narrow matrices beside each layer."""
+    """All parameters are frozen except two narrow matrices at each layer."""
 
     class Adapter(nn.Module):
         def __init__(self, layer: nn.Linear) -> None:
@@ -63,7 +65,7 @@ class Adapted(Net):
 
 
 class Unused(Net):
-    """A unit, a parameter of a unit and a parameter of the root that nothing uses."""
+    """Has an unused unit, and unused parameters in another unit and in the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class Scale(nn.Module):
 
 
 class Single(Net):
-    """Units of one parameter each, and one without any."""
+    """Units with one parameter each, and one without any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ def test_unusual_parameters_train_as_in_one_process(name: str) -> None:
 
 
 def test_what_nothing_uses_and_what_is_frozen_stays_as_it_was() -> None:
-    """The negative control: the comparison would hold for two wrong runs that change everything."""
+    """The comparison with one process would also pass if both runs changed unused and frozen parameters."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

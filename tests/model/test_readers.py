@@ -1,8 +1,8 @@
-"""A module that reads parameters of its parts without calling these.
+"""Modules that read parameters of submodules without calling these.
 
-What users saw under ZERO3: `nn.ParameterList`s above 32 MiB, read by the model around them, gave NaN in forward. So did
-`nn.MultiheadAttention`, which hands `out_proj.weight` to one function, under `units=nn.Linear` or at a width of 1,450;
-in evaluation there was no error at all. A unit boundary fell inside of what one forward reads.
+Under ZERO3, `nn.ParameterList`s above 32 MiB that the module around them reads once gave NaN in forward. So did
+`nn.MultiheadAttention`, which passes `out_proj.weight` to a function, under `units=nn.Linear` or at a width of 1,450;
+in evaluation there was no error. The cause: a unit boundary inside of a module that reads all these parameters at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ WIDTH, HEADS, CLASSES = 12, 2, 21
 
 
 class Lists(nn.Module):
-    """Parameters in lists and tables that are never called, beside layers that are."""
+    """Parameters in lists and tables that are never called, next to layers that are."""
 
     class Table(nn.Module):
-        """Used by its methods only."""
+        """A module of which only methods are called."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -55,7 +55,7 @@ class Lists(nn.Module):
 
 
 class Stack(nn.Module):
-    """Parts of one class, one after the other."""
+    """A sequence of modules of one class."""
 
     def __init__(self, part: Callable[[], nn.Module], count: int = 3) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attends(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Torch's own stack, with its own fast path in evaluation."""
+    """Torch's encoder, with its fast path in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
 
 
 class Adapted(nn.Linear):
-    """A layer with parts of the class that it is derived from."""
+    """A layer with submodules of its own base class."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -104,7 +104,7 @@ class Adapted(nn.Linear):
 
 
 class Classes(nn.Module):
-    """Which clusters run depends on the targets of the batch: not the same on each rank."""
+    """The targets of the batch decide which clusters run, so that ranks differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,8 @@ def job(name: str, units: Any = None) -> Job:
 
 
 def settings(name: str) -> list[tuple[Any, Plan]]:
-    """All plans under a model's first policy, one that keeps weights and one that does not under the others."""
+    """All plans with a model's first policy of units; with the other policies, one plan with full weights and one
+    without."""
     first, *others = CASES[name][1]
     plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
     return [(first, plan) for plan in plans] + [
@@ -172,7 +173,7 @@ def run(rank: int, name: str, units: Any, plan: Plan) -> Result:
 
 
 def run_plain(name: str) -> list[tuple[Outcome, Tensor]]:
-    """Of each rank."""
+    """The plain model's results, for each rank."""
     outcomes = train_reference(job(name), 2)
     plain = CASES[name][0]()
     plain.load_state_dict(outcomes[0].weights)
@@ -183,7 +184,7 @@ def run_plain(name: str) -> list[tuple[Outcome, Tensor]]:
 
 @functools.cache
 def run_all() -> tuple[dict[str, list[tuple[Outcome, Tensor]]], list[dict[str, list[Result]]]]:
-    """One process, and each rank, by name."""
+    """Results of one process, and of each rank, by name."""
     truth = run_ranks(lambda rank: {name: run_plain(name) for name in CASES}, 1)[0]
     return truth, run_ranks(lambda rank: {name: [run(rank, name, *how) for how in settings(name)] for name in CASES}, 2)
 
@@ -191,7 +192,7 @@ def run_all() -> tuple[dict[str, list[tuple[Outcome, Tensor]]], list[dict[str, l
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_forward_reads_is_there(name: str) -> None:
-    """Training against one process, and an evaluation of its result against the plain model, bit for bit."""
+    """Training gives the bits of one process, and evaluating the result gives those of the plain model."""
     truth, found = run_all()
     for how, *results in zip(settings(name), *(of_rank[name] for of_rank in found), strict=True):
         expect_same_logs([result.log for result in results])
@@ -202,7 +203,7 @@ def test_what_a_forward_reads_is_there(name: str) -> None:
 
 
 def test_default_units_at_a_size_where_a_module_is_divided() -> None:
-    """A width of 1,700: the attention alone is above 32 MiB, and each of three lists."""
+    """At a width of 1,700, the attention and each of three lists are above 32 MiB."""
 
     class Large(nn.Module):
         def __init__(self) -> None:
@@ -238,7 +239,8 @@ def test_who_reads_what() -> None:
 
 
 def test_torch_has_no_other_modules_that_are_taken_to_be_whole_and_are_containers() -> None:
-    """Classes of torch that are made of parts given by the user must be divisible: else a whole model is one unit."""
+    """Torch classes whose submodules come from the user must be divisible into units; otherwise a whole model is one
+    unit."""
     part = nn.Linear(2, 2)
     stacks = nn.Transformer(4, 2, 1, 1, 4, batch_first=True), Encoder().encoder
     for module in (nn.Sequential(part), nn.ModuleList([part]), nn.ModuleDict({"a": part}), *stacks):

@@ -1,5 +1,5 @@
-"""A newcomer's first tries: each ended in an error from inside ("'str' object has no attribute '__name__'"), or in
-torch's own at the first forward. Each is told what to write."""
+"""Wrong calls of new users: the error says what to write instead. (Each of them once raised an internal error ("'str'
+object has no attribute '__name__'"), or torch's own in the first forward.)"""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_an_optimizer_that_came_before_shard_is_named() -> None:
 
 
 class Own(nn.BatchNorm1d):
-    """As timm's, which add an activation."""
+    """Like timm's batch norms, which add an activation."""
 
 
 def test_batch_norms_in_16_bits_are_to_be_kept() -> None:
-    """As plain torch does, whose forward raises; where that works, `shard` does not mind."""
+    """`shard` refuses where plain torch's forward would raise, and accepts what works in plain torch."""
 
     def check(rank: int) -> None:
         instance_norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)

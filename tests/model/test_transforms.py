@@ -1,8 +1,8 @@
 """`functional_call` and the transforms of `torch.func` on a sharded model.
 
-What a user saw: errors from inside the engine under every plan ("parameter ... has come into the model", "Cannot access
-data pointer of Tensor that doesn't have storage"), and under ZERO3 a handle that was dead afterwards. Where the weights
-rest in full they work; elsewhere the error says what to do, and the handle lives.
+They work where the weights rest in full. Under ZERO3 the error says what to do, and the handle stays usable. (Once
+every plan raised internal errors: "parameter ... has come into the model", "Cannot access data pointer of Tensor that
+doesn't have storage".)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zeroshard
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from zeroshard.testing import expect_same_logs, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, when it loads forward mode
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # raised by torch when it loads forward mode
 Values = dict[str, Tensor]
 
 
@@ -53,7 +53,7 @@ def dual(model: Any, x: Tensor) -> Tensor:
 
 
 def changed_inside(model: Any, values: Values, batch: Tensor) -> Values:
-    """A step of an inner loop, as in MAML, and the gradient through it."""
+    """A step of an inner loop, as in MAML; returns the gradient through it."""
 
     def after_a_step(v: Values) -> Tensor:
         slopes = grad(lambda w: loss(model, w, batch))(v)
@@ -88,7 +88,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_where_weights_are_here_transforms_are_those_of_the_plain_model(plan: Any) -> None:
-    """Under ZERO3 that is inside `unsharded()`. Training goes on as if nothing had happened."""
+    """Under ZERO3 they work inside `unsharded()`. The transforms do not affect later training."""
 
     def check(rank: int) -> Any:
         model = make(Net)
@@ -120,7 +120,7 @@ def test_where_weights_are_here_transforms_are_those_of_the_plain_model(plan: An
 
 
 def test_between_step_and_forward_transforms_wait_for_the_weights() -> None:
-    """ZERO1: each unit is still arriving when the transform calls it."""
+    """Under ZERO1, the weights of each unit are still arriving when the transform calls it."""
 
     def check(rank: int) -> None:
         model = make(Net)

@@ -1,6 +1,6 @@
 """Several modules as one unit, and units that keep their weights from forward to backward.
 
-FSDP2 has both (`fully_shard([norm, head])`, `reshard_after_forward=False`); here neither could be said.
+FSDP2 has both: `fully_shard([norm, head])`, `reshard_after_forward=False`.
 """
 
 from __future__ import annotations
@@ -88,18 +88,18 @@ def test_bad_groups() -> None:
 
 
 def test_units_that_stay_are_gathered_once() -> None:
-    """The numbers are those of the others; the memory is planned."""
+    """The results are the same as without kept units, and memory is as planned."""
 
     def check(rank: int) -> list[Any]:
         logs = []
         for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
             usual = train(rank, plan, Block)
             for keep, twice in (
-                ((), {"blocks.0"}),  # three blocks, two places: the last two are still there
+                ((), {"blocks.0"}),  # three blocks, two pool buffers: two blocks stay anyway
                 (["blocks.0"], set()),
                 ([Block], set()),
                 (True, set()),
-                (["blocks.2"], set()),  # the other two have a place each
+                (["blocks.2"], set()),  # the other two blocks have a pool buffer each
             ):
                 state, handle, optimizer, _ = train(rank, plan, Block, keep_gathered=keep)
                 assert same_bits(state, usual[0]), (plan, keep)

@@ -1,7 +1,7 @@
-"""Hooks of the user that read weights, registered before and after `shard`.
+"""User hooks that read weights, registered before and after `shard`.
 
-What a user saw: `nn.utils.spectral_norm` and `weight_norm`, which compute the weight in a hook before forward, gave NaN
-under ZERO3 with the layer as unit: their hook ran before the one that gathers. Gathering comes first, and hiding last.
+Weights are gathered before, and hidden after, all user hooks. `nn.utils.spectral_norm` and `weight_norm`, which compute
+the weight in a hook before forward, once gave NaN under ZERO3, as their hook ran before the one that gathers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH = 12
 def normed(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the older forms are deprecated, and in use
+            warnings.simplefilter("ignore")  # the old forms are deprecated, but in use
             layers = [wrap(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
         return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
@@ -53,13 +53,13 @@ def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batc
 
 
 def same_data(model: nn.Module, rank: int, *args: int) -> Tensor:
-    """Buffers (the vector of the power iteration) are each rank's own, so the ranks have the same data here."""
+    """All ranks use the same data, as buffers (the vector of the power iteration) are not synchronised."""
     return loss_of(model, 0, *args)
 
 
 @functools.cache
 def train_wrapped() -> tuple[dict[str, Outcome], list[dict[str, list[Outcome]]]]:
-    """One process, and each rank, by name."""
+    """Results of one process, and of each rank, by name."""
     jobs = {
         name: [Job(model=build, loss_of=same_data, units=units) for units in (nn.Linear, 1, 1 << 20)]
         for name, build in WRAPS.items()
@@ -83,7 +83,7 @@ def test_weights_computed_before_forward(name: str) -> None:
 
 
 class Reader(nn.Module):
-    """Layers whose hooks read their weight, at each place where torch has one, and change what passes."""
+    """Layers with each kind of hook that torch has; the hooks read the weight and change values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,8 +155,8 @@ def test_hooks_that_read_weights(after_shard: bool) -> None:
 
 
 def test_a_hook_that_raises_before_ours_leaves_no_trace() -> None:
-    """The hook after forward ran all the same, and left a unit that nobody had entered: from then on it was hidden
-    while it was in use."""
+    """The engine's hook after forward runs even if the one before it did not. It once closed a unit that had not been
+    opened, and from then on the unit's weights were hidden while in use."""
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise ValueError("not now")
@@ -179,8 +179,8 @@ def test_a_hook_that_raises_before_ours_leaves_no_trace() -> None:
 
 
 def test_hooks_that_want_to_be_first() -> None:
-    """Registered after `shard` with `prepend=True` they came before the hook that gathers, and read NaN. When the model
-    is called, the hooks of what is inside it are put in order."""
+    """Hooks that are registered after `shard` with `prepend=True` once ran before the hook that gathers, and read NaN.
+    Now a call of the model restores the order of its modules' hooks."""
 
     def run(rank: int) -> list[Any]:
         found = []

@@ -1,4 +1,5 @@
-"""LAMB and LARS against the papers' formulas in numpy, fp64, and against the torch optimizers that they contain."""
+"""LAMB and LARS compared to the papers' formulas in numpy (fp64), and to the torch optimizers that they are based
+on."""
 
 import copy
 import math
@@ -41,7 +42,7 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int
 
 
 def lamb_paper(x: np.ndarray, grads: list[np.ndarray], lr: float, b1: float, b2: float, eps: float, decay: float):
-    """Algorithm 2, with the moments written as the sums that they are."""
+    """Algorithm 2 of the LAMB paper, with the moments written as sums."""
     for t in range(1, len(grads) + 1):
         m = sum((1 - b1) * b1 ** (t - i) * grads[i - 1] for i in range(1, t + 1)) / (1 - b1**t)
         v = sum((1 - b2) * b2 ** (t - i) * grads[i - 1] ** 2 for i in range(1, t + 1)) / (1 - b2**t)
@@ -51,7 +52,7 @@ def lamb_paper(x: np.ndarray, grads: list[np.ndarray], lr: float, b1: float, b2:
 
 
 def lars_paper(x: np.ndarray, grads: list[np.ndarray], lrs: list[float], eta: float, momentum: float, decay: float):
-    """Algorithm 1: the learning rate goes into the momentum."""
+    """Algorithm 1 of the LARS paper: the learning rate is part of the momentum."""
     v = np.zeros_like(x)
     for g, lr in zip(grads, lrs, strict=True):
         local = eta * np.sqrt((x**2).sum()) / (np.sqrt((g**2).sum()) + decay * np.sqrt((x**2).sum()))
@@ -97,7 +98,8 @@ def test_lars_is_the_papers_at_a_constant_learning_rate(dtype: torch.dtype, deca
 
 
 def test_lars_under_a_schedule_is_sgds_and_not_the_papers() -> None:
-    """The documented difference, and a negative control: the comparison above sees where the learning rate goes."""
+    """The documented difference, and a negative control: the comparison above detects where the learning rate is
+    applied."""
     params = parameters(torch.float64)
     start, grads = [p.detach().numpy().copy() for p in params], recorded(params, 4)
     lrs = [2.0, 1.0, 0.5, 0.25]
@@ -179,7 +181,7 @@ def test_a_step_of_lamb_is_lr_times_as_long_as_the_parameter(lr: float, seed: in
 
 @BOTH
 def test_the_scale_of_the_gradient_does_not_matter_but_for_eps(cls: Any) -> None:
-    """2^10 is exact in fp32, so what is left of the difference is eps. Without the ratio, LARS follows the scale."""
+    """Scaling by 2^10 is exact in fp32, so only eps makes a difference. Without the ratio, LARS follows the scale."""
     small, large, plain = (parameters(torch.float32) for _ in range(3))
     a = run(cls(small, 0.5, eps=1e-15), small, 5)
     b = run(cls(large, 0.5, eps=1e-15), large, 5, factor=2.0**10)
@@ -191,7 +193,7 @@ def test_the_scale_of_the_gradient_does_not_matter_but_for_eps(cls: Any) -> None
 
 @BOTH
 def test_the_ratio_belongs_to_the_whole_parameter(cls: Any) -> None:
-    """Stepping the two halves of a matrix gives something else: these optimizers cannot run on slices."""
+    """Stepping the two halves of a matrix gives another result: these optimizers cannot run on slices."""
     whole = parameters(torch.float64)[0]
     before = whole.detach().clone()
     halves = [nn.Parameter(part.detach().clone()) for part in whole.chunk(2)]
@@ -223,7 +225,7 @@ def test_zero_gradients_leave_weights_where_they_are(cls: Any) -> None:
 
 @pytest.mark.parametrize("value", [1e-30, 1e-42])
 def test_lars_does_not_overflow_on_a_vanishing_gradient(value: float) -> None:
-    for eps, survives in ((1e-8, True), (0.0, value > 1e-40)):  # the second is the negative control of eps
+    for eps, survives in ((1e-8, True), (0.0, value > 1e-40)):  # eps=0 is the negative control
         p = nn.Parameter(torch.ones(1))
         p.grad = torch.full((1,), value)
         Lars([p], eps=eps, trust_coefficient=1.0).step()
@@ -242,7 +244,8 @@ def test_the_norm_is_that_of_fp64(numel: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "constant", "spikes"])
 def test_the_norm_does_not_drift_with_the_size(kind: str) -> None:
-    """torch's own does, on CPU, by what the last line asks for at the least: that is what the rows are for."""
+    """The error of `torch.linalg.vector_norm` on CPU grows with the size (last line), which is why `norm` adds up
+    rows."""
     x = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))
     if kind != "normal":
         x = torch.full_like(x, 0.1 if kind == "constant" else 1e-3)
@@ -270,11 +273,11 @@ def test_trust_ratio() -> None:
 @BOTH
 @pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3), torch.tensor([0.3])])
 def test_they_learn(cls: Any, lr: float | Tensor) -> None:
-    """Least squares with a deep linear model; a tensor learning rate does as a number."""
+    """Least squares with a deep linear model; a learning rate may be a number or a tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     inputs, true = torch.randn(64, 8), torch.randn(8, 4)
-    lr = lr.clone() if isinstance(lr, Tensor) else lr  # the schedule fills it in place
+    lr = lr.clone() if isinstance(lr, Tensor) else lr  # the schedule changes it in place
     optimizer = cls(model.parameters(), lr, **({"trust_coefficient": 0.02} if cls is Lars else {}))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=200)
     losses = []
@@ -296,7 +299,7 @@ def test_saved_state_goes_on_bit_for_bit(cls: Any, dtype: torch.dtype) -> None:
     run(first, running, 3)
     resumed = [nn.Parameter(p.detach().clone()) for p in running]
     second = cls(resumed, 0.5)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))  # torch shares tensors otherwise
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # otherwise torch would share the tensors
     for x, y in zip(run(first, running, 3), run(second, resumed, 3), strict=True):
         assert torch.equal(x, y)
 
@@ -324,7 +327,7 @@ def test_the_gradient_is_left_alone_and_its_layout_does_not_matter(cls: Any) -> 
     for p in (straight, turned):
         cls([p], 0.1, weight_decay=0.1).step()
         assert p.grad is not None and torch.equal(p.grad, grad)
-    torch.testing.assert_close(straight, turned)  # not bit-equal: the norm adds in another order
+    torch.testing.assert_close(straight, turned)  # not bit-equal: the norm adds up in another order
 
 
 @BOTH

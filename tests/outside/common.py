@@ -1,9 +1,9 @@
-"""What the ports of other libraries' tests share: small models, and a plain twin whose gradients are averaged by hand.
+"""Shared by the ports of other libraries' tests: small models, and a plain twin whose gradients are averaged by hand.
 
-The tests of this folder are written anew for this library. What each demands stands in another library's test, which
-its docstring names; `docs/compatibility.md` lists those tests, all of them, with ours or with the reason for a
-difference. Parity is asked in fp64 (`torch.testing.assert_close`: 1e-7), where no order of summation shows, and bit for
-bit between the plans.
+The tests of this folder were written for this library. Each one requires what a test of another library requires, which
+its docstring names. `docs/compatibility.md` lists all those tests, with ours or with the reason for a difference.
+Results are compared to the plain twin in fp64 (`torch.testing.assert_close`: 1e-7), so that the order of sums does not
+matter, and bit for bit between the plans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ State = dict[str, Tensor]
 
 
 class MLP(nn.Module):
-    """in_proj, ReLU, out_proj, ReLU: what most of FSDP2's tests are built from."""
+    """in_proj, ReLU, out_proj, ReLU, as in most of FSDP2's tests."""
 
     def __init__(self, dim: int, factor: int = 4, *, bias: bool = True, with_buffer: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, both around a residual."""
+    """Attention and a feed-forward part, both with a residual connection."""
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
@@ -77,19 +77,19 @@ class Transformer(nn.Module):
 
 
 def tokens(rank: int, step: int = 0, micro_batch: int = 0, length: int = 5) -> Tensor:
-    """Different on every rank, in every step and micro-batch."""
+    """Random tokens, different on every rank, in every step and micro-batch."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
     return torch.randint(VOCAB, (2, length), generator=generator)
 
 
 def numbers(width: int, rank: int, step: int = 0, micro_batch: int = 0, rows: int = 4) -> Tensor:
-    """As `tokens`, normally distributed."""
+    """Like `tokens`, but normally distributed numbers."""
     generator = torch.Generator().manual_seed(7 + rank + 10 * micro_batch + 100 * step)
     return torch.randn(rows, width, generator=generator)
 
 
 def in_fp64(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """For a function that runs on a forked rank: tensors are fp64 there, unless it says otherwise."""
+    """Decorator for a function that runs on a forked rank: new tensors are fp64 by default."""
 
     def run(rank: int, *args: Any) -> Any:
         torch.set_default_dtype(torch.float64)
@@ -99,7 +99,7 @@ def in_fp64(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """p.grad becomes the mean over ranks, as torch DDP leaves it; None stays where no rank has any."""
+    """Set p.grad to the mean over ranks, as torch DDP does; None where no rank has a gradient."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
@@ -109,7 +109,7 @@ def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | N
     for dtype in dict.fromkeys(parameter.dtype for parameter in present):
         alike = [parameter for parameter in present if parameter.dtype == dtype]
         terms = [torch.zeros_like(one) if one.grad is None else one.grad for one in alike]
-        total = torch.cat([term.detach().reshape(-1) for term in terms])  # one exchange, not one for each parameter
+        total = torch.cat([term.detach().reshape(-1) for term in terms])  # one exchange for all parameters
         dist.all_reduce(total, group=group)
         total /= dist.get_world_size(group)
         for parameter, mean in zip(alike, total.split([one.numel() for one in alike]), strict=True):
@@ -132,7 +132,7 @@ def expect_same_bits(states: Iterable[State]) -> None:
 
 
 def expect_same_on_all_ranks(state: State, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank has the same bits."""
+    """Check that every rank has the same bits."""
     for name, value in state.items():
         parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, value.contiguous(), group=group)
@@ -140,7 +140,7 @@ def expect_same_on_all_ranks(state: State, group: dist.ProcessGroup | None = Non
 
 
 class Twins:
-    """A model under a plan and its plain copy, which trains as under torch DDP. Collective from the start.
+    """A model under a plan, and a plain copy that trains as under torch DDP. The constructor is collective.
 
     Args:
         optimizer: the class; `defaults` are its arguments.
@@ -166,7 +166,7 @@ class Twins:
         self.optimizer = zeroshard.ShardedOptimizer(of(model), optimizer, **defaults)
 
     def backward(self, loss_of: Callable[[nn.Module], Tensor], *, reduced: bool = True) -> None:
-        """Both models, and both losses must agree. `reduced=False`: under `no_sync`."""
+        """Backward of both models; both losses must agree. `reduced=False`: under `no_sync`."""
         expected = loss_of(self.plain)
         expected.backward()
         with nullcontext() if reduced else self.handle.no_sync():
@@ -182,20 +182,21 @@ class Twins:
         self.optimizer.zero_grad()
 
     def train(self, loss_of: Callable[[nn.Module, int], Tensor], steps: int = 3) -> State:
-        """`steps` steps; the losses are equal in each, and the weights after all. `loss_of(model, step)`."""
+        """Train both for `steps` steps with `loss_of(model, step)`. Losses must be equal in each step, and weights at
+        the end."""
         for step in range(steps):
             self.backward(lambda model, step=step: loss_of(model, step))
             self.step()
         return self.expect_equal()
 
     def expect_equal(self) -> State:
-        """The weights are. Returns them."""
+        """Check that the weights are equal; returns them."""
         weights = self.handle.full_state_dict()
         expect_close(weights, state_of(self.plain))
         return weights
 
     def expect_equal_gradients(self) -> None:
-        """Those that are waiting for a step; the plain ones are averaged for it."""
+        """Check that the gradients before a step are equal; averages the plain ones."""
         average_gradients(self.plain.parameters())
         for name, parameter in self.plain.named_parameters():
             if parameter.grad is not None:
@@ -203,7 +204,7 @@ class Twins:
 
 
 def under_all_plans(train: Callable[[int, Plan], State], num_ranks: int = 2) -> None:
-    """`train(rank, plan)`, in fp64, returns weights: all plans give the same bits."""
+    """Check that `train(rank, plan)`, in fp64, returns weights with the same bits under all plans."""
 
     @in_fp64
     def check(rank: int) -> None:

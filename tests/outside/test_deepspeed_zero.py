@@ -1,8 +1,8 @@
 """DeepSpeed: tests/unit/runtime/zero/test_zero.py.
 
 `zero_optimization: {"stage": 1, 2, 3}` are the plans; `zero.Init` is the meta device and `materialize=`;
-`GatheredParameters` is `handle.unsharded`; gradient accumulation is `no_sync`. What it moves to the CPU
-(`offload_*`) and what tunes its buckets is not here: see docs/compatibility.md.
+`GatheredParameters` is `handle.unsharded`; gradient accumulation is `no_sync`. Offloading to the CPU (`offload_*`) and
+the tuning of buckets have no counterpart: see docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
 
 class Layers(nn.Module):
-    """Linear layers one after the other, and cross-entropy."""
+    """A sequence of linear layers, and cross-entropy."""
 
     def __init__(self, width: int, count: int = 1) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ def batch(width: int, rank: int, step: int, micro_batch: int = 0) -> tuple[Tenso
 
 
 def test_parameters_that_train_in_turns_within_one_step() -> None:
-    """TestZeroUnbalancedGradients: of two micro-batches each trains every other parameter; all are unfrozen after
-    it."""
+    """TestZeroUnbalancedGradients: each of two micro-batches trains every other parameter; all are unfrozen
+    afterwards."""
 
     @in_fp64
     def check(rank: int) -> None:
@@ -79,7 +79,7 @@ def test_parameters_that_train_in_turns_within_one_step() -> None:
 
 
 class Albert(nn.Module):
-    """One layer, three times."""
+    """One layer that runs three times."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_one_layer_in_a_loop(shard_size: int) -> None:
 
 
 class Uneven(Layers):
-    """53 numbers to train, 5 of which forward does not use."""
+    """53 trainable numbers, 5 of which forward does not use."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__(3, 4)
@@ -121,8 +121,8 @@ class Uneven(Layers):
 
 
 def test_a_checkpoint_gives_the_fp32_weights(tmp_path: Path) -> None:
-    """TestZeroToFP32.test_1_param_group, test_2_param_groups: bf16 weights, two micro-batches, one or two groups;
-    what is exported from the checkpoint is what the optimizer has, and the weights are that, rounded."""
+    """TestZeroToFP32.test_1_param_group, test_2_param_groups: bf16 weights, two micro-batches, one or two groups; the
+    weights exported from the checkpoint are the optimizer's main, and the model's weights are main, rounded."""
 
     def of(model: nn.Module, groups: int) -> list[dict[str, Any]]:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -161,8 +161,8 @@ def test_a_checkpoint_gives_the_fp32_weights(tmp_path: Path) -> None:
 
 
 def test_every_rank_starts_at_an_aligned_address() -> None:
-    """TestPartitionNcclAlignment; TestIncorectAllgatherBucketSize has no counterpart: no size is left to the user that
-    would have to be a multiple of something."""
+    """TestPartitionNcclAlignment; TestIncorectAllgatherBucketSize has no counterpart: users set no size that would have
+    to be a multiple of something."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -184,7 +184,7 @@ class Pair(NamedTuple):
 
 
 pair = namedtuple("pair", ["hidden", "y"])
-"""The untyped kind."""
+"""The untyped kind of named tuple."""
 
 CONTAINERS: tuple[Callable[[Tensor, Tensor], Any], ...] = (
     lambda h, y: {"hidden": h, "y": y, "one": 1, "none": None},
@@ -212,7 +212,7 @@ class Products(nn.Module):
         self.container = container
 
     def forward(self, x: Tensor) -> Any:
-        assert all(is_absent(layer.weight) for layer in self.layers)  # absent before it is needed
+        assert all(is_absent(layer.weight) for layer in self.layers)  # absent before their use
         hidden = self.layers[1](self.layers[0](x))
         return self.container(hidden, self.layers[2](hidden))
 
@@ -226,9 +226,9 @@ OUTPUT_CASES = grid(PRECISIONS, CONTAINERS, (False, True))
 
 
 def test_outputs_of_every_kind_and_gradients_that_add_up() -> None:
-    """TestZero3ParamPartitioningBase (all of its tests but offload) and ...BaseBF16 (skipped there, "not working"):
-    ranks that hold different values, activations and gradients that are known numbers, with and without zero_grad
-    in between, outputs in five containers. What is not at hand raises when it is read, before, between and after."""
+    """TestZero3ParamPartitioningBase (all of its tests except offload) and ...BaseBF16 (skipped there, "not working"):
+    ranks with different initial values, activations and gradients that are known numbers, with and without zero_grad in
+    between, outputs in five containers. Reading an absent parameter raises before, between and after passes."""
 
     def check(rank: int) -> None:
         for precision, container, zero_grad in OUTPUT_CASES:
@@ -272,7 +272,7 @@ class Vector(nn.Module):
 
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_one_large_parameter_on_four_ranks(on_meta: bool) -> None:
-    """TestZero3ParamPartitioningLargeParam: rank 0's values are everybody's, and unreduced backwards add up."""
+    """TestZero3ParamPartitioningLargeParam: all ranks get rank 0's values, and backwards without a reduction add up."""
 
     def check(rank: int) -> None:
         values = torch.arange(8100) // 2025 if rank == 0 else torch.full((8100,), -1)
@@ -340,7 +340,8 @@ def test_many_parameters_and_a_list_of_activations(on_meta: bool) -> None:
 
 
 def test_a_parent_that_fills_its_childs_weights() -> None:
-    """TestZero3InitForParentWeightInitialization: ranks fill other values; rank 0's win, and each keeps its part."""
+    """TestZero3InitForParentWeightInitialization: ranks fill different values; rank 0's are used, and each keeps its
+    shard."""
 
     class Parent(nn.Module):
         def __init__(self) -> None:
@@ -494,7 +495,7 @@ def test_frozen_weights_between_trained_ones() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_of_full_size_is_held_between_two_phases(training: bool) -> None:
-    """TestZeroPartitionCache: there `empty_partition_cache()`; here `park()`. Also for a model without an optimizer."""
+    """TestZeroPartitionCache: `empty_partition_cache()` there, `park()` here. Also for a model without an optimizer."""
 
     def check(rank: int) -> None:
         model = Layers(10, 2)
@@ -540,7 +541,7 @@ def test_a_param_group_may_be_empty() -> None:
 
 
 def test_between_training_and_evaluation() -> None:
-    """TestZero3SwitchModes: three epochs of each by turns."""
+    """TestZero3SwitchModes: three epochs of training and evaluation in turn."""
 
     @in_fp64
     def check(rank: int) -> None:
@@ -562,7 +563,7 @@ def test_between_training_and_evaluation() -> None:
 
 
 def test_a_module_may_have_an_attribute_called_id() -> None:
-    """TestZero3ClientModuleID: nothing is hung on modules, but for a line of `print(model)`."""
+    """TestZero3ClientModuleID: `shard` sets no attributes on modules, except one for a line of `print(model)`."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

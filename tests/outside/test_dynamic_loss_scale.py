@@ -3,7 +3,7 @@
 "loss_scale": 0, "initial_scale_power": p, "loss_scale_window": w, "min_loss_scale": m is `DynamicScale(init=2.0**p,
 growth_interval=w, floor=m)`. One difference, deliberate: the scale grows after w finite steps in a row, as torch's
 GradScaler does it; DeepSpeed's grows with the step after them. Its tests run on one rank; here the overflow is on one
-rank of two, which none but that rank sees.
+rank of two only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ optimizers = pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, Lamb]
 
 
 class Run:
-    """A 16-bit model under a plan, stepped with gradients that are given (as they come from backward: scaled)."""
+    """A 16-bit model under a plan, stepped with given gradients (scaled, as after backward)."""
 
     def __init__(
         self, rank: int, plan: str, optimizer_class: type[torch.optim.Optimizer], policy: zeroshard.DynamicScale
@@ -45,7 +45,7 @@ class Run:
         return scaler.scale
 
     def step(self, gradients: Sequence[float], *, applied: bool, on: int = 0) -> None:
-        """Rank `on` has the gradients, the other has a harmless one. A skipped step changes no weight."""
+        """Rank `on` has these gradients, the other rank finite ones. A skipped step must change no weight."""
         for gradient in gradients:
             value = (gradient if self.rank == on else 0.01) / self.scale
             before = self.handle.full_state_dict()

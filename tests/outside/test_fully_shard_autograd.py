@@ -1,5 +1,5 @@
-"""torch: test/distributed/_composable/fsdp/test_fully_shard_autograd.py: what a loss leaves out, and what activations
-come in.
+"""torch: test/distributed/_composable/fsdp/test_fully_shard_autograd.py: outputs that the loss does not use, and
+containers of activations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TwoLinear(nn.Module):
 
 
 def test_an_output_that_the_loss_leaves_out() -> None:
-    """TestFullyShardAutograd.test_unused_forward_output: both outputs at first, then the first alone."""
+    """TestFullyShardAutograd.test_unused_forward_output: first both outputs, then the first one only."""
 
     def train(rank: int, plan: Plan) -> Any:
         twins = Twins(TwoLinear(True), plan, shard={"units": nn.Linear})

@@ -1,7 +1,7 @@
 """torch: test/distributed/_composable/fsdp/test_fully_shard_mixed_precision.py, class
 TestFullyShardMixedPrecisionCasts, test_checkpoint_and_fully_shard of test_fully_shard_compose.py,
-test_grouped_module_cast_forward_inputs of test_fully_shard_training.py; and test_fully_shard_ignore_params.py:
-parts of a model in a precision of their own, and parts that are left alone.
+test_grouped_module_cast_forward_inputs of test_fully_shard_training.py; and test_fully_shard_ignore_params.py: parts of
+a model with their own precision, and ignored parts.
 
 `fully_shard(model.c2, mp_policy=...)` is a pattern: `precision={"c2": ..., "*": ...}`.
 """
@@ -30,7 +30,7 @@ Seen = dict[str, torch.dtype]
 
 
 class Seeing(nn.Module):
-    """A layer that notes in which dtype its input comes. `own_cast`: it casts its input to the dtype of its weight."""
+    """A layer that records the dtype of its input. `own_cast`: it casts its input to the dtype of its weight."""
 
     def __init__(self, name: str, seen: Seen, own_cast: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_one_submodule_in_16_bits() -> None:
 
 @pytest.mark.parametrize("cast_inputs", [True, False])
 def test_an_input_from_outside_is_cast_where_a_unit_begins(cast_inputs: bool) -> None:
-    """test_submodules_with_external_inputs: an fp32 tensor made in forward and handed to a unit."""
+    """test_submodules_with_external_inputs: an fp32 tensor that forward creates and passes to a unit."""
 
     class Inner(nn.Module):
         def __init__(self, seen: Seen) -> None:
@@ -196,12 +196,12 @@ def test_recomputation_of_a_part_in_its_own_precision(inner: bool) -> None:
     on_all_plans(check)
 
 
-# What is left alone --------------------------------------------------------------------------------------------------
+# Ignored parts -------------------------------------------------------------------------------------------------------
 
 
 def test_a_part_of_the_model_belongs_to_torch_ddp() -> None:
-    """TestFullyShardIgnoreParams.test_ddp_A_fsdp_B_ddp_C: the middle is sharded, but for a part inside of it; torch
-    DDP has that and the outside. A plain optimizer steps what is ignored."""
+    """TestFullyShardIgnoreParams.test_ddp_A_fsdp_B_ddp_C: the middle is sharded, except a part inside of it. torch DDP
+    has that part and the outer layers. A plain optimizer steps the ignored parameters."""
 
     class C(nn.Module):
         def __init__(self) -> None:

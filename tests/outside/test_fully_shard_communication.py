@@ -1,9 +1,9 @@
 """torch: test/distributed/_composable/fsdp/test_fully_shard_comm.py, test_fully_shard_collectives.py,
-test_fully_shard_logging.py: what is gathered and reduced, when, and how often; what a profile shows of it. Compiled
-models: `tests/model/test_modules.py`.
+test_fully_shard_logging.py: which units are gathered and reduced, when, and how often; and ranges in a profile.
+Compiled models: `tests/model/test_modules.py`.
 
-Under ZERO3 the root unit keeps a place of its own, and the last two blocks are still in theirs when backward begins
-(`docs/design.md`): that is FSDP2's `reshard_after_forward=None`, less two gathers.
+Under ZERO3 the root unit has its own pool buffer, and the last two blocks are still gathered when backward begins
+(`docs/design.md`): the gathers of FSDP2's `reshard_after_forward=None`, less two.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def transformer(layers: int = 4, kind: str = "") -> Transformer:
 def test_how_often_and_in_which_order(kind: str) -> None:
     """test_fully_shard_communication_count, test_fully_shard_backward_prefetch,
     test_set_modules_to_forward_prefetch, ..._backward_prefetch: forward gathers in its order, backward in the
-    reverse one, each unit is reduced once; the same with recomputation. What is prefetched is what came next last
-    time."""
+    reverse one, each unit is reduced once; the same with recomputation. Units are prefetched in the order of the last
+    step."""
 
     def check(rank: int) -> Any:
         model = transformer(kind=kind)
@@ -77,7 +77,7 @@ def test_how_often_and_in_which_order(kind: str) -> None:
 @pytest.mark.parametrize(("kept", "again"), [(True, 0), (["layers.0", "layers.1"], 0), (["layers.1"], 1), ((), 2)])
 def test_units_that_keep_their_weights_are_not_gathered_again(kept: Any, again: int) -> None:
     """test_set_reshard_after_forward, test_fully_shard_communication_count with `reshard_after_forward=False`, of
-    all units or of some: parameters are absent between forward and backward all the same."""
+    all units or of some. Parameters are absent between forward and backward in any case."""
 
     def check(rank: int) -> Any:
         model = transformer()
@@ -164,8 +164,8 @@ def test_two_backwards_through_a_shared_trunk() -> None:
 
 
 def test_an_order_that_differs_from_last_times_is_late_and_right() -> None:
-    """test_backward_misprefetch, test_unshard_async, test_set_modules_to_backward_prefetch_inside_ac: what was
-    prefetched is not needed; nothing is wrong."""
+    """test_backward_misprefetch, test_unshard_async, test_set_modules_to_backward_prefetch_inside_ac: prefetched units
+    are not needed; the results are right."""
 
     class Either(nn.Module):
         def __init__(self) -> None:
@@ -224,7 +224,7 @@ def test_weights_are_there_before_the_first_forward() -> None:
 
 
 def test_one_rank_reduces_with_nobody() -> None:
-    """TestFullyShardReduceOpWorldSize1: the gradient is the loss's, undivided, and nothing is sent."""
+    """TestFullyShardReduceOpWorldSize1: the gradient is not divided, and nothing is sent."""
 
     @in_fp64
     def check(rank: int) -> None:
@@ -260,8 +260,8 @@ def test_the_divisor_of_the_gradient_is_the_ranks_or_the_weights() -> None:
 
 
 def test_a_profile_names_phases_and_what_is_gathered_and_reduced() -> None:
-    """LoggingTests.test_fsdp_logging: there a log of hooks; here the ranges of the phases, and of the collectives by
-    unit. The negative control: what is called after the profiler has stopped leaves no range."""
+    """LoggingTests.test_fsdp_logging: a log of hooks there; here profiler ranges of the phases, and of the collectives
+    by unit. The negative control: calls after the profiler has stopped leave no range."""
 
     def check(rank: int) -> None:
         model = transformer(2)

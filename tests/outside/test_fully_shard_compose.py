@@ -133,15 +133,15 @@ def test_a_tied_weight_whose_rows_no_number_of_ranks_divides(units: Any) -> None
                 model(torch.arange(13)), (torch.arange(13) * 3 + rank + step) % 13
             )
         )
-        assert (before != after["embed.weight"]).any(1).all()  # every row, the last rank's too
+        assert (before != after["embed.weight"]).any(1).all()  # every row, also the last rank's
         return after
 
     under_all_plans(train, 3)
 
 
 def test_layer_after_layer() -> None:
-    """test_layer_by_layer_shard_no_false_positive, TestFullyShardShareCommContext.test_share_comm_context: layers
-    that are made, and sharded, one after the other, each with a handle of its own."""
+    """test_layer_by_layer_shard_no_false_positive, TestFullyShardShareCommContext.test_share_comm_context: layers that
+    are created and sharded one after the other, each with its own handle."""
 
     def train(rank: int, plan: Plan) -> Any:
         layers, plain, optimizers = nn.Sequential(), nn.Sequential(), []
@@ -171,7 +171,7 @@ def test_layer_after_layer() -> None:
 
 
 class ChunkedHead(nn.Module):
-    """embed, body, norm, head; the caller may leave the head out, and call it piece by piece."""
+    """embed, body, norm, head; the caller may skip the head, and call it on chunks."""
 
     def __init__(self, tie: bool = False) -> None:
         super().__init__()
@@ -202,8 +202,8 @@ def chunked_backward(model: nn.Module, ids: Tensor, chunks: int = 4) -> Tensor:
 
 
 def test_a_head_that_runs_alone_chunk_by_chunk() -> None:
-    """test_partial_group_forward_then_standalone, ..._grad_accum_chunked, test_partial_group_reshard_toggle: every
-    chunk counts, with and without reduction in between, whatever is a unit of its own."""
+    """test_partial_group_forward_then_standalone, ..._grad_accum_chunked, test_partial_group_reshard_toggle: the
+    gradients of all chunks add up, with and without a reduction in between, for every choice of units."""
 
     def of_units(rank: int, plan: Plan, tie: bool, units: Any) -> State:
         twins = Twins(ChunkedHead(tie), plan, shard={"units": units})
@@ -249,7 +249,7 @@ def test_two_partial_forwards_before_one_backward() -> None:
 
 
 def test_after_an_exception_in_forward_training_goes_on() -> None:
-    """test_reset_iter_state_after_exception: there `reset_iter_state()` must be called; here nothing."""
+    """test_reset_iter_state_after_exception: `reset_iter_state()` must be called there; no call is needed here."""
 
     class Raising(nn.Module):
         def __init__(self, wrapped: nn.Module) -> None:

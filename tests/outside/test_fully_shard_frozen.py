@@ -45,7 +45,7 @@ def reduced_bytes(handle: zeroshard.Handle) -> int:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_only_biases_are_trained(recomputed: bool) -> None:
-    """test_train_mixed_requires_grad_per_group: nothing but biases is reduced."""
+    """test_train_mixed_requires_grad_per_group: only biases are reduced."""
 
     def train(rank: int, plan: Plan) -> Any:
         model = nn.Sequential(*(MLP(32) for _ in range(2)))
@@ -65,8 +65,8 @@ def test_only_biases_are_trained(recomputed: bool) -> None:
 
 
 def test_what_is_frozen_after_shard() -> None:
-    """test_train_mixed_requires_grad_per_group, `freeze_after_init`: a unit of which nothing is trained any more is not
-    reduced; of one of which the biases are, the biases."""
+    """test_train_mixed_requires_grad_per_group, `freeze_after_init`: a fully frozen unit is not reduced; of a unit
+    whose biases train, only the biases are."""
 
     def train(rank: int, plan: Plan) -> Any:
         twins = Twins(nn.Sequential(*(MLP(32) for _ in range(2))), plan, shard={"units": MLP})
@@ -78,7 +78,7 @@ def test_what_is_frozen_after_shard() -> None:
         reduced = {event.unit for event in twins.handle.comm_log.entries if event.op == "reduce_scatter"}
         assert reduced == {"1"}
         by_both = sum(twins.handle.engine.collectives.exchange_objects(reduced_bytes(twins.handle)))
-        assert by_both == 2 * 8 * (64 + 128)  # two steps; the biases, in multiples of 64
+        assert by_both == 2 * 8 * (64 + 128)  # two steps; biases in multiples of 64
         return weights
 
     under_all_plans(train)

@@ -2,7 +2,7 @@
 test_fully_shard_grad_scaler.py.
 
 `MixedPrecisionPolicy(param_dtype=P, reduce_dtype=R)` over fp32 parameters is `MixedPrecision(param=P, grad=G, reduce=R,
-main=torch.float32)`. The reference is done by hand: 16-bit weights compute, fp32 ones are stepped.
+main=torch.float32)`. The reference is a loop by hand that computes with 16-bit weights and steps fp32 ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def stack(width: int = 16, count: int = 3) -> nn.Sequential:
 
 
 class ByHand:
-    """fp32 weights that are stepped, and copies in the compute dtype that compute."""
+    """fp32 weights for the optimizer, and copies in the compute dtype for forward and backward."""
 
     def __init__(self, model: nn.Module, param: torch.dtype, *, grad: torch.dtype, wire: torch.dtype) -> None:
         self.main, self.compute = model, copy.deepcopy(model).to(param)
@@ -67,8 +67,8 @@ class ByHand:
     [(bf16, bf16, bf16), (fp16, fp16, fp16), (bf16, fp32, fp32), (bf16, bf16, fp32), (fp32, fp32, fp32)],
 )
 def test_compute_and_reduction_each_in_their_dtype(param: torch.dtype, grad: torch.dtype, wire: torch.dtype) -> None:
-    """test_compute_dtype, test_reduce_dtype (fp32 reduction), test_default_gradient_dtype: losses and fp32 weights are
-    those of the loop by hand, and what is sent has the dtype that was asked for."""
+    """test_compute_dtype, test_reduce_dtype (fp32 reduction), test_default_gradient_dtype: losses and fp32 weights
+    equal those of the loop by hand, and the bytes sent are those of the chosen wire dtype."""
 
     def check(rank: int) -> None:
         states = []
@@ -251,7 +251,7 @@ def test_structures_between_units(precision: str, kind: str) -> None:
             model = nn.Sequential(Into(), Layer(), Layer(), Out())
             by_hand = ByHand(copy.deepcopy(model), param, grad=fp32, wire=fp32)
             for parameter in by_hand.compute.parameters():
-                parameter.grad_dtype = fp32  # the uses of a weight within one backward add up in fp32, here too
+                parameter.grad_dtype = fp32  # uses of a weight within one backward add up in fp32
             handle = zeroshard.shard(model, plan, units=Layer, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2, foreach=False)
             for step in range(2):
@@ -339,10 +339,10 @@ def test_a_scaler_skips_where_one_rank_overflows(overflow: bool) -> None:
 # Forward-mode derivatives --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, when it loads forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # raised by torch when it loads forward mode
 def test_a_forward_derivative_beside_sharded_layers() -> None:
-    """TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false: of a function that does not
-    use what it is differentiated by; under ZERO3 inside `unsharded`."""
+    """TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false: the derivative of a function with
+    respect to an input that it does not use; under ZERO3 inside `unsharded`."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

@@ -1,5 +1,5 @@
 """torch: test/distributed/_composable/fsdp/test_fully_shard_init.py, test_fully_shard_state.py and
-test_fully_shard_state_dict.py: what may be sharded, over which ranks, from which values, and how it is read again.
+test_fully_shard_state_dict.py: modules that may be sharded, meshes, initial values, and state dicts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def units_of(handle: zeroshard.Handle) -> dict[str, set[str]]:
 
 def test_a_parameter_belongs_to_the_innermost_unit_around_it() -> None:
     """TestFullyShardManagedModulesAndStates, TestFullyShardLazyInit.test_fully_shard_is_root,
-    ..._module_and_param_fqns: what is no unit's belongs to the root, and names are those of the model."""
+    ..._module_and_param_fqns: parameters of no other unit belong to the root unit, and names are those of the model."""
 
     def check(rank: int) -> None:
         model = nn.Sequential(MLP(8), MLP(8))
@@ -184,7 +184,7 @@ def test_the_model_keeps_its_class_and_is_sharded_once() -> None:
 
 def test_containers_without_a_forward() -> None:
     """test_fully_shard_unsupported_module_cls: refused there; here a ModuleList or ModuleDict may be sharded,
-    because its members are what is called, and their units gather by themselves."""
+    because its members are called, and their units are gathered by these calls."""
 
     class Caller(nn.Module):
         def __init__(self, container: nn.Module) -> None:
@@ -214,8 +214,8 @@ def test_containers_without_a_forward() -> None:
 
 
 def test_which_meshes_are_refused() -> None:
-    """TestFullyShardMeshArg: three axes; two with names of something else. Two axes without names are taken in the
-    order replicate, shard (refused there)."""
+    """TestFullyShardMeshArg: meshes with three axes, or two axes with other names, are refused. Two axes without names
+    are taken as replicate, shard (refused there)."""
 
     def check(rank: int) -> None:
         for shape, names in (((4, 1, 1), None), ((2, 2), ("a", "b"))):
@@ -340,7 +340,7 @@ def test_built_on_the_meta_device(precision: str | None) -> None:
 
 
 def test_a_model_on_the_meta_device_without_values_is_refused() -> None:
-    """test_invalid_meta_device_init: already by `shard`, with a name."""
+    """test_invalid_meta_device_init: `shard` refuses it, and names a parameter."""
 
     def check(rank: int) -> None:
         with torch.device("meta"):
@@ -416,8 +416,8 @@ def test_a_parameter_that_is_computed_from_others_is_written_afterwards() -> Non
 
 @pytest.mark.parametrize("mesh", ["one axis", "replicas"])
 def test_state_dicts_go_out_and_in(mesh: str) -> None:
-    """test_dp_state_dict_save_load, test_cached_state_dict: before and after a forward, of uneven sizes; what is loaded
-    is there afterwards, and what was taken out does not change with it."""
+    """test_dp_state_dict_save_load, test_cached_state_dict: before and after a forward, with uneven sizes. Loaded
+    values take effect, and state dicts taken before do not change."""
     shape = (2,) if mesh == "one axis" else (2, 2)
 
     def check(rank: int) -> None:
@@ -440,7 +440,7 @@ def test_state_dicts_go_out_and_in(mesh: str) -> None:
 
 
 def test_a_state_dict_without_the_handle_raises_where_it_would_be_wrong() -> None:
-    """test_dp_state_dict_save_load takes `model.state_dict()`, of shards; here it is whole, or it raises."""
+    """test_dp_state_dict_save_load uses `model.state_dict()` with shards; here it has full values, or raises."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

@@ -32,7 +32,7 @@ from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
-# Inputs, and what parameters are outside of forward ------------------------------------------------------------------
+# Inputs, and the state of parameters outside of forward --------------------------------------------------------------
 
 
 def test_a_model_without_inputs() -> None:
@@ -82,7 +82,7 @@ def test_parameters_are_whole_where_the_plan_says_so(units: Any) -> None:
 
 
 def test_a_cast_after_shard_is_refused_before_it_is_right() -> None:
-    """TestFullyShardCastAfterInit.test_to_float64_after_init: `model.double()` belongs before `shard`."""
+    """TestFullyShardCastAfterInit.test_to_float64_after_init: `model.double()` must be called before `shard`."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -125,7 +125,7 @@ def test_many_units_whatever_is_late() -> None:
     """test_train_parity_multi_group and its variants with CPU offload and asynchronous unshards,
     test_explicit_prefetching, test_post_optim_event, and HSDP's of the same names in
     test_fully_shard_extensions.py: ranks fall behind at random between forward, backward and step, and inside of
-    forward. What arrives when is the engine's own affair."""
+    forward. The results do not depend on these delays."""
 
     class Late(Transformer):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_gradient_accumulation(mesh: str) -> None:
 @pytest.mark.parametrize("mode", ["root only", "some"])
 def test_accumulation_in_a_part_of_the_model(mode: str) -> None:
     """test_gradient_accumulation, modes "root_only" and "some_mlps"; test_requires_gradient_sync_ in
-    test_fully_shard_grad_acc.py: some units are reduced by the last micro-batch alone, the others by each."""
+    test_fully_shard_grad_acc.py: some units are reduced after the last micro-batch only, the others after each one."""
 
     def train(rank: int, plan: Plan) -> Any:
         twins = Twins(nn.Sequential(nn.Linear(8, 8), *(MLP(8) for _ in range(3))), plan, shard={"units": MLP})

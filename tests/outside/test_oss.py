@@ -24,7 +24,7 @@ SGD = torch.optim.SGD
 
 
 def test_a_tensor_that_does_not_require_grad_is_accepted() -> None:
-    """TestSingleRank.test_create: nothing to train yet, and nothing is changed."""
+    """TestSingleRank.test_create: nothing trains yet, and no value is changed."""
 
     def check(rank: int) -> None:
         x = torch.rand(1)
@@ -37,8 +37,8 @@ def test_a_tensor_that_does_not_require_grad_is_accepted() -> None:
 
 
 def test_state_dict_is_whole_without_a_call_before_it() -> None:
-    """TestSingleRank.test_implicit_local_state_dict: there it raises before `consolidate_state_dict`; here the call
-    itself is collective, so there is no local one to be mistaken for the whole."""
+    """TestSingleRank.test_implicit_local_state_dict: there it raises before `consolidate_state_dict`. Here the call
+    itself is collective, so it never returns a local state dict."""
 
     def check(rank: int) -> None:
         params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(7))]
@@ -52,7 +52,7 @@ def test_state_dict_is_whole_without_a_call_before_it() -> None:
 
 
 def test_ranks_without_any_parameter_take_part() -> None:
-    """test_empty_shard: four ranks, two numbers to train."""
+    """test_empty_shard: four ranks, two trainable numbers."""
 
     def check(rank: int) -> None:
         model = nn.Linear(1, 1)
@@ -119,8 +119,8 @@ def test_clipping_is_torchs(norm_type: float) -> None:
 
 
 def test_a_run_that_is_saved_and_loaded_follows_one_that_is_not() -> None:
-    """test_state_dict_distributed: two groups, the second added later; the optimizer is built anew with absurd
-    values."""
+    """test_state_dict_distributed: two groups, the second added later; the optimizer that loads was built with wrong
+    hyper-parameters."""
 
     @in_fp64
     def check(rank: int) -> None:

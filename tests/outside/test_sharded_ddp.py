@@ -1,8 +1,8 @@
-"""FairScale: tests/nn/data_parallel/test_sharded_ddp_features.py and test_sharded_ddp_pytorch_parity.py, under
-ZERO1, and the other plans where they answer alike.
+"""FairScale: tests/nn/data_parallel/test_sharded_ddp_features.py and test_sharded_ddp_pytorch_parity.py, under ZERO1,
+and under the other plans where these behave alike.
 
-`OSS` and `ShardedDataParallel` around a model are `shard(model, "zero1")` (or "zero2") and a `ShardedOptimizer`.
-There is no wrapper: the model stays what it was.
+`OSS` and `ShardedDataParallel` around a model are `shard(model, "zero1")` (or "zero2") and a `ShardedOptimizer`. There
+is no wrapper: the model remains the same object.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def indices(rank: int, step: int, micro_batch: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_models_are_equal_on_all_ranks_at_first_and_after_each_step(accumulate: bool) -> None:
-    """test_step, CPU and gloo: a frozen first parameter, a buffer of the rank's own, gradient accumulation."""
+    """test_step, CPU and gloo: a frozen first parameter, a buffer that differs between ranks, gradient accumulation."""
 
     @in_fp64
     def check(rank: int) -> None:
@@ -79,7 +79,7 @@ def test_models_are_equal_on_all_ranks_at_first_and_after_each_step(accumulate: 
             next(model.parameters()).requires_grad = False
             handle = zeroshard.shard(model, plan)
             optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1e-3, momentum=0.99)
-            expect_same_on_all_ranks(handle.full_state_dict())  # the buffer, too: rank 0's, once
+            expect_same_on_all_ranks(handle.full_state_dict())  # also the buffer: rank 0's value at first
             for step in range(5):
                 before = handle.full_state_dict()
                 for micro_batch in range(2 if accumulate else 1):
@@ -88,14 +88,14 @@ def test_models_are_equal_on_all_ranks_at_first_and_after_each_step(accumulate: 
                 optimizer.step()
                 after = handle.full_state_dict()
                 expect_same_on_all_ranks(after)
-                assert [torch.equal(before[n], after[n]) for n in before].count(True) == 2  # the frozen one, the buffer
+                assert [torch.equal(before[n], after[n]) for n in before].count(True) == 2  # frozen weight, buffer
 
     run_ranks(check, 2)
 
 
 def test_buffers_are_made_equal_when_asked() -> None:
-    """test_step, `broadcast_buffers=True`: there in every forward. Here they are each rank's own; the handle
-    averages."""
+    """test_step, `broadcast_buffers=True`: there in every forward. Here each rank has its own buffers, and
+    `average_buffers` of the handle averages them."""
 
     def check(rank: int) -> None:
         model = mlp()
@@ -109,7 +109,7 @@ def test_buffers_are_made_equal_when_asked() -> None:
 
 
 def test_several_inputs() -> None:
-    """test_inputs, test_training_change: and after eval() the model still answers."""
+    """test_inputs, test_training_change: the model also works after eval()."""
 
     @in_fp64
     def check(rank: int) -> None:
@@ -142,8 +142,8 @@ def test_the_model_keeps_its_attributes() -> None:
 
 
 def test_a_gradient_with_a_graph_of_its_own_is_added_to_as_in_torch() -> None:
-    """test_catch_grad_grad: there the next forward raises. Here the gradient that `p.grad` holds already is added
-    to, as torch does (or refused by name): never lost."""
+    """test_catch_grad_grad: there the next forward raises. Here backward adds to the gradient in `p.grad`, as torch
+    does, or the error names the parameter: the gradient is never lost."""
 
     @in_fp64
     def check(rank: int) -> None:
@@ -220,7 +220,7 @@ def test_moving_the_model_afterwards_is_refused() -> None:
 
 
 def test_two_optimizers_for_one_model() -> None:
-    """test_two_optimizers, test_ddp_parity_two_optim: each steps its half, from one backward."""
+    """test_two_optimizers, test_ddp_parity_two_optim: each optimizer steps its half after one backward."""
 
     @in_fp64
     def check(rank: int) -> None:

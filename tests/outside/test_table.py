@@ -19,7 +19,7 @@ def defined() -> set[str]:
 
 
 def named() -> set[str]:
-    """In the second column, or in the text below the tables."""
+    """The tests that the second column of the tables names."""
     names = set()
     for line in DOCS.read_text().splitlines():
         cell = line.split(" | ")[1] if line.startswith("| ") and line.count(" | ") >= 2 else ""

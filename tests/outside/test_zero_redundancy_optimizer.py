@@ -1,5 +1,5 @@
-"""torch: test/distributed/optim/test_zero_redundancy_optimizer.py, under plan OPTIMIZER_ONLY and, where the test is
-about the whole of training, under ZERO1.
+"""torch: test/distributed/optim/test_zero_redundancy_optimizer.py, under plan OPTIMIZER_ONLY and, for tests of whole
+training runs, under ZERO1.
 
 `ZeroRedundancyOptimizer(params, optimizer_class=C, ...)` is `ShardedOptimizer(params, C, ...)`;
 `consolidate_state_dict` is not needed, because `state_dict()` is collective.
@@ -88,7 +88,8 @@ def test_state_dict_is_torchs_and_loads_over_other_hyper_parameters() -> None:
 
 
 def test_a_scheduler_goes_on_through_steps_without_gradients() -> None:
-    """test_lr_scheduler (both classes): it calls zero_grad between backward and step, so no step has a gradient."""
+    """test_lr_scheduler (both classes): the test calls zero_grad between backward and step, so no step has a
+    gradient."""
 
     def check(rank: int) -> None:
         x, plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
@@ -253,7 +254,7 @@ def test_a_step_is_that_of_a_plain_optimizer() -> None:
 
 
 def test_a_closure_is_called_once_and_its_loss_comes_back() -> None:
-    """test_step_with_closure (FairScale's as well): gradients from before the closure are gone."""
+    """test_step_with_closure (FairScale's as well): gradients from before the closure are discarded."""
 
     def check(rank: int) -> None:
         x = torch.tensor([rank + 1.0])
@@ -282,7 +283,7 @@ def test_a_closure_is_called_once_and_its_loss_comes_back() -> None:
 
 
 def test_every_rank_holds_an_equal_part() -> None:
-    """test_sharding (FairScale's as well): there by whole parameters, here by elements."""
+    """test_sharding (FairScale's as well): shards are whole parameters there, and elements here."""
 
     def check(rank: int) -> int:
         params = [nn.Parameter(torch.rand(size, 1)) for size in [900, 700, 500, 300] * 4]
@@ -297,7 +298,7 @@ def test_every_rank_holds_an_equal_part() -> None:
 
 
 def test_parameters_added_later_are_trained_by_everybody() -> None:
-    """test_add_param_group (FairScale's as well): the added ones were not given at first; some do not require grad."""
+    """test_add_param_group (FairScale's as well): parameters that are added later; some do not require grad."""
 
     def check(rank: int) -> None:
         for sizes, frozen in (([9, 7, 5, 3, 9, 7, 5], 0), ([100, 3, 5, 2, 6, 4], 1)):
@@ -425,9 +426,9 @@ def test_under_ddp_a_sharded_optimizer_is_the_local_one(optimizer_class: type[to
 
 
 def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:
-    """test_zero_join_cpu: rank r has 2 + r batches. There a `Join` shadows the collectives of ranks that are done;
-    `tests/runtime/test_join.py` has that. Here they repeat a batch with weight 0, and the step takes the mean over
-    those that still have one."""
+    """test_zero_join_cpu: rank r has 2 + r batches. There a `Join` shadows collectives for ranks that are done
+    (`tests/runtime/test_join.py` tests this). Here such ranks repeat a batch with weight 0, and the step uses the mean
+    over the ranks that still have batches."""
 
     def train(rank: int, plan: Plan) -> State:
         model = three_layers()
@@ -451,8 +452,8 @@ def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:
 
 
 def test_overlap_needs_no_hook() -> None:
-    """test_ddp_zero_overlap: there a DDP communication hook steps while backward runs; here ZERO1 is the plan, gathers
-    overlap the next forward, and the results are those of the local optimizer."""
+    """test_ddp_zero_overlap: there a DDP communication hook steps while backward runs. Here, under ZERO1, gathers
+    overlap the next forward; the results are those of the local optimizer."""
 
     @in_fp64
     def check(rank: int) -> None:

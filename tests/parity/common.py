@@ -1,4 +1,4 @@
-"""What these tests share: a small model, jobs with every option, the truth with a loss scale."""
+"""Shared by the parity tests: a small model, jobs with every option, and comparisons with one process."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
     "asgd": (torch.optim.ASGD, {"lr": 1e-2, "t0": 2}),
 }
-"""Every elementwise class of torch.optim, with options that bring its less usual state into being."""
+"""Every elementwise class of torch.optim, with options that make it keep its less common state."""
 
 
 @dataclass(frozen=True)
 class Job(kit.Job):
-    """A small one: these tests have many. Its outcome has main."""
+    """A job with a small model, as these tests have many jobs. Its outcome includes main."""
 
     model: Callable[[], nn.Module] = lambda: Net(blocks=1)
     steps: int = 4
@@ -64,7 +64,7 @@ def all_references(rank: int, num_ranks: int, jobs: Sequence[Job]) -> list[list[
 
 
 def expect_identical(by_plan: Sequence[Outcome], what: object = "") -> None:
-    """Weights, main, losses and skips of all plans, bit for bit."""
+    """Weights, main, losses and skips of all plans are equal, bit for bit."""
     for plan, outcome in zip(PLANS[1:], by_plan[1:], strict=True):
         assert same_bits(outcome.weights, by_plan[0].weights), f"{plan} has other weights than DDP: {what}"
         assert same_bits(outcome.main, by_plan[0].main), f"{plan} has another main than DDP: {what}"
@@ -72,8 +72,8 @@ def expect_identical(by_plan: Sequence[Outcome], what: object = "") -> None:
 
 
 def as_one_process(runs: Sequence[tuple[Job, Plan]], num_ranks: int, names: Sequence[object] = ()) -> list[Outcome]:
-    """Trains each job under its plan, all in the same ranks, and expects on every rank the losses, skips, scales and
-    bits of one process, and the same log. Jobs that are in several runs have one reference. Returns rank 0's."""
+    """Train each job under its plan, all in the same ranks. Every rank must have the losses, skips, scales and bits of
+    one process, and all ranks the same log. A job in several runs has one reference. Returns rank 0's outcomes."""
     jobs = list({id(job): job for job, _ in runs}.values())
     references = run_ranks(all_references, 1, num_ranks, jobs)[0]
     expected = {id(job): of_ranks for job, of_ranks in zip(jobs, references, strict=True)}
@@ -90,7 +90,7 @@ def as_one_process(runs: Sequence[tuple[Job, Plan]], num_ranks: int, names: Sequ
 
 
 def expect_equal_logs(logs: Sequence[CommLog]) -> None:
-    """As `expect_same_logs`; all-to-all messages may differ in size between ranks, but not in number and place."""
+    """Like `expect_same_logs`, but the sizes of all-to-all messages may differ between ranks."""
     expect_same_logs([_without_sizes(log) for log in logs])
 
 

@@ -1,7 +1,7 @@
-"""Plan OPTIMIZER_ONLY: torch DDP (or anybody) reduces the gradients, this optimizer shards its state.
+"""Plan OPTIMIZER_ONLY: torch DDP or other code reduces the gradients, and this optimizer shards its state.
 
-As FairScale's OSS and torch's ZeroRedundancyOptimizer are used. Gradients are torch DDP's own; so weights are bit-equal
-to those of torch DDP with the plain optimizer, except for `fused`.
+The usage is that of FairScale's OSS and torch's ZeroRedundancyOptimizer. As the gradients are torch DDP's own, weights
+are bit-equal to those of torch DDP with the plain optimizer, except with `fused`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def test_it_is_torchs_zero_redundancy_optimizer_with_balanced_state() -> None:
 
 
 def test_clipping_is_torchs() -> None:
-    """Norms are added in another order: nearly equal after four steps, and far from the run without clipping."""
+    """Norms are added up in another order: weights are nearly equal after four steps, and far from those without
+    clipping."""
 
     def check(rank: int) -> None:
         options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
@@ -108,7 +109,7 @@ def test_clipping_is_torchs() -> None:
 
 
 def test_without_ddp_every_rank_says_so() -> None:
-    """Nobody reduces, and each rank's shard would follow its own data."""
+    """Without a reduction each rank's shard would be trained on its own data only."""
 
     def check(rank: int) -> None:
         model = make(Net)
@@ -121,7 +122,8 @@ def test_without_ddp_every_rank_says_so() -> None:
 
 
 def test_state_is_sharded_over_a_process_group_of_choice() -> None:
-    """Four ranks under one DDP, state sharded over pairs: both pairs hold all of it, and compute the same."""
+    """Four ranks under one DDP, with state sharded over pairs of ranks: each pair holds all state and computes the
+    same."""
 
     def check(rank: int) -> tuple[int, Any]:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -143,7 +145,8 @@ def test_state_is_sharded_over_a_process_group_of_choice() -> None:
 
 
 def test_16_bit_models_get_an_fp32_master() -> None:
-    """OSS over an fp32-master optimizer, for a fully 16-bit model: as a plain optimizer on an fp32 copy."""
+    """A 16-bit model trains like an fp32 copy under a plain optimizer. (FairScale: OSS around an fp32-master
+    optimizer.)"""
 
     def check(rank: int) -> None:
         for dtype in (torch.bfloat16, torch.float16):
@@ -171,7 +174,8 @@ def test_16_bit_models_get_an_fp32_master() -> None:
 
 
 def test_overflows_are_agreed_on_and_skipped() -> None:
-    """torch DDP spreads an inf to all ranks; every rank skips, gradients stay for `zero_grad`, as in torch."""
+    """torch DDP's reduction spreads an inf to all ranks. Every rank skips; gradients stay until `zero_grad`, as in
+    torch."""
 
     def check(rank: int) -> None:
         model = make(Net)
@@ -196,7 +200,7 @@ def test_overflows_are_agreed_on_and_skipped() -> None:
 
 
 def test_weights_by_token_are_means_over_all_tokens() -> None:
-    """torch DDP has divided by the number of ranks already: it once was divided by twice."""
+    """torch DDP has already divided by the number of ranks; zeroshard once divided by it again."""
 
     def check(rank: int) -> None:
         model = make(lambda: nn.Linear(4, 1, bias=False))
@@ -211,7 +215,7 @@ def test_weights_by_token_are_means_over_all_tokens() -> None:
 
 
 def test_losses_with_different_scales_would_mix_and_are_refused() -> None:
-    """In p.grad nobody keeps them apart: the second one's gradient once counted 16 times."""
+    """Gradients of both add up in p.grad: the second one's once counted 16 times."""
 
     def check(rank: int) -> None:
         model = make(lambda: nn.Linear(4, 1, bias=False))
@@ -231,7 +235,7 @@ def test_losses_with_different_scales_would_mix_and_are_refused() -> None:
 
 
 def test_a_backward_after_the_norm_was_taken_counts() -> None:
-    """The norm is agreed on once per step; a gradient that comes later must not be stepped with an old verdict."""
+    """The ranks agree on norm and found-inf once per step; a later backward must make them agree again."""
 
     def check(rank: int) -> None:
         model = make(lambda: nn.Linear(4, 1, bias=False))

@@ -1,4 +1,4 @@
-"""Models whose parameters have several dtypes: norms kept in fp32, and models that come mixed."""
+"""Models with several dtypes: norms kept in fp32, and models that have several dtypes before `shard`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_it_makes_a_difference() -> None:
 
 
 def test_what_computes_in_which_dtype() -> None:
-    """Inside a kept module inputs and weights are fp32, outside of it the compute dtype; so are its gradients."""
+    """Inputs, weights and gradients are fp32 inside a kept module, and have the compute dtype outside of it."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -133,7 +133,7 @@ def test_bytes_are_what_was_planned(num_ranks: int) -> None:
 
 
 class Mixed(nn.Module):
-    """Comes with three dtypes, and casts by itself."""
+    """A model with three dtypes that casts by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def mixed_loss(model: nn.Module, rank: int, micro_batch: int, step: int, micro_b
 
 
 def test_a_model_that_comes_with_several_dtypes_keeps_them() -> None:
-    """precision=None: each dtype trains as it would alone."""
+    """With precision=None each parameter trains in its own dtype."""
     jobs = [Job(precision=None, model=Mixed, loss_of=mixed_loss, units=None, micro_batches=k, steps=2) for k in (1, 3)]
     for outcome in as_one_process(list(itertools.product(jobs, PLANS)), 2):
         assert [v.dtype for v in outcome.weights.values()] == [FP32] * 2 + [BF16] * 2 + [torch.float64] * 2

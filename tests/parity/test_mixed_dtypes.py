@@ -1,6 +1,7 @@
-"""`MixedPrecision(main=torch.bfloat16, keep=(LayerNorm,))` crashed half way through `step()` where the norm came first:
-scratch had the dtype of the first piece. So did OPTIMIZER_ONLY over fp32 and fp64 parameters. Optimizers that need
-whole parameters stepped all of them in the dtype of the first one, in silence.
+"""Optimizers over parameters of several dtypes. `MixedPrecision(main=torch.bfloat16, keep=(LayerNorm,))` once crashed
+in the middle of `step()` where the norm came first, as scratch had the dtype of the first piece. So did OPTIMIZER_ONLY
+with fp32 and fp64 parameters. Optimizers of whole parameters stepped all of them in the dtype of the first one, without
+an error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KEPT = zeroshard.MixedPrecision(grad=torch.bfloat16, main=torch.bfloat16, keep=(
 
 
 class NormFirst(nn.Module):
-    """By the order of reduction the last norm comes first, then matrices, then the other norm."""
+    """In the order of reduction the last norm comes first, then the matrices, then the other norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def test_a_bf16_main_beside_norms_kept_in_fp32(optimizer_class: Any, options: di
                 dtype = torch.float32 if name.startswith(("before", "after")) else torch.bfloat16
                 assert handle.full_state_dict(main=True)[name].dtype == dtype
                 assert state[index]["exp_avg"].dtype == dtype
-                if dtype == torch.float32:  # nothing has gone through 16 bits on its way
+                if dtype == torch.float32:  # no value has been rounded to 16 bits
                     assert not torch.equal(state[index]["exp_avg"], state[index]["exp_avg"].bfloat16().float())
             found.append(handle.full_state_dict(main=True) | {f"m{i}": s["exp_avg"] for i, s in state.items()})
             logs.append(handle.comm_log)
@@ -80,7 +81,7 @@ def test_a_bf16_main_beside_norms_kept_in_fp32(optimizer_class: Any, options: di
         return logs
 
     for logs in zip(*run_ranks(check, 3), strict=True):
-        if optimizer_class is torch.optim.AdamW:  # owners have different amounts to send
+        if optimizer_class is torch.optim.AdamW:  # owners send different numbers of bytes
             expect_same_logs(logs)
 
 

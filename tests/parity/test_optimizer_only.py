@@ -108,7 +108,7 @@ def test_state_is_sharded_and_weights_are_gathered_once_per_step() -> None:
 
 
 def test_a_16_bit_model_gets_an_fp32_master() -> None:
-    """With updates that bf16 alone would lose: 2^-9 of a weight and less."""
+    """With updates that bf16 without fp32 main would lose: 2^-9 of a weight and less."""
 
     def check(rank: int) -> None:
         model = nn.Linear(5, 3, bias=False).bfloat16()

@@ -1,4 +1,4 @@
-"""Any optimizer: unknown classes, param groups, changes during training, and torch's own interface."""
+"""Any optimizer class: unknown classes, param groups, changes during training, and torch's own interface."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ ADAMW = {"lr": 1e-2, "foreach": False}
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., 2023. As such things are written: the step count is a plain number, another one is in the group."""
+    """Lion (Chen et al., 2023), as users write it: one step count is a plain number in the state, another is in the
+    group."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "warmed_up": 0})
@@ -126,7 +127,8 @@ def test_unknown_classes_are_told_apart_by_trial() -> None:
 
 
 def test_the_trial_agrees_with_what_is_listed() -> None:
-    """Subclasses are unknown to the list: the trial finds for each of them what the list says of its parent."""
+    """Subclasses are not in the list of known classes. The trial finds for each of them what the list says of its
+    parent."""
 
     def check(rank: int) -> None:
         for optimizer_class, defaults in ELEMENTWISE.values():
@@ -143,14 +145,14 @@ UNKNOWN = grid((Lion, RowNormed), ("fp32", "bf16-remainder"), PLANS, (2, 3))
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_unknown_classes_train_as_on_one_process(num_ranks: int) -> None:
-    """Lion's warm-up counts in its param group: once per step, on ranks with an empty shard too."""
+    """Lion's step count in its param group advances once per step, also on ranks with an empty shard."""
     cases = at(UNKNOWN, num_ranks)
     jobs = {case[:2]: Job(case[0], {"lr": 1e-2}, case[1]) for case in cases}
     as_one_process([(jobs[case[:2]], case[2]) for case in cases], num_ranks, cases)
 
 
 def test_counts_in_a_group_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They advanced once per batch of pieces, and on a rank without pieces not at all."""
+    """The counts once advanced for each batch of pieces, and not at all on a rank without pieces."""
     monkeypatch.setattr("zeroshard.layout.cuts.BATCH_NUMEL", {"cpu": 256})
     monkeypatch.setattr("zeroshard.step.flat_step.BATCH_NUMEL", {"cpu": 256})
 
@@ -188,8 +190,8 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def test_groups_with_their_own_hyper_parameters() -> None:
-    """As on one process: see `tests/test_optimizer.py`. Here with fused kernels, which differ from one process in
-    vectors' tails, in the last bits; plans are bit-identical: pieces are cut at the same places everywhere."""
+    """With fused kernels, whose last bits differ from one process at the ends of vectors. All plans are bit-identical,
+    as pieces are cut at the same places. (`tests/test_optimizer.py` compares param groups to one process.)"""
     fused = {"lr": 1e-2, "fused": True}
     job = Job(defaults=fused, groups=by_kind, steps=3)
     expected = run_ranks(all_references, 1, 3, [job])[0][0]
@@ -198,7 +200,7 @@ def test_groups_with_their_own_hyper_parameters() -> None:
         expect_identical(by_plan)
         expect_identical(ungrouped)
         assert largest_difference(by_plan[0].weights, expected[rank].weights) < CANCELLED
-        assert not same_bits(by_plan[0].weights, ungrouped[0].weights)  # the groups do matter
+        assert not same_bits(by_plan[0].weights, ungrouped[0].weights)  # the groups make a difference
     expect_logs_of_ranks(found)
 
 
@@ -212,7 +214,7 @@ ADDED = grid(ADDED_TO, ("fp32", "bf16-remainder"), PLANS)
 
 
 def test_a_param_group_added_after_the_start() -> None:
-    """Existing state stays, bit for bit; the new parameters begin with none. As torch, on one process."""
+    """Existing state stays, bit for bit; the new parameters begin without state, as with torch in one process."""
 
     def first(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": list(model.head.parameters())}]
@@ -251,7 +253,7 @@ def test_a_param_group_added_after_the_start() -> None:
                 optimizer.zero_grad()
                 optimizer.backward(loss_of_tokens(model, rank, 0, step))
                 optimizer.step()
-                for unit in handle.engine.units:  # what no optimizer uses is discarded, as model.zero_grad() would
+                for unit in handle.engine.units:  # discard unused gradients, as model.zero_grad() would
                     unit.grads.consume(set(range(len(unit.parameters))))
             weights = expected[2 * ADDED_TO.index((optimizer_class, defaults)) + (precision != "fp32")]
             assert same_bits(handle.full_state_dict(), weights), (plan, precision, optimizer_class)
@@ -303,7 +305,8 @@ FREEZING = grid(("fp32", "bf16-remainder"), FREEZERS, PLANS, FREEZABLE)
 
 
 def test_freezing_and_unfreezing_during_training() -> None:
-    """Frozen parameters stay, with their moments, weight decay or not; afterwards they go on from there. As torch."""
+    """Frozen parameters and their moments do not change, even with weight decay, and training continues from them
+    later."""
 
     def train_and_freeze(model: nn.Module, what: str, one_step: Any) -> None:
         for step in range(4):
@@ -354,8 +357,8 @@ def test_freezing_and_unfreezing_during_training() -> None:
 
 
 def test_what_was_frozen_when_it_was_sharded_trains_once_it_requires_grad() -> None:
-    """As in torch: it was in the optimizer all the time, or comes with `add_param_group`. The first linear layer is
-    frozen for one step, its bias for one more."""
+    """As in torch, the parameters are in the optimizer from the start, or are added with `add_param_group`. The first
+    linear layer is frozen for one step, its bias for one more."""
 
     def unfreeze(model: nn.Module, optimizer: Any, step: int, by_group: bool) -> None:
         for name, when in (("weight", 1), ("bias", 2)):
@@ -430,7 +433,7 @@ def test_what_begins_to_train_at_the_wrong_time_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"between a step .* and the next forward"):  # gradients are waiting
             model(torch.ones(1, 4))
         optimizer.step()
-        optimizer.backward(model[1](model[0](torch.ones(1, 4))).sum())  # the model itself was not called
+        optimizer.backward(model[1](model[0](torch.ones(1, 4))).sum())  # without a call of the model itself
         with pytest.raises(RuntimeError, match="was frozen when the model was called last") as error:
             optimizer.step()
         optimizer.zero_grad()
@@ -442,7 +445,7 @@ def test_what_begins_to_train_at_the_wrong_time_is_refused() -> None:
 
 
 def test_a_group_of_another_models_parameters_is_refused() -> None:
-    """They were taken without a word, and never stepped."""
+    """Such parameters once were accepted and never stepped."""
 
     def check(rank: int) -> None:
         first, second, plain = (make(lambda: nn.Linear(4, 4)) for _ in range(3))
@@ -462,7 +465,8 @@ def test_a_group_of_another_models_parameters_is_refused() -> None:
 
 
 def test_options_of_the_classes() -> None:
-    """Tensor learning rates round as numbers do here. (foreach, amsgrad and nesterov: `test_precisions.py`.)"""
+    """A tensor as learning rate gives the same bits as a number. (foreach, amsgrad and nesterov:
+    `test_precisions.py`.)"""
     jobs = {
         "maximize": Job(defaults={**ADAMW, "maximize": True}, steps=3),
         "tensor lr": Job(defaults={**ADAMW, "lr": torch.tensor(0.01)}, steps=3),
@@ -518,8 +522,8 @@ STATE_CASES = grid(("to a plain one", "from a plain one"), PLANS, [*ELEMENTWISE,
 
 
 def test_state_goes_to_a_plain_optimizer_and_back() -> None:
-    """Two steps sharded and two plain, two plain and two sharded: the bits of four plain ones. In one group each with
-    options of its own, so that keys differ between parameters (amsgrad)."""
+    """Two sharded steps then two plain ones, and the reverse, give the bits of four plain steps. The groups have
+    different options (amsgrad), so that the keys of state differ between parameters."""
 
     def build(name: str, of: Any, model: nn.Module) -> Any:
         optimizer_class, options = ELEMENTWISE.get(name, (Lion, {"lr": 1e-2}))
@@ -623,9 +627,9 @@ def low_bit_steps(rank: int, model: nn.Module, optimizer: Any, steps: range) -> 
 
 @pytest.fixture
 def low_bit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torchao's optimizers; their kernel runs as it is written (compiling it takes a minute)."""
+    """torchao's optimizers; their kernel is not compiled (compiling takes a minute)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+        warnings.simplefilter("ignore")  # torchao's own
         module = pytest.importorskip("torchao.optim")
     if not os.environ.get("ZEROSHARD_TEST_EVERYTHING"):
         monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -634,8 +638,8 @@ def low_bit(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_low_bit_state_is_the_same_in_every_plan_and_as_small_as_it_says(low_bit: Any) -> None:
-    """Blocks of elements share a scale: shards are multiples of 256, so no block is cut, and the plans agree bit for
-    bit. 8 bits: per element 2 x 1 byte, and 2 x 4 bytes per block of 256."""
+    """Blocks of elements share a scale. Shards are multiples of 256 elements, so no block is cut, and the plans agree
+    bit for bit. State of 8 bits takes 2 x 1 byte per element, and 2 x 4 bytes per block of 256."""
 
     def check_class(rank: int, name: str) -> None:
         results = []
@@ -663,8 +667,8 @@ def test_low_bit_state_is_the_same_in_every_plan_and_as_small_as_it_says(low_bit
 
 @pytest.mark.filterwarnings("ignore")
 def test_low_bit_state_is_saved_loaded_and_cut_without_growing(low_bit: Any) -> None:
-    """Saved as fp32 values, held in 8 bits again; the run goes on bit for bit. Freezing one of the biases cuts a piece,
-    and its state with it."""
+    """State is saved as fp32 values and quantised again when it is loaded; training continues with the same bits.
+    Freezing one of the biases cuts a piece, and its state as well."""
 
     def check(rank: int) -> None:
         results = []

@@ -1,4 +1,5 @@
-"""The contract: at one world size and one reduction schedule, every plan computes the same bits, and the right ones."""
+"""At one world size and one reduction schedule, every plan computes the same bits, and they are those of one
+process."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ MODELS = [partial(Net, blocks=1, tied=tied) for tied in (False, True)]
 UNITS = [Block, 4000]  # by class, by bytes
 
 TOLERANCE = {"fp32": CANCELLED, "bf16": 2.0**-6}
-"""Where a sum is taken in another order, or `fused` treats a vector's tail its own way. A bf16 weight may round to its
-neighbour."""
+"""For sums in another order, and for `fused`, which rounds the last elements of a vector differently. A bf16 weight may
+round to its neighbour."""
 
 
 JOBS = grid(OPTIMIZERS, SCHEDULES, ("fp32", "bf16"), (1, 2, 3, 4))
@@ -140,7 +141,7 @@ def test_where_sums_are_exact_every_schedule_is_the_reference_bit_for_bit(num_ra
 
 
 def perturbed(model: torch.nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> torch.Tensor:
-    """As `loss_of_tokens`, but the last of three ranks sees another batch in one step."""
+    """`loss_of_tokens`, but with another batch on the last of three ranks in one step."""
     return loss_of_tokens(model, rank, micro_batch, step + (100 if (rank, step) == (2, 1) else 0), micro_batches)
 
 
@@ -156,7 +157,7 @@ def test_one_other_batch_on_one_rank_is_seen() -> None:
 
 @pytest.mark.by_gloo
 def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank's term first: plans agree among themselves, not with the truth."""
+    """With the last rank's term first, plans still agree with each other, but not with the reference."""
 
     def last_first(own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int) -> None:
         *others, last = [*received[:rank], own, *received[rank:]]
@@ -174,7 +175,8 @@ def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_plans_step_the_same_vectors() -> None:
-    """What the sharded ranks step, one after the other, is what a rank that steps everything does."""
+    """The pieces that the ranks of sharded plans step are, together and in order, those of a rank that steps
+    everything."""
 
     def pieces(rank: int, plan: Plan) -> list[tuple[str, Interval, int]]:
         model = make(Net)

@@ -1,12 +1,12 @@
-"""Every precision, every elementwise optimizer: all plans compute one and the same, and what one process would.
+"""Every precision with every elementwise optimizer: all plans compute the same bits, and those of one process.
 
 | gradients are reduced     | model      | compared with the reference                                         |
 |---------------------------|------------|---------------------------------------------------------------------|
 | once per step             | a network  | bit for bit: the same additions in the same order                   |
 | at every micro-batch      | `Counting` | bit for bit: integer gradients, so that the order does not matter   |
 
-`fused=True` alone gets a tolerance: its kernel rounds the tail of a vector in another way than the body, and the
-reference's vectors (whole parameters) end elsewhere than the engine's pieces.
+Only `fused=True` has a tolerance: its kernel rounds the last elements of a vector differently, and the reference's
+vectors (whole parameters) end at other elements than the engine's pieces.
 """
 
 from __future__ import annotations
@@ -74,15 +74,16 @@ def job_of(schedule: str, **options: Any) -> Job:
 
 
 def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
-    """fp16 grows at every second step, until it overflows and skips; the others have none, or a constant one."""
+    """For fp16 a scale that grows at every second step, until a step overflows and is skipped; else none or a constant
+    one."""
     if precision.startswith("fp16"):
         return DynamicScale(init=2.0**18, growth_interval=1, max_skips=None)
     return ConstantScale(2.0**10) if index % 3 == 0 else None
 
 
 CASES = grid(PRECISIONS, ELEMENTWISE, SCHEDULES, PLANS, (2, 3))
-"""The one table of precision x optimizer x schedule x plan x ranks. Each case is compared with one process, bit for
-bit, and so needs no other plan beside it."""
+"""The grid of precision x optimizer x schedule x plan x ranks. Each case is compared to one process, bit for bit, so
+plans need not be compared to each other."""
 
 
 def job_for(name: str, key: str, schedule: str) -> Job:
@@ -117,8 +118,8 @@ FUSED_CASES = grid(FUSED, ("fp32", "bf16-remainder"), (2, 3))
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_fused_kernels_see_the_same_vectors_in_every_plan(num_ranks: int) -> None:
-    """Against the reference: the last bits where a vector's tail lies. A 16-bit weight may then be rounded to its
-    neighbour (2^-8 of a weight of 1), its fp32 main may not differ by more."""
+    """Results differ from the reference in the last bits at the ends of vectors. A 16-bit weight may then round to its
+    neighbour (2^-8 for a weight of 1); fp32 main may not differ by more."""
     matrix = [
         job_of("one", optimizer=optimizer, defaults={**defaults, "fused": True}, precision=precision)
         for optimizer, defaults, precision in (
@@ -134,11 +135,11 @@ def test_fused_kernels_see_the_same_vectors_in_every_plan(num_ranks: int) -> Non
     expect_logs_of_ranks(found)
 
 
-# A narrow wire --------------------------------------------------------------------------------------------------------
+# Wire dtypes that are narrower than gradients -------------------------------------------------------------------------
 
 
 def reduced_gradients(rank: int, precision: MixedPrecision) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Per plan: each unit's own shard of the reduced gradient, and this rank's term of the whole."""
+    """For each plan: each unit's own shard of the reduced gradient, and this rank's term of the full gradient."""
     results = []
     for plan in PLANS:
         torch.manual_seed(0)
@@ -164,8 +165,8 @@ def reduced_gradients(rank: int, precision: MixedPrecision) -> list[tuple[list[t
 
 
 def test_16_bits_on_the_wire_and_sums_in_fp32() -> None:
-    """What a rank receives has been rounded to the wire's dtype, its own term has not; sums are fp32, in rank order,
-    and become the mean."""
+    """Received terms have been rounded to the wire dtype, the own term has not; sums are in fp32, in rank order, and
+    are divided to the mean."""
     every = run_ranks(lambda rank: {name: reduced_gradients(rank, of) for name, of in NARROW_WIRES.items()}, 3)
     for name, plan, owner in itertools.product(NARROW_WIRES, range(len(PLANS)), range(3)):
         of_ranks = [of_rank[name][plan] for of_rank in every]
@@ -180,8 +181,8 @@ def test_16_bits_on_the_wire_and_sums_in_fp32() -> None:
 
 
 def test_a_narrow_wire_is_the_same_in_every_plan_and_halves_the_bytes() -> None:
-    """Against fp32 on the wire: each foreign term is off by at most 2^-9 of itself, and so is a plain SGD step. Each
-    plan is compared with itself in one or two of the six cases, DDP in all of them."""
+    """Compared to fp32 on the wire, each foreign term differs by at most 2^-9 of itself, and so does a plain SGD step.
+    Each plan is compared in one or two of the six cases, DDP in all of them."""
     cases = list(itertools.product((False, True), NARROW_WIRES.values()))
 
     def check(rank: int) -> list[list[Outcome]]:
@@ -202,7 +203,7 @@ def test_a_narrow_wire_is_the_same_in_every_plan_and_halves_the_bytes() -> None:
             expect_identical(by_plan)
             for number in (0, 1 + index % 3):
                 one, full = by_plan[number], train(wide, PLANS[number], rank)
-                exact = every and precision.param == BF16  # each term is one 16-bit gradient: nothing to round
+                exact = every and precision.param == BF16  # each term is a 16-bit gradient: no rounding
                 assert same_bits(one.main, full.main) == exact
                 assert largest_difference(one.main, full.main) < 2 * 0.1 * 2**-8
                 assert 2 * one.log.bytes("reduce_scatter") == full.log.bytes("reduce_scatter") > 0
@@ -217,7 +218,7 @@ def test_a_narrow_wire_is_the_same_in_every_plan_and_halves_the_bytes() -> None:
 
 
 class WithFp32Norms(Net):
-    """bf16 but for its norms, which compute in fp32 whatever they are given."""
+    """bf16, except for its norms, which compute in fp32 for inputs of any dtype."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1)
@@ -254,7 +255,7 @@ def test_inputs_are_cast_where_the_engine_changed_the_dtype_and_only_there() -> 
 
 
 def test_another_hyper_parameter_is_seen() -> None:
-    """Parity would mean little if the runs could not tell small things apart."""
+    """The comparison detects small changes of hyper-parameters."""
     changes: tuple[dict[str, Any], ...] = ({"lr": 1.001e-2}, {"betas": (0.9, 0.9991)}, {"eps": 1.1e-8})
 
     def check(rank: int) -> None:
@@ -267,15 +268,15 @@ def test_another_hyper_parameter_is_seen() -> None:
 
 
 def test_every_precision_computes_something_else() -> None:
-    """The rows of the matrix are different computations. (A remainder is left out: it differs from a master in the
-    rounding of ties alone, and these few steps meet none.)"""
+    """Each precision gives another result. (Except the remainder: it differs from fp32 main only in the rounding of
+    ties, which do not occur in these few steps.)"""
     precisions = [p for name, p in (PRECISIONS | NARROW_WIRES).items() if "remainder" not in name]
 
     def check(rank: int) -> list[Outcome]:
         jobs = [Job(precision=precision, steps=2, micro_batches=3) for precision in precisions]
         return [train(job, zeroshard.ZERO3, rank) for job in jobs]
 
-    outcomes = run_ranks(check, 3)[0]  # on two the sum of two terms is rounded once, in whichever dtype it is taken
+    outcomes = run_ranks(check, 3)[0]  # on two ranks the one sum is rounded once in any dtype
     for i, one in enumerate(outcomes):
         for other in outcomes[:i]:
             assert not same_bits(one.main, other.main)

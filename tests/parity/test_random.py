@@ -1,8 +1,8 @@
-"""Random models, random loops: small graphs of modules with shared, frozen, unused and rank-dependent parts.
+"""Random models and loops: small graphs of modules with shared, frozen, unused and rank-dependent parts.
 
 Each case is a seed. It draws a model (layers of odd widths, some shared, some in a sub-module, some frozen, some that
 nothing uses), units, a plan, a precision, an optimizer, micro-batches and their schedule, and for each rank, step and
-micro-batch which branches are taken. What one process computes must come out, bit for bit, on every rank.
+micro-batch which branches are taken. Every rank must get the bits of one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_CASES, IN_A_FORK = (500 if EVERYTHING else 50, 25)
 
 
 class Layer(nn.Module):
-    """A square map of odd width, with a gate that a forward may leave out."""
+    """A square linear layer of odd width, with a gate that a forward may skip."""
 
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def differences(seeds: list[int], num_ranks: int) -> list[str]:
 
 @settings(
     max_examples=NUM_CASES // IN_A_FORK,
-    phases=[Phase.generate],  # the failing seeds are named; to shrink a list of them takes long
+    phases=[Phase.generate],  # no shrinking: the error names the failing seeds
     database=None,
 )
 @given(
@@ -159,13 +159,14 @@ def test_random_models_train_as_in_one_process(seeds: list[int], num_ranks: int)
 
 @pytest.mark.parametrize(("num_ranks", "seed"), [(3, 259), (2, 296)])
 def test_what_once_failed(num_ranks: int, seed: int) -> None:
-    """259: a rank that missed a gradient waited for the next gather, its peers for its part of the reduction. 296: a
-    module with a frozen unit beside a trainable one looked ahead, and gave away the place of the other."""
+    """Seed 259: a rank without a gradient waited for the next gather, and its peers waited for its part of the
+    reduction. Seed 296: a module with a frozen and a trainable unit prefetched, and evicted its other unit from the
+    pool buffer."""
     assert not differences([seed], num_ranks)
 
 
 def test_a_wrong_result_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: one rank's data are another's, and most cases differ."""
+    """The negative control: with another rank's data on one rank, most cases differ."""
 
     def other(model: Any, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
         rank = 0 if torch.distributed.is_initialized() and torch.distributed.get_world_size() == 2 else rank

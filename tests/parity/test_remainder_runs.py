@@ -1,8 +1,8 @@
-"""The 16-bit remainder in training: its master is the fp32 master, bit for bit, and so is a whole run.
+"""Main as bf16 weight and 16-bit remainder equals fp32 main, bit for bit, and so do whole runs.
 
-A master rounds its weights to even; a remainder rounds exact ties away from zero. Given the same gradients the two
-masters cannot differ. Given a model that computes with its weights they differ where a tie was met: so the whole run is
-compared with a master that rounds as the remainder does.
+With fp32 main, weights round ties to even; with a remainder, away from zero. If gradients do not depend on the weights,
+main is the same in both. In a real model results differ after a tie, so whole runs are compared to fp32 main whose
+weights are rounded as with a remainder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Given(torch.nn.Module):
-    """Its gradient is what it is given, whatever its weights are."""
+    """A model whose gradient is its input, whatever its weights are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Given(torch.nn.Module):
 def masters(
     rank: int, plan: Any, name: str, precisions: tuple[Any, ...], steps: int = STEPS
 ) -> tuple[list[list[dict[str, Tensor]]], list[Any]]:
-    """[precision][moment] -> main, now and then during the run."""
+    """[precision][moment] -> main at some steps of the run."""
     optimizer_class, defaults = OPTIMIZERS[name]
     result, logs = [], []
     for precision in precisions:
@@ -92,7 +92,7 @@ def test_the_master_is_bit_identical_step_by_step_on_the_same_gradients(name: st
 
 
 def test_a_lost_carry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: weights truncated, as a first guess would have it, lose the sign of the remainder."""
+    """The negative control: with weights truncated instead of rounded, the carry from the remainder is lost."""
 
     def truncate(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         bits = master.view(torch.int32)
@@ -111,7 +111,7 @@ def test_a_lost_carry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_ties_away(self: MainWeights, piece: Interval, value: Tensor) -> None:
-    """`MainWeights.write` of an fp32 master, but for the rounding."""
+    """`MainWeights.write` for fp32 main, with ties rounded away from zero."""
     assert self.extra is not None and self.extra.dtype == torch.float32
     self.weights[piece.relative_to(self.interval.start).slice].copy_(nearest_bf16_ties_away(value))
 
@@ -141,7 +141,7 @@ def run(
 
 
 def on_a_grid() -> Net:
-    """Weights that are bf16 numbers plus exactly half a step: each of them a tie, so that the rounding is seen."""
+    """All weights are ties (bf16 numbers plus exactly half a step), so that the rounding of ties matters."""
     model = Net(blocks=1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -182,8 +182,8 @@ def test_a_whole_run_is_that_of_a_master_with_the_same_rounding(name: str, monke
 
 
 def test_first_weights_on_a_tie_are_the_masters_in_every_plan() -> None:
-    """Weights were once filled with ties to even after main had been split with ties away: a master on a tie began one
-    bf16 step off, and a tie next to zero (a bias of 2^-134, say) as NaN."""
+    """Initial weights once were rounded with ties to even while main was split with ties away from zero. Then main on a
+    tie began one bf16 step off, and a tie next to zero (a bias of 2^-134, say) as NaN."""
 
     def check(rank: int) -> None:
         expected = make(on_a_grid).state_dict()
@@ -201,7 +201,7 @@ def test_first_weights_on_a_tie_are_the_masters_in_every_plan() -> None:
 
 
 def test_the_remainder_is_where_it_should_be() -> None:
-    """2 bytes beside each weight of the own interval, and no fp32 copy anywhere between steps."""
+    """Remainders take 2 bytes for each weight of the own shard, and there is no fp32 copy between steps."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

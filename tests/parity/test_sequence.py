@@ -1,4 +1,5 @@
-"""The picture of the sharded optimizer as a test: 16 elements, 4 ranks, 4 elements each, from gradients to weights.
+"""A step of the sharded optimizer in a small example: 16 elements on 4 ranks, 4 elements each, from gradients to
+weights.
 
 gradients   16 fp16 on every rank, all different
    | reduce-scatter                   4 reduced ones on each rank, in place
@@ -41,7 +42,7 @@ def gradient(rank: int) -> Tensor:
 
 
 def updated() -> tuple[Tensor, Tensor]:
-    """What 16 elements should be after the step, by plain torch on one process: fp32 main, fp16 weights."""
+    """fp32 main and fp16 weights of the 16 elements after the step, computed by plain torch in one process."""
     main = nn.Parameter(START.clone())
     main.grad = sum(gradient(rank).float() for rank in range(4)) / 4
     torch.optim.AdamW([main], lr=0.5, foreach=False).step()
@@ -77,7 +78,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     value.grad = main_grad / 4
     torch.optim.AdamW([value], lr=0.5, foreach=False).step()
     assert torch.equal(main.extra, expected_main[own.slice])
-    assert torch.equal(weights.full, START.to(FP16))  # nobody has seen it yet
+    assert torch.equal(weights.full, START.to(FP16))  # not gathered yet
 
     main.write(own, value)
     assert torch.equal(weights.full[own.slice], expected_weights[own.slice])

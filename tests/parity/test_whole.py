@@ -1,7 +1,7 @@
-"""Optimizers that look at whole parameters, at their owners: one process's bits in every plan, and what it costs.
+"""Optimizers of whole parameters, stepped by owners: the bits of one process under every plan, and the costs.
 
-An owner steps the whole parameter, in its own shape, with the gradient that one process would have: nothing is computed
-in another way, so the comparison with the reference is bit for bit, Newton-Schulz iterations included.
+An owner steps the whole parameter, in its own shape, with the full gradient. The computation is that of one process, so
+the comparison with the reference is bit for bit, including Newton-Schulz iterations.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PRECISIONS = {
 
 
 class Matrices(nn.Module):
-    """Muon takes matrices alone: five of them, of very different cost."""
+    """Five matrices of very different cost, as Muon takes matrices only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,12 +129,12 @@ def test_more_ranks_than_matrices() -> None:
 
 
 def test_stepping_pieces_instead_is_seen() -> None:
-    """The negative control: each of them declared elementwise gives other weights, and says so against one process."""
+    """The negative control: each class, wrongly declared elementwise, gives other weights than one process."""
 
     def check(rank: int) -> None:
         for name, (optimizer, defaults) in WHOLE.items():
             if name == "muon":
-                continue  # refuses flat pieces by itself
+                continue  # Muon itself refuses flat pieces
             whole = train(Job(optimizer, defaults), zeroshard.ZERO2, rank)
             cut = train(Job(optimizer, {**defaults, "elementwise": True}), zeroshard.ZERO2, rank)
             assert not same_bits(whole.weights, cut.weights), name
@@ -216,7 +216,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_in_one_optimizer(num_ranks: in
 
 
 def test_owners_are_balanced_longest_first() -> None:
-    """Graham's bound: no rank has more than 4/3 of the least possible maximum; checked against all assignments."""
+    """Graham's bound: no rank has more than 4/3 of the smallest possible maximum, found by trying all assignments."""
     for costs in ([7, 5, 4, 3, 3, 2], [9, 9, 1, 1, 1], [5], [2, 2, 2, 2], [8, 7, 6, 5, 4]):
         for ranks in (1, 2, 3):
             owners = balance(costs, ranks)
@@ -226,7 +226,7 @@ def test_owners_are_balanced_longest_first() -> None:
                 for of in itertools.product(range(ranks), repeat=len(costs))
             )
             assert best <= found <= 4 / 3 * best
-    costs = [5, 1, 5, 1, 5, 1]  # the negative control: in turn, one rank gets all the large ones
+    costs = [5, 1, 5, 1, 5, 1]  # the negative control: round-robin gives one rank all large ones
     owners = balance(costs, 2)
     assert sum(costs[0::2]) > max(sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(2))
 
@@ -262,9 +262,9 @@ def measure(rank: int, plan: Any, precision: Any, optimizer: Any, **defaults: An
 
 
 def test_extra_communication_and_state() -> None:
-    """Per rank, with Ψ elements and d ranks of balanced owners, in fp32 on the wire: the gradient of each fragment that
-    the rank does not own goes to its owner, and the stepped value comes back: 2 Ψ/d (d-1)/d. Before the first step the
-    value goes there, too. State is stored once: all ranks together hold what one process does."""
+    """With Ψ elements, d ranks, balanced owners and fp32 on the wire, each rank sends the gradients of fragments that
+    it does not own to their owners, and owners send stepped values back: 2 Ψ/d (d-1)/d. Before the first step the
+    values of the fragments are sent, too. State is stored once: all ranks together hold as much as one process."""
     num_ranks = 3
     cases = list(itertools.product(PLANS, ("fp32", "bf16", "bf16-remainder")))
     sgd = {"lr": 0.01, "momentum": 0.9}
@@ -296,7 +296,7 @@ OWNED_CASES = grid(PLANS, ("fp32", "bf16", "bf16-remainder"), (1, 2, 3))
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_bytes_of_owners_are_exact_and_planned(num_ranks: int) -> None:
-    """Muon for matrices, AdamW for the rest: main and state of what a rank owns, and the scratch of their travels."""
+    """Muon for matrices, AdamW for the rest: main and state of owned parameters, and the scratch of their exchange."""
 
     def check(rank: int) -> None:
         for plan, precision in at(OWNED_CASES, num_ranks):
@@ -327,7 +327,7 @@ def test_bytes_of_owners_are_exact_and_planned(num_ranks: int) -> None:
 
 
 def test_weights_set_from_outside_reach_the_owners() -> None:
-    """Owners keep main from step to step: what is loaded or written between two steps must replace it."""
+    """Owners keep main from step to step: values that are loaded or written between two steps must replace it."""
 
     def run(rank: int, plan: Any, precision: Any, change: bool) -> tuple[State, int]:
         model = make(big_matrices)
@@ -352,7 +352,7 @@ def test_weights_set_from_outside_reach_the_owners() -> None:
             changed, sent = run(rank, plan, precision, True)
             unchanged, sent_less = run(rank, plan, precision, False)
             assert sent >= sent_less if plan is zeroshard.DDP else sent > sent_less
-            for name, value in start.items():  # a step of Muon moves by little: each run is near what it started from
+            for name, value in start.items():  # Muon's steps are small: each run stays near its start
                 step = (changed[name] - 2 * value).abs().max()
                 assert step < 0.05 < (unchanged[name] - 2 * value).abs().max(), (plan, precision, name)
 
@@ -366,10 +366,10 @@ STATE_CASES = grid(WHOLE, ("to a plain one", "from a plain one"), PLANS)
 
 
 def test_state_goes_to_a_plain_optimizer_and_back() -> None:
-    """A sharded run of two steps, continued by a plain optimizer; and the other way round: the same bits at step 4."""
+    """A sharded run of two steps, continued by a plain optimizer, and the reverse, give the same bits at step 4."""
 
     def batch(model: nn.Module, step: int) -> Tensor:
-        return loss_of_tokens(model, 0, 0, step)  # one batch for all: the mean over two equal ranks is exact
+        return loss_of_tokens(model, 0, 0, step)  # the same batch on all ranks: the mean over two is exact
 
     def plain(name: str, model: nn.Module, state: Any, steps: range) -> dict[str, Any]:
         optimizer_class, defaults = WHOLE[name]
@@ -422,7 +422,8 @@ def test_state_goes_to_a_plain_optimizer_and_back() -> None:
 
 
 def test_what_the_class_refuses_it_refuses_on_every_rank() -> None:
-    """Muon found a vector on the rank that would have owned it, and the others went on to wait for that rank."""
+    """Once Muon refused a vector only on the rank that would have owned it, and the other ranks waited for that
+    rank."""
 
     def check(rank: int) -> str:
         model = make(lambda: nn.Linear(40, 40))

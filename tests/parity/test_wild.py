@@ -1,14 +1,14 @@
-"""Random models, random loops, with all that users do between the lines: each is as in one process, or refused.
+"""Random models and loops, with everything that users do between steps: each one equals one process, or is refused.
 
 Each case is a seed. It draws a model (0-dimensional and tied parameters, lists of parameters that their parent reads,
 nested units, blocks that return their input, checkpoints of both kinds, hooks from before and after `shard`), a plan,
 units, an optimizer, and a loop: micro-batches and their schedule, branches that differ between ranks and steps, batches
 of different sizes weighted by their number of samples, evaluation, freezing and unfreezing, writing to weights,
 gradients edited, discarded, clipped and set by hand. One process runs the same loop on the mean of all ranks' losses.
-In fp64, so that the order of sums does not matter: what differs, differs by more than rounding.
+Everything is in fp64, so that real differences are much larger than rounding.
 
-A case may be refused, on every rank and for a reason that is documented: under ZERO3 ranks must run the same units, and
-a weight that is read while no module of its unit runs raises.
+A case may be refused, on every rank and for a documented reason: under ZERO3 ranks must run the same units, and reading
+a weight while no module of its unit runs raises.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ DOCUMENTED = re.compile(
     "got a second gradient in one backward"
 )
 LEFT_ALONE = re.compile("Timed out waiting|Connection closed by peer|Connection reset by peer")
-"""On ranks that wait for the one that refuses (in a run of its own that would end, and the others say so)."""
+"""Errors of ranks that wait for a rank that has refused. (In a real run that rank would end, and the watch report
+it.)"""
 NUM_CASES = 2000
 IN_A_FORK = 50
 TOLERANCE = 1e-8
@@ -115,7 +116,7 @@ class Model(nn.Module):
         self.last = nn.Linear(width, 4, bias=False)
         if draw.random() < 0.3:
             self.last = nn.Linear(4, width, bias=False)
-            self.last.weight = self.first.weight  # tied, used the other way round
+            self.last.weight = self.first.weight  # tied, transposed
         self.tied = self.last.weight is self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class Model(nn.Module):
 
 
 def remember(module: nn.Module, args: Any) -> None:
-    """A hook from before `shard` that reads the weights."""
+    """A hook, registered before `shard`, that reads the weights."""
     module.factor = 1 / (1 + module.map.weight.detach().norm())
 
 
@@ -135,7 +136,7 @@ def use(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class Run:
-    """One loop, sharded (one rank), or plain (all ranks in one process)."""
+    """One loop, either sharded (as one rank), or plain (all ranks in one process)."""
 
     def __init__(self, seed: int, rank: int | None, num_ranks: int) -> None:
         self.draw = draw = random.Random(seed)  # draws the same on every rank, and in one process
@@ -158,10 +159,10 @@ class Run:
         adam = draw.random() < 0.5
         options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3} if adam else {"lr": 0.05, "momentum": 0.9}
         cls: Any = torch.optim.AdamW if adam else torch.optim.SGD
-        limit = timedelta(seconds=30)  # for ranks that wait for one that refuses, and goes on with the next case
+        limit = timedelta(seconds=30)  # ranks may wait for a rank that has refused and gone on to the next case
         group = (
             None if rank is None else dist.new_group(list(range(num_ranks)), limit)
-        )  # what is refused leaves no trace
+        )  # so that a refusal leaves no trace
         self.handle = None if rank is None else zeroshard.shard(self.model, plan, units=units, mesh=group)
         of_model = draw.random() < 0.5
         if self.handle is None:
@@ -219,7 +220,7 @@ class Run:
             weighted = draw.random() < 0.2
             if weighted:
                 local, micro_batches = False, 1
-            if draw.random() < 0.15:  # a batch that is thrown away
+            if draw.random() < 0.15:  # a discarded batch
                 self.backward(step + 50, 0, 1, False)
                 self.discard()
             for micro_batch in range(micro_batches):
@@ -246,7 +247,7 @@ class Run:
                 parameter.grad = None
 
     def touch(self, step: int) -> None:
-        """What users do between backward and step."""
+        """Random actions of a user between backward and step."""
         draw, model = self.draw, self.model
         parameters = [p for p in model.parameters() if p.requires_grad]
         what = draw.choice(["nothing", "nothing", "clip", "clip one", "value", "scale", "drop", "set", "ours"])
@@ -300,17 +301,17 @@ def sharded(rank: int, seeds: list[int], num_ranks: int) -> list[Any]:
 
 
 def ran_other_units(of_ranks: list[Any]) -> bool:
-    """In forward under ZERO3, on some rank. (All wait for one another then, and these run without the watch that would
-    say so.)"""
+    """Whether, by their logs, ranks gathered different units in forward under ZERO3. (Ranks may then wait for each
+    other: these runs have no watch that would detect it.)"""
     gathered = {tuple(e.unit for e in log.entries if e.phase == "forward") for *_, log in of_ranks if log is not None}
     return "zero3" in of_ranks[0][0] and len(gathered) > 1
 
 
 def compare(seeds: list[int], num_ranks: int) -> Counter[str]:
-    """How many are equal, and how many refused.
+    """The numbers of cases that are equal and that are refused.
 
     Raises:
-        AssertionError: those that differ, or were refused for another reason, with their seeds.
+        AssertionError: names the seeds of cases that differ, or were refused for another reason.
     """
     expected = run_ranks(plain, 1, seeds, num_ranks, timeout=600, collective_timeout=60)[0]
     found = run_ranks(sharded, num_ranks, seeds, num_ranks, timeout=600, collective_timeout=60)
@@ -360,20 +361,20 @@ def test_wild_loops_do_as_in_one_process(seeds: list[int], num_ranks: int) -> No
 
 
 THROWN_AWAY = [535, 1323, 1420]
-"""DDP and units that no rank used, in a batch that is thrown away: nothing of them is in `p.grad`, so nothing said that
-they were discarded as well, and the losses that came next, with weights, were refused beside those thrown away."""
+"""DDP, and a discarded batch in which no rank used some units. As `p.grad` was None for these units, their gradients
+were not discarded, and the next losses, with weights, were refused because unweighted ones seemed to be waiting."""
 
 
 def test_what_once_failed() -> None:
-    """ZERO3, layers in a reentrant checkpoint, one of which gives one rank no gradient: that rank asked for the weights
-    of the layers before, and the others, who had to give theirs, waited for it to reduce that layer."""
+    """ZERO3, layers in a reentrant checkpoint, one of which has no gradient on one rank: that rank waited for the
+    weights of the layers before, and the others waited for it to reduce that layer."""
     three = [
         565,
-        576,  # there the layer came after a checkpoint that another one was inside of
+        576,  # the layer came after a checkpoint that contained another one
     ]
     two = [
-        1711,  # there it waited for the others to read what it had reduced before
-        742,  # there both layers gave none, and only the end of backward came to them
+        1711,  # the rank waited for the others to read an earlier reduction
+        742,  # neither layer had a gradient; only the end of backward reduced them
         *THROWN_AWAY,
     ]
     assert compare(three, 3)["equal"] == len(three)

@@ -1,4 +1,5 @@
-"""What a micro-batch holds is traced without values: to the byte as operators make it, and close to the allocator."""
+"""Tracing the memory of a micro-batch on the meta device gives the bytes that the operators allocate exactly, and those
+of the allocator closely."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def allocated(work: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator has given out at once, above the start."""
+    """The peak of the bytes that torch's allocator has allocated during `work`."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     found: Any = profiler.profiler
@@ -92,7 +93,8 @@ def drop_gradients(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_trace_is_what_real_tensors_take(recompute: bool) -> None:
-    """The same counting with values gives the same bytes, and the allocator's differ by what kernels take."""
+    """The same counting with real tensors gives the same bytes; the allocator's bytes differ by the temporaries of
+    kernels."""
     traced, model = trace(recompute), make(Model)
     drop_gradients(model)
     if recompute:
@@ -123,7 +125,8 @@ def test_modules_and_precisions() -> None:
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3"])
 def test_the_peak_of_a_step(plan: str) -> None:
-    """Engine, activations and inputs, as rank 0 of 8: within 10 per cent of what the allocator has given out."""
+    """Engine, activations and inputs, as rank 0 of 8: within 10 per cent of the bytes that the allocator has
+    allocated."""
 
     def check(rank: int) -> None:
         dist.destroy_process_group()
@@ -153,7 +156,7 @@ def test_the_peak_of_a_step(plan: str) -> None:
 
 
 def test_what_fits_with_activations() -> None:
-    """Recomputation is tried where it is not chosen, and the reason names what is too much."""
+    """`fit` also tries recomputation where it is not chosen, and the reason names the memory that is too large."""
     with torch.device("meta"):
         model = Model()
     given = Configuration(ranks=8, units=Wide, workload=Workload(tokens, loss_of))

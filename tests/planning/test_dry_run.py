@@ -1,4 +1,4 @@
-"""The engine as one rank of up to 1,024, alone: what it holds in each phase and what it sends is what was planned."""
+"""A dry run as one of up to 1,024 ranks, in one process: the memory of each phase and the sent bytes are as planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = grid(MESHES, PLANS, PRECISIONS, OPTIMIZERS, (1, 3), ("first", "middle", 
 
 
 def alone(check: object) -> None:
-    """In a process of its own, which is in no group."""
+    """Run `check` in a process of its own, without a process group."""
 
     def run(rank: int) -> None:
         dist.destroy_process_group()
@@ -64,7 +64,7 @@ def test_a_dry_run_holds_and_sends_what_is_planned() -> None:
 
 
 def test_another_number_of_ranks_is_not_what_is_planned() -> None:
-    """The check can fail: one rank more, and neither the bytes nor the messages are those of the plan."""
+    """The check can fail: with one rank more, neither bytes nor messages match the plan."""
 
     def check() -> None:
         with torch.device("meta"):
@@ -84,9 +84,10 @@ def test_another_number_of_ranks_is_not_what_is_planned() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit:block_size=256"])
 def test_quantised_state_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchao's classes keep of a piece depends on its size: small ones are not quantised."""
+    """The size of a piece decides whether torchao's classes quantise its state: they leave small pieces in full
+    precision."""
     torchao = pytest.importorskip("torchao.optim")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it would take a minute
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling takes a minute
     class_name, _, option = name.partition(":")
 
     def build() -> nn.Module:

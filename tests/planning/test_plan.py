@@ -1,4 +1,4 @@
-"""What is planned is what is measured, to the byte: memory by phase, the log of a step, the files of a checkpoint."""
+"""The plan equals the measurement to the byte: memory by phase, the log of a step, the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES = grid(OPTIMIZERS, PRECISIONS, SCHEDULES, PLANS, (1, 2, 3))
 
 
 class Model(Net):
-    """Tied, with buffers; `frozen`: a block in the middle trains nothing but its norm, the first one nothing."""
+    """Tied, with buffers. `frozen`: embedding and first block are frozen, and a part of a block in the middle."""
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__(tied=True, blocks=4)
@@ -73,7 +73,7 @@ class Model(Net):
 def shard(
     model: nn.Module, configuration: Configuration, mesh: Any = None, **options: Any
 ) -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
-    """As it is planned."""
+    """Shard the model, and build its optimizer, as the configuration says."""
     chosen: dict[str, Any] = {"units": configuration.units, "precision": configuration.precision, "mesh": mesh}
     handle = zeroshard.shard(model, configuration.plan, **chosen)
     (first, defaults, _), *_ = takers = OPTIMIZERS[str(configuration.optimizer)]
@@ -92,7 +92,7 @@ def shard(
 def accumulate(
     model: nn.Module, handle: Any, optimizer: Any, configuration: Configuration, step: int
 ) -> dict[str, int]:
-    """The passes of a step; returns what is held behind the first forward."""
+    """Forward and backward passes of a step; returns the memory after the first forward."""
     behind_forward: dict[str, int] = {}
     for number in range(configuration.micro_batches):
         loss = loss_of_tokens(model, configuration.rank, number, step)
@@ -106,7 +106,7 @@ def accumulate(
 
 
 def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any = None) -> tuple[Forecast, int]:
-    """Two steps under the engine, and a save. Returns what was planned, and the bytes of this rank's file."""
+    """Two steps, a save and a load. Returns the forecast, and the bytes of this rank's file."""
     planned, handle, optimizer = expect_measured(configuration, frozen, mesh)
     (folder,) = handle.engine.collectives.exchange_objects(tempfile.mkdtemp())[:1]
     num_bytes = saved_bytes(Path(folder), handle, optimizer, planned)
@@ -119,7 +119,7 @@ def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any
 def expect_measured(
     configuration: Configuration, frozen: bool = False, mesh: Any = None, **options: Any
 ) -> tuple[Forecast, zeroshard.Handle, zeroshard.ShardedOptimizer]:
-    """Two steps under the engine: each phase, and the log of the second one, are as planned."""
+    """Two steps: the memory of each phase, and the log of the second step, are as planned."""
     with torch.device("meta"):
         planned = zeroshard.plan(Model(frozen), configuration)
     model = make(partial(Model, frozen))
@@ -148,7 +148,7 @@ def expect_measured(
 
 
 def without_phase(events: Any) -> Counter[Any]:
-    """A gather for backward may have begun in forward."""
+    """Count events without their phase: a gather for backward may have begun in forward."""
     counted = Counter[Any]()
     for event, times in events.items() if isinstance(events, (dict, Counter)) else ((event, 1) for event in events):
         counted[event.op, event.unit, event.bytes] += times
@@ -156,7 +156,7 @@ def without_phase(events: Any) -> Counter[Any]:
 
 
 def saved_bytes(folder: Path, handle: Any, optimizer: Any, planned: Forecast) -> int:
-    """The rank's file is what was planned, up to the texts of random numbers; a save leaves what there was."""
+    """The size of the rank's file is as planned, up to the text of random states; a save does not change `memory()`."""
     before = handle.memory()
     zeroshard.save(folder, handle, optimizer, step=1)
     assert handle.memory() == before == vars(planned.phases["save"].held)
@@ -198,7 +198,7 @@ def test_planned_is_measured(num_ranks: int) -> None:
 
 @pytest.mark.by_gloo
 def test_what_is_frozen_is_planned() -> None:
-    """A first unit that backward does not reach, and one of which a part trains."""
+    """A first unit that backward does not reach, and a unit of which only a part trains."""
 
     def check(rank: int) -> None:
         for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
@@ -247,7 +247,7 @@ def test_it_says_at_rest_and_at_most_what_plan_memory_says() -> None:
 
 
 def test_many_ranks_and_large_models_take_no_time() -> None:
-    """Forty billion parameters, half of them at their owners; the time does not grow with the ranks."""
+    """Forty billion parameters, most of them stepped by owners; the time does not grow with the number of ranks."""
     model, start = on_meta(width=20_000, blocks=100), time.process_time()
     for ranks in (64, 16_384):
         options = Configuration(ranks=ranks, precision="bf16", optimizer="Muon+AdamW", units=nn.Linear)
@@ -311,7 +311,7 @@ def test_bad_input() -> None:
 
 
 class Squares(torch.optim.Optimizer):
-    """Keeps a matrix for each dimension of a matrix: what that is for other shapes, no trial says."""
+    """Keeps a square matrix as state: a trial step with one shape does not tell the size for other shapes."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

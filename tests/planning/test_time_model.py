@@ -1,4 +1,4 @@
-"""The time of a step, by a model: small cases that can be worked out by hand."""
+"""The modelled time of a step, in small cases that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def time(plan: str, machine: Machine | str = SLOW, tokens: int = 1000, **options
 
 UNIT = 256 * 256
 SECONDS = UNIT * 4 * 3 / 4 / 1e6
-"""To gather a unit, or to reduce it."""
+"""The time of one gather or reduction of a unit."""
 
 
 def test_compute_and_messages_by_hand() -> None:
     found = time("zero3")
     assert found.compute == pytest.approx(6 * 4 * UNIT * 1000 / 1e9)
-    gathers = 4 + 2  # in backward two of four are still there
+    gathers = 4 + 2  # two of the four units are still gathered in backward
     assert found.communication == pytest.approx((gathers + 4) * SECONDS, rel=0.01)
     assert found.total == found.compute + found.update + found.exposed
 
 
 def test_what_nothing_hides() -> None:
-    """Messages that take longer than all computation: only that hides, and a first gather and a last reduction do not
-    hide behind anything; nor does the exchange of the step, 6 kB."""
+    """Where messages take longer than the computation, only the time of the computation hides them. In any case the
+    first gather, the last reduction and the control exchange of the step (6 kB) are exposed."""
     slow = time("zero3", tokens=1)
     assert slow.exposed == pytest.approx(slow.communication, rel=0.6) and slow.exposed < slow.communication
     quick = time("zero3", tokens=1_000_000)

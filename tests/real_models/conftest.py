@@ -1,4 +1,4 @@
-"""Nothing is downloaded: the hub's client reads this when it is imported."""
+"""Prevents downloads: the hub's client reads this variable when it is imported."""
 
 import os
 

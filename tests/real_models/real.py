@@ -1,4 +1,5 @@
-"""Small `transformers` models with random weights, and a loss for each on data that no two ranks and steps share."""
+"""Small `transformers` models with random weights, each with a loss on data that differ on every rank and in every
+step."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def llama() -> nn.Module:
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    """The head is the embedding."""
+    """The head is tied to the embedding."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 3, "n_head": 3, "n_positions": 32}
     special = {"pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
@@ -61,7 +62,7 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
 
 def bert(dropout: float = 0.0) -> nn.Module:
-    """The head's matrix is the embedding, and its bias has two names."""
+    """The head's matrix is tied to the embedding, and its bias has two names."""
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     return hf.BertForMaskedLM(hf.BertConfig(**TEXT, **rates, num_hidden_layers=3, num_attention_heads=3))
 
@@ -72,13 +73,13 @@ def t5(dropout: float = 0.0) -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Eight experts in one tensor, one for each token."""
+    """Eight experts in one tensor; each token uses one."""
     routing = {"num_local_experts": 8, "num_experts_per_tok": 1, "output_router_logits": True}
     return hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, **routing, num_hidden_layers=2))
 
 
 def switch() -> nn.Module:
-    """Six experts that are modules: without a token an expert is not called."""
+    """Six experts that are modules; an expert without tokens is not called."""
     sizes: dict[str, Any] = {"num_experts": 6, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
     rates = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "expert_capacity": 64}
     return hf.SwitchTransformersForConditionalGeneration(hf.SwitchTransformersConfig(**T5_SIZES, **sizes, **rates))
@@ -105,7 +106,7 @@ def text(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
 
 
 def padded_text(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
-    """Some of the labels count; the end of one sequence is padding, of another length on each rank."""
+    """Some labels are ignored; one sequence ends with padding, whose length differs between ranks."""
     random = generator(rank, micro_batch, step)
     ids, mask = tokens(random), torch.ones(2, 7, dtype=torch.long)
     mask[1, 6 - (rank + step) % 3 :] = 0
@@ -128,7 +129,7 @@ def images(rank: int, micro_batch: int, step: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Row:
-    """A model, what it is called with, and the class that is a unit."""
+    """A model, its inputs, and the class of its units."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, int, int], dict[str, Tensor]]
@@ -152,7 +153,7 @@ ROWS = {
 }
 
 
-# More architectures, for what is unusual in each ----------------------------------------------------------------------
+# More architectures, each with something unusual ----------------------------------------------------------------------
 
 DECODER: dict[str, Any] = {**TEXT, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
 ENCODER: dict[str, Any] = {**TEXT, "num_attention_heads": 3, "num_hidden_layers": 3}

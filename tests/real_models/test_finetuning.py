@@ -34,7 +34,7 @@ def loss_of_text(model: nn.Module, rank: int, micro_batch: int, step: int, micro
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tmp_path: Path) -> None:
-    """As in one process, bit for bit; what is saved loads into a plain model and gives its loss; they merge."""
+    """Bit-equal to one process. Saved adapters load into a plain model and give the same loss, and can be merged."""
     peft = pytest.importorskip("peft")
     jobs = [
         Job(model=adapted, loss_of=loss_of_text, precision=precision, units=units, micro_batches=2)
@@ -68,4 +68,4 @@ def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tm
 
     run_ranks(check, 2)
     other = run_ranks(lambda rank: train_reference(ROWS["Llama"].job(precision=precision), 2), 1)[0]
-    assert other[0].losses[-1] != expected[0].losses[-1]  # all parameters trained: another result
+    assert other[0].losses[-1] != expected[0].losses[-1]  # training all parameters gives another result

@@ -1,4 +1,4 @@
-"""Models of `transformers` train, generate, checkpoint and save under every plan as they do without it.
+"""Models of `transformers` train, generate, checkpoint and save under every plan as they do without zeroshard.
 
 The tables are in docs/models.md. Nothing is downloaded.
 """
@@ -48,25 +48,25 @@ from zeroshard.placement import Plan
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 pytestmark = [
-    pytest.mark.timeout(300),  # where many jobs share the cores
+    pytest.mark.timeout(300),  # many jobs may share the cores
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
 ]
 
 STEPS = 5 if EVERYTHING else 3
-"""The second step meets an optimizer's state, the third buffers that the second has used and given back."""
+"""The second step uses optimizer state, and the third one buffers that the second has used and released."""
 
 KEEP_ROUTERS = zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
-"""Switch's routers cast their own weights to fp32 whenever they run: they must be fp32."""
+"""Switch's routers cast their own weights to fp32 in forward, so the weights must be fp32."""
 
 
 # Training -------------------------------------------------------------------------------------------------------------
 
 
 def expect_reference(jobs: list[Job], num_ranks: int, plans: Sequence[Sequence[Plan]] = ()) -> list[list[Outcome]]:
-    """Losses and weights of every plan are those of one process, bit for bit: matrix products do not depend on where
-    their operands lie, and all sums are taken in one order. Returns the outcomes of one process, by job and rank.
+    """Losses and weights under every plan are those of one process, bit for bit. Returns the outcomes of one process,
+    by job and rank.
 
-    `plans`: those of each job; without, each has all of them."""
+    `plans`: the plans of each job; by default all plans."""
     plans = plans or [PLANS] * len(jobs)
 
     def run(rank: int) -> list[list[Outcome]]:
@@ -86,13 +86,13 @@ def expect_reference(jobs: list[Job], num_ranks: int, plans: Sequence[Sequence[P
 
 
 def other_data(row: Row, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
-    """As the row's loss, but for one rank in one step."""
+    """The row's loss, with other data on one rank in one step."""
     return row.loss(model, rank + 50 * (rank == 1 and step == 1), micro_batch, step, micro_batches)
 
 
 def two_plans(name: str, job: int) -> tuple[Plan, ...]:
-    """What a job of a model takes of the plans: one that keeps the weights whole and gradients too, or one of the two
-    others, beside its opposite. A model's first two jobs have all four, and over the models every job has."""
+    """The plans of one job of a model: DDP or ZERO1, and ZERO2 or ZERO3. A model's first two jobs together have all
+    four plans, and over all models every job has all four."""
     first = (list(ROWS).index(name) // 2 + job) % 2
     second = 2 + (list(ROWS).index(name) + job) % 2
     return PLANS if EVERYTHING else (PLANS[first], PLANS[second])
@@ -107,7 +107,7 @@ def test_every_step_is_that_of_one_process(name: str) -> None:
     with_default_units = [row.job(steps=STEPS, units=None)] if name in ("Llama", "T5", "Switch") else []
     jobs_of_three = [row.job(steps=STEPS, precision=bf16), *with_default_units]
     of_three = expect_reference(jobs_of_three, 3, plans[2 : 2 + len(jobs_of_three)])
-    # The comparison sees other data on one rank in one step, another precision, one rank more; and ranks differ.
+    # Controls: other data on one rank in one step, another precision, or one rank more give other results.
     changed = run_ranks(lambda rank: train_reference(row.job(steps=STEPS, loss_of=partial(other_data, row)), 2), 1)[0]
     weights = [outcomes[0].weights for outcomes in (*of_two, *of_three, changed)]
     assert not any(same_bits(weights[i], weights[j]) for i in range(len(weights)) for j in range(i))
@@ -117,7 +117,7 @@ def test_every_step_is_that_of_one_process(name: str) -> None:
 
 
 def test_a_loss_from_the_middle_of_the_model() -> None:
-    """Hidden states come through hooks that the first call installs, after those of the engine."""
+    """Hooks that the first call installs, after those of the engine, return hidden states."""
 
     def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
         out = model(**text(rank, micro_batch, step), output_hidden_states=True)
@@ -130,15 +130,15 @@ def test_a_loss_from_the_middle_of_the_model() -> None:
 
 
 def test_other_architectures() -> None:
-    """Ten of them, for what is unusual in each (see OTHERS): two steps under ZERO3, divided as far as they can be."""
+    """Ten models, each with something unusual (see OTHERS): two steps under ZERO3, with units as small as possible."""
 
     def loss_of(batch: Any, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
         return model(**batch(rank, micro_batch, step)).loss
 
     jobs = {}
     for index, (name, (build, batch)) in enumerate(OTHERS.items()):
-        build()  # modules are imported here, once
-        units = None if "weights" in name else 1  # a module that takes the weights of another must not be divided
+        build()  # modules are imported here once, not in every rank
+        units = None if "weights" in name else 1  # a module that reads another one's weights must not be divided
         precision = "bf16" if index % 2 else "fp32"
         jobs[name] = Job(model=build, loss_of=partial(loss_of, batch), units=units, precision=precision, steps=2)
 
@@ -158,7 +158,7 @@ def test_other_architectures() -> None:
 
 
 def test_what_16_bits_need_of_buffers_and_casts() -> None:
-    """`precision=` casts parameters and inputs. Buffers stay as they are, and so does what a model casts by itself."""
+    """`precision=` casts parameters and inputs. It changes neither buffers nor casts inside the model."""
     batch_norm = replace(ROWS["ViT"], build=resnet).job(units=None, steps=2)
     positions = replace(ROWS["T5"], build=nllb).job(units=None, steps=2)
     routers = ROWS["Switch"].job(steps=2)
@@ -201,7 +201,7 @@ def test_what_16_bits_need_of_buffers_and_casts() -> None:
 
 
 def used_experts(name: str, num_ranks: int, steps: int) -> list[list[set[tuple[str, int]]]]:
-    """By step and rank: which experts, of which layer, got a token."""
+    """By step and rank: the set of (layer, expert) that got a token."""
     row = ROWS[name]
     used: set[tuple[str, int]] = set()
 
@@ -234,7 +234,8 @@ def used_experts(name: str, num_ranks: int, steps: int) -> list[list[set[tuple[s
 
 @pytest.mark.parametrize("name", ["Mixtral", "Switch"])
 def test_experts_without_tokens_do_occur(name: str) -> None:
-    """In the runs compared above: ranks use other experts in every step, and what all leave out was used before."""
+    """In the runs compared above, ranks use different experts in every step, and some experts get no token on any rank
+    after they were used before."""
     num_experts = {"Mixtral": 2 * 8, "Switch": 2 * 6}[name]
     seen = run_ranks(lambda rank: used_experts(name, 3, STEPS), 1)[0]
     for by_rank in seen:
@@ -246,7 +247,7 @@ def test_experts_without_tokens_do_occur(name: str) -> None:
 
 
 def test_an_expert_may_be_a_unit_where_weights_are_at_hand() -> None:
-    """Not under ZERO3: the ranks without tokens would have to take part in gathering it."""
+    """Not under ZERO3, where ranks without tokens would have to take part in gathering the expert."""
     job = ROWS["Switch"].job(units=SwitchTransformersDenseActDense, steps=3)
 
     def run(rank: int, plans: Any) -> list[Outcome]:
@@ -266,7 +267,7 @@ def test_an_expert_may_be_a_unit_where_weights_are_at_hand() -> None:
 
 
 def seeded(row: Row, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
-    """Dropout masks that depend on rank and step, and on nothing else."""
+    """The row's loss, with dropout masks that depend only on rank and step."""
     torch.manual_seed(1000 * rank + step)
     return row.loss(model, rank, micro_batch, step, micro_batches)
 
@@ -285,7 +286,7 @@ def checkpointed(build: Callable[[], nn.Module], use_reentrant: bool | None, ada
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing_but_memory(use_reentrant: bool) -> None:
-    """With dropout, where the model has it: the masks come back in the recomputation."""
+    """With dropout where the model has it: the recomputation uses the same masks."""
     builds = {
         "Llama": llama,
         "GPT-2": partial(gpt2, 0.1),
@@ -304,15 +305,15 @@ def test_checkpointing_changes_nothing_but_memory(use_reentrant: bool) -> None:
     jobs.append(ROWS["Llama"].job(steps=2, model=partial(adapters, use_reentrant)))
     plain_jobs.append(ROWS["Llama"].job(steps=2, model=partial(adapters, None)))
 
-    # With one kind of checkpoint a model is under two of the plans, with the other kind under the other two.
+    # Each model has two plans with one kind of checkpoint, and the other two plans with the other kind.
     turn = [(index + use_reentrant) % 2 for index in range(len(jobs))]
     plans = [PLANS if EVERYTHING else (PLANS[i], PLANS[2 + i]) for i in turn]
     found = expect_reference(jobs, 2, plans)
     plain = run_ranks(lambda rank: [train_reference(job, 2) for job in plain_jobs], 1)[0]
     for name, with_checkpoints, without in zip([*builds, "adapters"], found, plain, strict=True):
         same = same_bits(with_checkpoints[0].weights, without[0].weights)
-        # A reentrant checkpoint knows what goes in and out of a block by position, in any training: gradients through
-        # other ways (Mixtral's balancing loss on its routers, T5's attention bias) are lost.
+        # A reentrant checkpoint, also in plain torch, keeps gradients only through positional inputs and outputs. Other
+        # gradients (Mixtral's balancing loss on its routers, T5's attention bias) are lost.
         assert same is not (use_reentrant and name in ("Mixtral", "T5")), name
 
 
@@ -349,7 +350,7 @@ def prompt(rank: int) -> dict[str, Tensor]:
 
 
 def lively(build: Callable[[], nn.Module]) -> nn.Module:
-    """Weights as they are initialised are near zero: all such a model says is one token."""
+    """Larger weights: with the usual small initial weights a model always generates the same token."""
     model = make(build)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -358,8 +359,8 @@ def lively(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def stopping(plain: Any, rank: int, **options: Any) -> tuple[dict[str, Any], Tensor]:
-    """Options by which the plain model stops after 3 + 4 * rank new tokens, or soon after: that token is the rank's own
-    end of text. And the tokens."""
+    """Options that make the plain model stop after about 3 + 4 * rank new tokens, by using the token there as the
+    rank's end-of-text token; and the generated tokens."""
     options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": PAD, **options}
     free = say(plain, rank, {**options, "eos_token_id": None})[-16:].tolist()
     end = next(i for i in range(2 + 4 * rank, 16) if free[i] not in free[:i] or i == 15)
@@ -374,7 +375,7 @@ def say(model: Any, rank: int, options: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "Mixtral"])
 def test_generate_gives_the_tokens_of_the_plain_model(name: str) -> None:
-    """Between steps, with ranks that stop at different lengths; training goes on as if nothing had happened."""
+    """Generation between steps, with ranks that stop at different lengths; it does not change later training."""
     row = ROWS[name]
     kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"do_sample": True}]
     plans = PLANS if name == "Llama" else (zeroshard.ZERO1, zeroshard.ZERO3)
@@ -395,7 +396,7 @@ def test_generate_gives_the_tokens_of_the_plain_model(name: str) -> None:
                     options, expected = stopping(plain, rank, **kind)
                     numbers.append(len(expected))
                     with handle.unsharded():
-                        for _ in range(1 + rank):  # one rank alone, again
+                        for _ in range(1 + rank):  # a different number of times on each rank
                             assert torch.equal(say(model, rank, options), expected)
                     assert torch.equal(say(model, rank, {**options, "synced_gpus": True}), expected)
                     if plan is not zeroshard.ZERO3:
@@ -432,7 +433,7 @@ def test_generate_under_zero3_needs_one_of_the_two_remedies(tmp_path: Path) -> N
         run_ranks(check, 2, collective_timeout=5)
     assert "its weights have not all arrived" in (tmp_path / "rank 1").read_text()
     assert "inside `with handle.unsharded():`" in (tmp_path / "rank 1").read_text()
-    assert not (tmp_path / "rank 0").exists()  # it stopped earlier, and has its tokens
+    assert not (tmp_path / "rank 0").exists()  # rank 0 stopped earlier, without an error
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -475,14 +476,14 @@ def test_what_one_rank_saves_loads_as_a_plain_model(name: str, tmp_path: Path) -
                 assert next(loaded.parameters()).dtype == next(model.parameters()).dtype
                 assert same_bits(loaded.state_dict(), handle.full_state_dict())
                 inputs = row.batch(rank, 0, 9)
-                if precision == "bf16" and name == "ViT":  # the engine casts what comes in
+                if precision == "bf16" and name == "ViT":  # the engine casts inputs
                     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
                 with torch.inference_mode():
                     assert torch.equal(loaded(**inputs).logits, logits(model, rank))
                 expect_tied(loaded)
                 loaded = type(model).from_pretrained(folder / "main", dtype=torch.float32)
                 assert same_bits(loaded.state_dict(), main)
-                # And back: a sharded model takes what was saved.
+                # And back: a sharded model loads the saved file.
                 other = make(row.build, 1)
                 start = logits(other, rank)
                 of_other = zeroshard.shard(other, plan, units=row.block)

@@ -1,7 +1,7 @@
-"""`handle.abandon()`: a framework's teardown after a failure, which must not wait for anybody.
+"""`handle.abandon()`: the teardown of a framework after a failure, which must not wait for other ranks.
 
-A run hung for 200 seconds in `close()`, which gathers the weights, after one rank had raised; and what was under way
-was waited for once more when it was dropped.
+After one rank had raised, a run hung for 200 seconds in `close()`, which gathers the weights, and waited again for
+pending collectives when these were deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroshard.testing import run_ranks
 
 
 class Fails(Block):
-    """When told to, as user code does: in forward, or in backward."""
+    """Raises in forward or in backward on request, like user code."""
 
     where = ""
 
@@ -62,11 +62,11 @@ def flag(name: str) -> str:
 
 
 def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
-    """Rank 1 goes no further before rank 0 has abandoned: whoever waits for it waits for ever."""
+    """Rank 1 stops until rank 0 has abandoned its handle, so a wait for rank 1 would never end."""
 
     def check(rank: int) -> None:
         store = dist.distributed_c10d._get_default_store()
-        # Of their own: what has been abandoned leaves messages in its group.
+        # A group for each case: an abandoned handle leaves messages in its group.
         cases = [(plan, where) for plan in PLANS for where in ("forward", "backward", "step")]
         groups = [dist.new_group([0, 1]) for _ in cases]
         for (plan, where), group in zip(cases, groups, strict=True):
@@ -75,7 +75,7 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
             loss_of_tokens(model, rank, 0, 0).backward()
             optimizer.step()
             if where != "step":
-                # Rank 1 has failed a block before: what rank 0 has begun in advance has no answer.
+                # Rank 1 has failed one block earlier, so the gather that rank 0 has prefetched is never answered.
                 model.blocks[1 - rank if where == "forward" else 1 + rank].where = where
                 with pytest.raises(KeyError, match="without labels"):
                     loss_of_tokens(model, rank, 0, 1).backward()
@@ -83,7 +83,7 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
                 store.wait([name], LONG)
             handle.abandon()
             handle.abandon()
-            handle.close()  # teardowns do both
+            handle.close()  # some teardowns call both
             store.set(name, "")
             assert repr(handle) == "Handle(abandoned)" and not any(handle.engine.units)
             for call in (optimizer.step, handle.full_state_dict, lambda h=handle: zeroshard.save("x", h, step=1)):
@@ -99,7 +99,7 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
 
 
 def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it() -> None:
-    """The negative control: the same moment, without `abandon`."""
+    """The negative control: without `abandon`, `close` waits for the gather until the timeout."""
 
     def check(rank: int) -> str:
         store = dist.distributed_c10d._get_default_store()
@@ -141,7 +141,7 @@ def test_what_becomes_of_the_values() -> None:
                 handle.park()
             else:
                 with torch.no_grad(), handle.unsharded("head"):
-                    handle.abandon()  # with a scope around it
+                    handle.abandon()  # inside of an open scope
             handle.abandon()
             with pytest.raises(RuntimeError, match=r"are lost") if begin_parked else torch.no_grad():
                 model.head.weight.norm()
@@ -152,7 +152,7 @@ def test_what_becomes_of_the_values() -> None:
 
 
 def test_all_ranks_leave_when_one_has_failed() -> None:
-    """A rank that waits is woken by the watch, abandons, and its process ends by itself."""
+    """The watch wakes a waiting rank; the rank abandons the handle, and its process ends normally."""
 
     def check(rank: int, mark: Any) -> None:
         zeroshard.init()
@@ -167,6 +167,6 @@ def test_all_ranks_leave_when_one_has_failed() -> None:
             handle.abandon()
             del model, handle, optimizer
             gc.collect()
-            os._exit(7)  # reached: nobody has ended this process
+            os._exit(7)  # reached: the process was not killed
 
     assert Ranks(check, 3).finish(60).statuses == [7, 7, 7]

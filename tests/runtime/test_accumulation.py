@@ -1,4 +1,4 @@
-"""fp32 accumulation that is real: the sum that 16 bits cannot hold.
+"""Gradients are accumulated in fp32: sums that 16 bits cannot hold are exact.
 
 1, then four times 1/512: in bf16 (8 bits of significand) each addition to 1 rounds back to 1. In fp32 the sum is
 exactly 1 + 4/512 = 1.0078125, whether it is taken over micro-batches or over ranks.
@@ -22,11 +22,11 @@ from zeroshard.testing import run_ranks
 
 EXACT = 1.0078125
 PARTS = (1.0, *[1 / 512] * 4)
-NUMEL = 700  # several shards, the last one partly padding
+NUMEL = 700  # several shards, the last one with padding
 
 
 class Scalar(nn.Module):
-    """Its gradient is what it is given."""
+    """A parameter whose gradient is the module's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Scalar(nn.Module):
 
 
 def accumulated(plan: Any, precision: Any, every: bool, parts: list[float]) -> tuple[float, Any]:
-    """The step of plain SGD with lr 1 from 0 is minus the gradient; `unit.grads` holds the sum in its own dtype."""
+    """The gradient: a step of plain SGD with lr 1 from 0 is minus it. And `unit.grads`, the sum in its own dtype."""
     model = Scalar()
     handle = zeroshard.shard(model, plan, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0, loss_scale=1.0)
@@ -60,16 +60,16 @@ FP32_SUMS = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_micro_batches_sum_in_fp32_in_every_plan(num_ranks: int) -> None:
-    """Only rank 0's gradients are not zero: the mean is the sum of its parts by the number of ranks."""
+    """Only rank 0's gradients are not zero: the mean is their sum, divided by the number of ranks."""
 
     def check(rank: int) -> list[Any]:
         logs = []
         for plan, every, (name, precision) in itertools.product(PLANS, (False, True), FP32_SUMS.items()):
             parts = [part * num_ranks if rank == 0 else 0.0 for part in PARTS]
-            if num_ranks == 3:  # 3 / 512 is a bf16 number too; the division by 3 is not exact, the sum is
+            if num_ranks == 3:  # the sum is exact, the division by 3 is not
                 parts = [part if rank == 0 else 0.0 for part in PARTS]
             if name == "bf16 wire" and not every and num_ranks > 1:
-                continue  # the sum over micro-batches itself is rounded to travel
+                continue  # the sum over micro-batches is rounded to the wire dtype
             value, log = accumulated(plan, precision, every, parts)
             expected = float(torch.tensor(EXACT) * (1 / 3)) if num_ranks == 3 else EXACT
             assert value == expected, (plan, every, name)
@@ -81,7 +81,7 @@ def test_micro_batches_sum_in_fp32_in_every_plan(num_ranks: int) -> None:
 
 
 def test_ranks_sum_in_fp32_also_when_16_bits_travel() -> None:
-    """One part per rank, 1 on rank 0 and 1/512 on four others."""
+    """One term for each rank: 1 on rank 0 and 1/512 on four others."""
 
     def check(rank: int) -> list[Any]:
         logs = []
@@ -96,8 +96,8 @@ def test_ranks_sum_in_fp32_also_when_16_bits_travel() -> None:
 
 
 def test_a_wider_wire_sums_16_bit_gradients_once_rounded() -> None:
-    """bf16 gradients, fp32 on the wire: over ranks nothing is lost but the last roundings, of the sum (here to
-    1 + 2 / 256) and of the mean."""
+    """With bf16 gradients and fp32 on the wire, only the sum over ranks (here to 1 + 2 / 256) and the mean are
+    rounded."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -111,7 +111,7 @@ def test_a_wider_wire_sums_16_bit_gradients_once_rounded() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_16_bit_gradients_lose_it(num_ranks: int) -> None:
-    """The negative control: the same parts, accumulated in bf16, are 1."""
+    """The negative control: accumulated in bf16, the same parts give 1."""
 
     def check(rank: int) -> None:
         parts = [part * num_ranks if rank == 0 else 0.0 for part in PARTS]
@@ -123,8 +123,8 @@ def test_16_bit_gradients_lose_it(num_ranks: int) -> None:
 
 
 def test_uses_of_a_parameter_within_one_backward_sum_in_fp32() -> None:
-    """Tied weights, a module called several times: autograd adds them, the last call first, before anyone sees a
-    gradient."""
+    """Tied weights, or a module called several times: autograd adds up these gradients, the last call first, before the
+    engine gets them."""
 
     def total(plan: zeroshard.Plan, precision: MixedPrecision | str) -> float:
         model = Scalar()

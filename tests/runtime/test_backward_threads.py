@@ -1,9 +1,9 @@
-"""Backward on a thread of its own, as CUDA's engine runs it.
+"""Backward on a separate thread, as torch's engine runs it for CUDA.
 
-What a user saw: ZERO3, non-reentrant checkpoints around blocks of which some return what they are given. The weights
-were off by 0.07 to 0.88 after a few steps, the ranks agreed, and there was no error. Nodes of the graph are numbered by
-each thread for itself. A block that is recomputed by the thread of backward began at a low number, so what it was given
-seemed to be of its own making, and backward gathered it into the place of the unit that was just computing.
+Each thread numbers the nodes of the graph for itself, so nodes that the backward thread creates in a recomputation have
+low numbers. The engine once took the input of a recomputed block for the block's own output, and gathered the block
+into the pool buffer of the unit that was just computing. With ZERO3 and non-reentrant checkpoints around blocks that
+return their input, weights were off by 0.07 to 0.88 after a few steps, without an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.testing import run_ranks
 
 
 class SkipsCheckpointed(Skips):
-    """Blocks that return what they are given, recomputed."""
+    """Recomputed blocks that return their input."""
 
     reentrant = False
 
@@ -37,8 +37,9 @@ class SkipsReentrant(SkipsCheckpointed):
 
 
 class Segments(Net):
-    """A plain trunk; then checkpoints around three blocks, of which the first two return what they are given: what the
-    last plain block has made. When backward comes to it, that block has been reached, and its weights are needed."""
+    """A plain trunk; then checkpoints around three blocks each, of which the first two return their input. For the
+    first checkpoint that is the output of the last plain block: when backward reaches it, it needs that block's
+    weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Segments(Net):
 
 
 class Passes(Net):
-    """Blocks return what they are given by name, beside what they have made."""
+    """Blocks return a keyword argument next to their output."""
 
     class Inner(Block):
         def forward(self, x: Tensor, *, first: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,7 +100,7 @@ def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> No
 
 
 def test_it_is_another_thread_and_knows_what_the_engine_hands_over() -> None:
-    """The control: numbers of nodes begin anew there; grad mode and autocast do not."""
+    """The control: on the new thread numbers of nodes start again; grad mode and autocast are passed on."""
     seen: list[tuple[int, bool, bool]] = []
 
     def look(grad: Tensor) -> None:

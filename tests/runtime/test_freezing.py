@@ -1,7 +1,7 @@
-"""Parameters that are frozen and let go after `shard`.
+"""Parameters that are frozen and unfrozen after `shard`.
 
-A user froze the backbone, sharded, built the optimizer as the README does (`ShardedOptimizer(handle, ...)`), and let
-the backbone train some steps later: it never moved (0.0, where torch had moved it by 0.9), without a word.
+A user froze the backbone, sharded the model, built the optimizer as in the README (`ShardedOptimizer(handle, ...)`),
+and unfroze the backbone some steps later: it never changed (0.0, where torch changed it by 0.9), without an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def frozen() -> nn.Module:
 
 
 def plain(num_ranks: int, steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, change: Any) -> State:
-    """The same in one process."""
+    """The same training in one process."""
     for step in range(steps):
         change(step)
         for rank in range(num_ranks):
@@ -61,7 +61,7 @@ def train_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
 def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str) -> None:
-    """The first linear layer's weight from step 2 on, its bias from step 4 on."""
+    """The first linear layer's weight trains from step 2 on, its bias from step 4 on."""
 
     def change(model: nn.Module, step: int) -> None:
         for name, at in (("weight", 2), ("bias", 4)):
@@ -77,7 +77,7 @@ def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str
             train_step(model, optimizer, rank, step)
         names = {id(p): name for name, p in model.named_parameters()}
         order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        assert order == ["0.weight", "0.bias", "2.weight", "2.bias"]  # as `model.parameters()`: state_dicts fit
+        assert order == ["0.weight", "0.bias", "2.weight", "2.bias"]  # as `model.parameters()`
         assert len(optimizer.state_dict()["state"]) == 4
         return handle.full_state_dict(main=True), handle.comm_log
 
@@ -97,7 +97,7 @@ def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str
 
 
 def test_it_takes_what_nobody_else_has() -> None:
-    """Groups, and a second optimizer, keep what they have been given; what is new joins the first group."""
+    """Param groups and a second optimizer keep their parameters; newly unfrozen ones join the first group."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -115,15 +115,15 @@ def test_it_takes_what_nobody_else_has() -> None:
                 lr = 0.2 if name[0] == "1" else 0.1
                 torch.testing.assert_close(value, before[name] - lr * gradients[name])
             assert [p.shape for p in first.param_groups[0]["params"]] == [(24, 40), (24,), (8, 16), (8,)]
-            # a group of its own, before it is called
+            # added to its own group before a call of the model
             model = frozen()
             handle = zeroshard.shard(model, plan, units=nn.Linear)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
             model.requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.5})
             sizes = [len(group["params"]) for group in optimizer.param_groups]
-            assert sizes == [4, 2], sizes  # the rest of the backbone is in the first
-            # params of the user's choice: as in torch, what no optimizer has is not trained
+            assert sizes == [4, 2], sizes  # the rest of the backbone is in the first group
+            # the user has chosen the parameters: as in torch, others are not trained
             model = frozen()
             handle = zeroshard.shard(model, plan, units=nn.Linear)
             optimizer = zeroshard.ShardedOptimizer(model[2].parameters(), torch.optim.SGD, lr=0.1)
@@ -154,7 +154,8 @@ def test_all_frozen_at_shard_and_some_let_go_before_the_optimizer_is_built() -> 
 
 
 def test_a_part_of_the_model_that_is_called_alone_does_not_lose_gradients() -> None:
-    """Only a call of the model lets go of what was frozen; a gradient that came in another way is not passed over."""
+    """Only a call of the model notices unfrozen parameters. A gradient that arises without such a call raises an
+    error."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -170,7 +171,7 @@ def test_a_part_of_the_model_that_is_called_alone_does_not_lose_gradients() -> N
 
 
 def test_checkpoints_before_and_after(tmp_path: Path) -> None:
-    """A run that froze and let go resumes as one that did neither, and the other way round."""
+    """A checkpoint of a run with freezing loads into a run without it, and the other way round."""
 
     def start(plan: Any, model: nn.Module) -> tuple[Any, Any]:
         handle = zeroshard.shard(model, plan, units=nn.Linear)
@@ -209,8 +210,8 @@ def test_checkpoints_before_and_after(tmp_path: Path) -> None:
 
 
 def test_what_is_frozen_is_not_reduced() -> None:
-    """A backbone that was frozen after `shard` was still reduced: zeros, 82,944 bytes where 9,216 are needed. Freezing
-    and letting go in every order, with a unit of which a part stays, gives the weights of plain torch."""
+    """Freezing and unfreezing in every order, also of a part of a unit, gives the weights of plain torch. (A backbone
+    frozen after `shard` once was still reduced: zeros, 82,944 bytes where 9,216 are needed.)"""
 
     changes = {1: (0, False), 2: (1, False), 4: (0, True), 6: (1, True), 7: (2, False)}
 
@@ -218,7 +219,7 @@ def test_what_is_frozen_is_not_reduced() -> None:
         if step in changes:
             index, requires = changes[step]
             model[index].requires_grad_(requires)
-            model[index].bias.requires_grad_(requires or index == 1)  # of unit 1 the bias trains on
+            model[index].bias.requires_grad_(requires or index == 1)  # the bias of unit 1 keeps training
 
     def run(rank: int, plan: Plan, precision: Any) -> tuple[State, Any]:
         model = build()
@@ -267,7 +268,7 @@ def test_what_is_frozen_is_not_reduced() -> None:
 
 
 def test_frozen_between_two_micro_batches() -> None:
-    """What waits for a step is still stepped with, as in torch; then the unit rests."""
+    """As in torch, the next step still uses gradients from before the freezing; after that the unit is not reduced."""
 
     def check(rank: int) -> None:
         for plan, reduced in itertools.product(PLANS, (True, False)):
@@ -299,7 +300,7 @@ def test_frozen_between_two_micro_batches() -> None:
 
 
 def test_ranks_must_agree_in_what_requires_grad() -> None:
-    """Each case ends the talk between the ranks, so each has ranks of its own."""
+    """Each case breaks the communication between the ranks, so each case starts new ranks."""
 
     def different(rank: int, plan: Any) -> None:
         model = build()
@@ -319,7 +320,7 @@ def test_ranks_must_agree_in_what_requires_grad() -> None:
 
     for plan in (zeroshard.DDP, zeroshard.ZERO3):
         run_ranks(different, 2, plan)
-        with suppress(RankError):  # of the test's own last barrier
+        with suppress(RankError):  # raised by the final barrier of `run_ranks`
             run_ranks(one_alone, 2, plan, collective_timeout=2)
 
 
@@ -343,13 +344,13 @@ def test_forward_alone_inside_unsharded_needs_no_agreement() -> None:
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_at_random(shape: tuple[int, ...]) -> None:
-    """Weights, biases and layers are frozen and let go, between steps of one and two micro-batches: the weights are
-    those of plain torch, under every plan the same bits. Also with replicas."""
+    """Weights, biases and layers are frozen and unfrozen between steps of one or two micro-batches. The weights are
+    those of plain torch, and have the same bits under every plan, also with replicas."""
 
     def run(rank: int, plan: Plan, seed: int) -> State:
         random, num_ranks = Random(seed), math.prod(shape)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if len(shape) > 1 else None
-        model, plain = build(), [build()] * (plan is PLANS[0])  # the others have the same bits
+        model, plain = build(), [build()] * (plan is PLANS[0])  # other plans have the same bits
         keep = random.choice([(), True, ["1"]])
         handle = zeroshard.shard(model, plan, units=nn.Linear, mesh=mesh, keep_gathered=keep)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.05, foreach=False)

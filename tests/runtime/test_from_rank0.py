@@ -1,7 +1,7 @@
-"""Only rank 0 has read the file: `load_state_dict(state, broadcast_from_rank0=True)`.
+"""Only rank 0 has the values: `load_state_dict(state, broadcast_from_rank0=True)`.
 
-The weights could come from rank 0 (as with the option of that name of torch.distributed.checkpoint), the optimizer's
-state could not: every rank had to hold all of it on the host at once.
+The option is that of torch.distributed.checkpoint, for weights and optimizer state. (For optimizer state every rank
+once had to hold all of it on the host at once.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLASSES = {torch.optim.AdamW: {"lr": 1e-2, "foreach": False}, torch.optim.Adafac
 
 
 class Scaled(Net):
-    """With a parameter of no dimension."""
+    """With a 0-dimensional parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_it_goes_on_as_where_all_ranks_have_it(optimizer_class: Any) -> None:
 
 
 def test_no_rank_gets_more_than_a_unit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told beforehand is smaller than a single tensor of the state."""
+    """Metadata that ranks exchange first are smaller than a single tensor of the state."""
 
     def check(rank: int) -> None:
         model, _, optimizer = start(zeroshard.ZERO3, torch.optim.AdamW, 0)

@@ -1,7 +1,7 @@
-"""The whole model on one rank alone, on the CPU, in part: what `full_state_dict` and its counterpart take.
+"""Options of `full_state_dict` and `load_full_state_dict`: one rank only, on the CPU, a part of the model.
 
-A user who saves on rank 0 had to hold the whole model on every rank (on GPUs: there), and a state dict that lacked one
-name could not be loaded.
+Without them, saving on rank 0 needs the whole model on every rank (in GPU memory), and a state dict that lacks a name
+cannot be loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_on_rank_0_alone_and_on_the_cpu() -> None:
                 alone = handle.full_state_dict(main=main, rank0_only=True, device="cpu")
                 assert list(alone) == (list(everywhere) if rank == 0 else [])
                 assert rank or same_bits(alone, everywhere)
-                on_meta = handle.full_state_dict(main=main, device="meta")  # another device is where they go
+                on_meta = handle.full_state_dict(main=main, device="meta")  # values are moved to another device
                 assert all(value.is_meta for value in on_meta.values())
             logs.append(handle.comm_log)
             del optimizer
@@ -80,7 +80,7 @@ def test_what_rank_0_has_becomes_everyones(precision: str) -> None:
 
 @pytest.mark.parametrize("from_rank0", [False, True])
 def test_a_part_with_strict_off(from_rank0: bool) -> None:
-    """What is missing stays, what is unexpected is left; both are returned, as torch does."""
+    """Missing parameters keep their values, unexpected names are ignored, and both are returned, as in torch."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -108,7 +108,7 @@ def test_a_part_with_strict_off(from_rank0: bool) -> None:
 
 
 def test_the_optimizers_state_on_rank_0_alone() -> None:
-    """Elementwise, and of whole parameters at their owners; no rank holds more than one unit's at a time."""
+    """State by element, and of whole parameters at owners; other ranks hold the state of at most one unit at a time."""
 
     def check(rank: int) -> list[Any]:
         logs = []

@@ -1,11 +1,11 @@
-"""What a user finds in `p.grad`, and what becomes of what is done to it.
+"""What `p.grad` contains after backward, and how changes of it take effect.
 
-The story: after backward `p.grad` was None under every plan. So `model.zero_grad()` discarded nothing and the bad batch
-was stepped with; `torch.nn.utils.clip_grad_norm_` returned 0 and clipped nothing (weights moved by 4000 instead of
-0.89); `p.grad.mul_()`, `p.grad = None` and gradients set by hand were ignored, all without a word.
+After backward `p.grad` once was None under every plan. So `model.zero_grad()` did not discard the gradients of a bad
+batch; `torch.nn.utils.clip_grad_norm_` returned 0 and clipped nothing (weights moved by 4000 instead of 0.89); and
+`p.grad.mul_()`, `p.grad = None` and gradients set by hand were ignored, all without an error.
 
-Each loop below is written as for plain torch. It runs in one process on the mean of all ranks' losses, and under every
-plan with the losses of each rank.
+Each loop below is written as for plain torch. It runs in one process on the mean of all ranks' losses, and on ranks
+under every plan, each rank with its own losses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def under(plans: Sequence[str], check: Callable[[int, str], Any]) -> Callable[[int], list[Any]]:
-    """For `run_ranks`: `check(rank, plan)` under one plan after the other, by the same ranks."""
+    """A function for `run_ranks` that calls `check(rank, plan)` for one plan after the other on the same ranks."""
 
     def run(rank: int) -> list[Any]:
         results = []
@@ -51,7 +51,7 @@ def under(plans: Sequence[str], check: Callable[[int, str], Any]) -> Callable[[i
 
 
 class Run:
-    """A model and its optimizer, plain (all ranks in one process) or sharded, behind the names that a loop uses."""
+    """A model and its optimizer, plain (all ranks in one process) or sharded, with the same interface for the loops."""
 
     def __init__(self, rank: int | None, plan: str, **options: Any) -> None:
         self.model = build()
@@ -136,7 +136,7 @@ def zero_in_place(run: Run) -> None:
 
 
 def discard_between_micro_batches(run: Run) -> None:
-    """Accumulate two, throw one in between away."""
+    """Accumulate two micro-batches, and discard one between them."""
     for step in range(2):
         run.optimizer.zero_grad()
         run.loss(3 * step).backward()
@@ -148,7 +148,7 @@ def discard_between_micro_batches(run: Run) -> None:
 
 
 def set_by_hand(run: Run) -> None:
-    """A step without any backward, as pipelines with delayed weight gradients take it."""
+    """A step without any backward, as in pipelines with delayed weight gradients."""
     for step in range(3):
         run.optimizer.zero_grad()
         if step == 1:
@@ -197,7 +197,7 @@ def post_accumulate_hooks(run: Run) -> None:
 
 
 def gradients_of_their_own(run: Run) -> None:
-    """`torch.autograd.grad` leaves nothing in `p.grad`, and nothing for the step."""
+    """`torch.autograd.grad` neither sets `p.grad` nor contributes to the step."""
     for step in range(2):
         run.optimizer.zero_grad()
         x = batch(run.rank or 0, step).requires_grad_()
@@ -208,7 +208,7 @@ def gradients_of_their_own(run: Run) -> None:
 
 
 def a_failed_backward(run: Run) -> None:
-    """What a backward that raised half way has left is discarded by `model.zero_grad()`, as in plain torch."""
+    """`model.zero_grad()` discards the gradients of a backward that raised half way, as in plain torch."""
     for step in range(2):
         hook = run.model[0].weight.register_hook(fail)
         with pytest.raises(ZeroDivisionError):
@@ -281,7 +281,8 @@ def test_loops_of_plain_torch_do_the_same(expected: list[dict[str, Tensor]]) -> 
 
 
 def test_the_loops_are_sensitive(expected: list[dict[str, Tensor]]) -> None:
-    """Negative control: no two of them end with the same weights, so that ignoring what they do would be seen."""
+    """Negative control: no two loops end with the same weights, so a loop whose actions were ignored would be
+    detected."""
     first = [weights["0.weight"].flatten()[:3].tolist() for weights in expected]
     same = {("gradients_of_their_own", "a_failed_backward")}
     for i, a in enumerate(first):
@@ -343,7 +344,7 @@ def speaks_up(rank: int, plan: str) -> None:
         lambda: torch.optim.Adam(run.model.parameters(), lr=0.1).step(),
     ]
     said = r"no rank holds it in full.*handle\.gradient\('.*handle\.set_gradient"
-    not_here = r"are not here.*a step is that of a zeroshard\.ShardedOptimizer"  # the weight itself, under ZERO3
+    not_here = r"are not here.*a step is that of a zeroshard\.ShardedOptimizer"  # raised by the weight, under ZERO3
     for read in readers:
         with pytest.raises(RuntimeError, match=f"{said}|{not_here}"):
             read()
@@ -388,7 +389,7 @@ def written_through_the_handle(rank: int, plan: str) -> dict[str, Tensor]:
         handle.set_gradient("2.weight", torch.zeros(2))
     with pytest.raises(ValueError, match="no trainable parameter"):
         handle.set_gradient("nothing", torch.zeros(2))
-    assert isinstance(run.optimizer.clip_grad_norm_(1e9), Tensor)  # takes the norm of what is there now
+    assert isinstance(run.optimizer.clip_grad_norm_(1e9), Tensor)  # computes the norm of the present gradients
     handle.set_gradient("4.bias", torch.ones(3, dtype=torch.float64))
     run.optimizer.step()
     return run.weights()
@@ -423,11 +424,11 @@ def test_discarding_on_one_rank_only_is_an_error_everywhere() -> None:
     run_ranks(on_one_rank_only, 2, "zero2")
 
 
-# What else takes gradients --------------------------------------------------------------------------------------------
+# Other ways to get gradients ------------------------------------------------------------------------------------------
 
 
 def asked_for(rank: int, plan: str) -> None:
-    """`torch.autograd.grad` of parameters: this rank's own, and the step knows nothing of it."""
+    """`torch.autograd.grad` of parameters gives this rank's own gradients, and the step does not use them."""
     plain_model, run = build(), Run(rank, plan)
     wanted = torch.autograd.grad(plain_model(batch(rank, 0)).square().mean(), list(plain_model.parameters()))
     found = torch.autograd.grad(run.loss(0), list(run.model.parameters()))
@@ -444,7 +445,8 @@ def test_gradients_that_were_asked_for_are_this_ranks_own() -> None:
 
 
 def without_an_optimizer(rank: int, plan: str) -> None:
-    """Two backwards under no_sync used to be refused: "gradients have been reduced", which was untrue."""
+    """Two backwards under no_sync work. (They once were refused with "gradients have been reduced", which was
+    wrong.)"""
     run = Run(rank, plan)
     run.optimizer = None
     assert run.handle is not None
@@ -455,7 +457,7 @@ def without_an_optimizer(rank: int, plan: str) -> None:
     run.loss(2).backward()
     with pytest.raises(RuntimeError, match=r"no optimizer uses them: build a zeroshard\.ShardedOptimizer"):
         run.loss(3)
-    run.model.zero_grad()  # what is discarded needs no optimizer
+    run.model.zero_grad()  # discarding gradients needs no optimizer
     run.loss(4).backward()
     run.model.zero_grad()
 
@@ -465,7 +467,7 @@ def test_gradients_without_an_optimizer() -> None:
 
 
 def pipeline(rank: int, plan: str) -> Any:
-    """One stage on each rank's own pair of groups: torch scales `p.grad` by the number of micro-batches at the end."""
+    """Each rank is a pipeline of one stage. At the end torch divides `p.grad` by the number of micro-batches."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -480,7 +482,7 @@ def pipeline(rank: int, plan: str) -> Any:
 
 
 def test_a_pipeline_scales_gradients_by_its_micro_batches() -> None:
-    """They were 4 times too large, in silence: torch divides `p.grad`, which was None."""
+    """Gradients once were 4 times too large without an error: torch divides `p.grad`, which was None."""
 
     def wanted(rank: int) -> Any:
         run = Run(None, "")

@@ -1,5 +1,5 @@
-"""Ranks with inputs for different numbers of steps: those with more failed when the first had come to its end. Inside
-of `handle.join()` they go on, as inside of torch's `Join`, and all ranks end with the same weights."""
+"""Ranks with inputs for different numbers of steps. Inside `handle.join()` ranks continue after one has run out of
+inputs, as inside torch's `Join`, and all ranks end with the same weights. Without it they fail."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def joined(
             if clip is not None:
                 scheduler.step()
             losses.append(loss.item())
-    # afterwards everything is as always
+    # afterwards training without join works
     loss_of_tokens(model, rank, 0, 9, 1).backward()
     optimizer.step()
     state = optimizer.state_dict()
@@ -121,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_all_plans_agree_and_all_ranks_end_alike() -> None:
-    """Also where a rank has no input at all."""
+    """Under all plans all ranks end with the same weights, also where a rank has no input at all."""
     cases = list(itertools.product(CASES, [(3, 1, 2), (0, 2, 3)]))
 
     def run(rank: int) -> list[list[Any]]:
@@ -137,7 +137,7 @@ def test_all_plans_agree_and_all_ranks_end_alike() -> None:
             assert same_bits(outcome["weights"], found[0][index][0]["weights"]), where
             assert equal_states(outcome["state"], found[0][index][plan]["state"]), where
             assert outcome["norms"] == found[longest][index][0]["norms"][: len(outcome["norms"])], where
-        for plan in range(len(PLANS) if case != "whole parameters" else 0):  # owners send different amounts
+        for plan in range(len(PLANS) if case != "whole parameters" else 0):  # owners send different numbers of bytes
             expect_same_logs([found[rank][index][plan]["log"] for rank in range(3)])
 
 
@@ -156,7 +156,8 @@ def test_on_two_axes_and_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_inputs_are_as_without_a_join() -> None:
-    """And no order is given; after uneven ones, none is left in the store but the last."""
+    """With equal inputs results are those without a join, and no order is written. After uneven inputs only the last
+    order remains in the store."""
 
     def run(rank: int) -> tuple[Any, Any, list[str]]:
         given: list[str] = []
@@ -211,7 +212,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
                     train(what, **options)
                 store.set(f"refused {message}", "1")
             else:
-                with pytest.raises(Exception):  # noqa: B017  the other one goes on to something else, or to nothing
+                with pytest.raises(Exception):  # noqa: B017  any error: the other rank has left, or does something else
                     train_until_refused(train, what, options, message)
             dist.barrier()
 
@@ -261,7 +262,7 @@ def test_it_can_raise_as_soon_as_a_rank_has_run_out() -> None:
     assert len(set(run_ranks(run, 2))) == 1
 
 
-MICRO_BATCHES = (4, 3)  # of each rank; two make a step
+MICRO_BATCHES = (4, 3)  # for each rank; a step has two
 
 
 def _micro_batch(rank: int, number: int) -> Tensor:
@@ -287,7 +288,8 @@ def runs_out_between_micro_batches(rank: int, plan: Any, weighted: bool, keeps: 
 
 
 def test_a_rank_that_runs_out_between_micro_batches_counts_with_what_it_has_given() -> None:
-    """Its weight was taken for 0, and its gradient was in the sum: the mean was too large, in silence."""
+    """Its micro-batch counts with its weight. (The weight once was taken for 0 while the gradient was in the sum, so
+    the mean was too large, without an error.)"""
     cases = list(itertools.product(PLANS, (True, False), (True, False)))
 
     def run(rank: int) -> list[Tensor]:
@@ -301,7 +303,7 @@ def test_a_rank_that_runs_out_between_micro_batches_counts_with_what_it_has_give
 
 
 def _where_one_runs_out(weighted: bool) -> Tensor:
-    """The weight in the end, in one process."""
+    """The final weight, computed in one process."""
     model = _linear()
     for step in range(2):
         terms = [(r, 2 * step + k) for r in range(2) for k in range(2) if 2 * step + k < MICRO_BATCHES[r]]

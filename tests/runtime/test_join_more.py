@@ -1,6 +1,6 @@
-"""Ranks that run out of inputs in loops with several models (a GAN), with scaled losses, and with accumulation.
+"""Ranks that run out of inputs in loops with several models (a GAN), with loss scales, and with accumulation.
 
-`handle.join()` took one model, and no loss scale: "losses are scaled, and a rank that has run out of inputs has none".
+`handle.join()` once supported one model and no loss scale.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def plain_gan() -> dict[str, Tensor]:
-    """In one process: a rank without inputs adds nothing to the sum, which is divided by all ranks."""
+    """In one process: a rank without inputs adds nothing to the sum, which is divided by the number of all ranks."""
     models = {"d": make(discriminator_net, 2), "g": make(generator_net, 1)}
     d, g = models.values()
     optimizers = {name: torch.optim.AdamW(model.parameters(), **ADAMW) for name, model in models.items()}
@@ -86,13 +86,13 @@ def sharded_gan(rank: int, plan: Any, loss_scale: Any = None) -> tuple[dict[str,
             optimizers[1].backward(softplus(-d(g(z))))  # leaves gradients in the discriminator, too
             assert optimizers[1].step().applied
             optimizers[0].zero_grad()
-            assert not optimizers[0].step().applied  # nothing is left
+            assert not optimizers[0].step().applied  # no gradients are left
     weights = {f"{n}.{key}": v for n, h in zip("dg", handles, strict=True) for key, v in h.full_state_dict().items()}
     return weights, [handle.comm_log for handle in handles]
 
 
 def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
-    """A power of two times a gradient, divided by it again, is the same number in fp32."""
+    """Bit-equal also with loss scales, as scaling by a power of two is exact in fp32."""
 
     def check(rank: int) -> list[Any]:
         expected, logs = plain_gan(), []
@@ -153,11 +153,11 @@ def scaled(
 
 
 SCALED_CASES = grid(PLANS, (1, 2), (-1, 3))
-"""Plan, micro-batches, and the step that overflows on the only rank that goes on."""
+"""Plan, micro-batches, and the step that overflows on the last rank with inputs (-1: none)."""
 
 
 def test_a_rank_without_inputs_scales_as_the_others() -> None:
-    """An overflow on one rank: all skip, all halve the scale."""
+    """After an overflow on one rank, all ranks skip the step and halve the scale."""
     policy = DynamicScale(init=2.0**8, growth_interval=2)
 
     def check(rank: int) -> list[Any]:
@@ -188,7 +188,7 @@ def test_fp16_under_every_plan() -> None:
 
 
 def test_a_scaler_of_the_loss_alone_is_refused() -> None:
-    """Where all have inputs it is none of the join's business."""
+    """A scaler that is passed to `backward` only is refused if a rank has run out of inputs, and accepted otherwise."""
 
     def check(rank: int) -> None:
         model = make(Net)
@@ -227,8 +227,8 @@ SCALE = 2.0**8
 
 
 def scalers_of_two_optimizers(rank: int, plan: Any, steps: int, overflows_at: int) -> list[float]:
-    """A model with two optimizers, each with a loss scaler, and in every step a loss for each of the two. The second
-    one overflows once."""
+    """A model with two optimizers, each with its own loss scaler and one loss in every step. The second loss overflows
+    once."""
     model = make(Net)
     handle = zeroshard.shard(model, plan, units=Block)
     parameters, policy = list(model.parameters()), DynamicScale(init=SCALE)
@@ -249,7 +249,7 @@ def scalers_of_two_optimizers(rank: int, plan: Any, steps: int, overflows_at: in
 
 @pytest.mark.parametrize("steps", [(1, 4), (2, 4, 0)])
 def test_a_rank_without_inputs_lowers_the_scale_of_the_loss_that_has_overflowed(steps: tuple[int, ...]) -> None:
-    """It lowered all of them: losses that are scaled by one factor on one rank and by another on the next."""
+    """Such a rank once lowered all scales, so that ranks scaled the same loss by different factors."""
 
     def check(rank: int) -> list[list[float]]:
         return [scalers_of_two_optimizers(rank, plan, steps[rank], overflows_at=3) for plan in PLANS]
@@ -260,8 +260,8 @@ def test_a_rank_without_inputs_lowers_the_scale_of_the_loss_that_has_overflowed(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_loss_that_nobody_steps_with_lowers_no_scale(ranks: int) -> None:
-    """The last rank runs out after a loss that overflows, and the others discard its gradients. It still reported the
-    overflow at their next step."""
+    """The last rank runs out of inputs after a loss that overflows, and the others discard the gradients. The last rank
+    once still reported the overflow at the next step."""
 
     def check(rank: int) -> float:
         model = make(Net)

@@ -1,7 +1,7 @@
 """torch's `Join([ddp, optimizer])` under OPTIMIZER_ONLY: ranks with inputs for different numbers of steps.
 
-With torch's ZeroRedundancyOptimizer a rank that has run out steps its part with the gradients of its own last step;
-`ShardedOptimizer` was no Joinable at all. Now the weights are those of a plain optimizer under DDP.
+The weights are those of a plain optimizer under DDP. (With torch's ZeroRedundancyOptimizer a rank without inputs steps
+its part with the gradients of its own last step.)
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(
                 assert norm > clip
             optimizer.step()
             schedule.step()
-    if sharded:  # afterwards everything is as always
+    if sharded:  # afterwards training without join works
         state = optimizer.state_dict()["state"]
         assert {float(one["step"]) for one in state.values()} == {max(STEPS)}
         assert all(parameter.grad is None for parameter in ddp.parameters()) or steps == max(STEPS)

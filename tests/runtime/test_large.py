@@ -1,4 +1,4 @@
-"""Models that no rank could hold: built on the meta device, filled part by part, from functions or from files."""
+"""Models too large for one rank: built on the meta device, and filled part by part from functions or files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def plain(build: Any = Buffered) -> nn.Module:
 
 
 def test_values_come_as_from_apply_module_by_module() -> None:
-    """Also where ranks draw other numbers: rank 0's win. Parameters stay the objects they are."""
+    """Values are those of `apply`, module by module. Where ranks draw different numbers, rank 0's are used. Parameters
+    stay the same objects."""
 
     def check(rank: int) -> None:
         expected = dict(plain().state_dict())
@@ -82,7 +83,7 @@ def test_values_come_as_from_apply_module_by_module() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that live in storages made while it is on."""
+    """The maximum of the bytes of storages that were allocated inside the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,10 +114,10 @@ class Deep(nn.Module):
 
 @pytest.mark.parametrize("source", ["init", "file", "not on meta"])
 def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 equal layers on 4 ranks under ZERO3: the own quarter, the two places, two layers while they are filled. (And
-    without the meta device the whole: the negative control.)"""
+    """24 equal layers on 4 ranks under ZERO3: a rank holds its own quarter, two pool buffers, and two layers while they
+    are filled. The negative control: without the meta device it holds the whole model."""
     save_file(plain(Deep).state_dict(), tmp_path / "model.safetensors")
-    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)  # what is mapped of peers is not held here
+    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)  # memory mapped from peers is not counted
 
     def check(rank: int) -> tuple[int, int, int]:
         with Peak() as peak:
@@ -139,7 +140,7 @@ def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path, monkeyp
 
 def test_values_come_from_safetensors_files(tmp_path: Path) -> None:
     state = {name: torch.randn_like(v) if v.is_floating_point() else v + 5 for name, v in plain().state_dict().items()}
-    tied = {name: value for name, value in state.items() if name != "head.weight"}  # as such files are written
+    tied = {name: value for name, value in state.items() if name != "head.weight"}  # such files leave out tied names
     state["head.weight"] = state["embed.weight"]
     for num_files in (1, 3):
         folder = tmp_path / str(num_files)
@@ -190,7 +191,7 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
         model = on_meta(Net)
         with pytest.raises(ValueError, match="in the user's function"):
             zeroshard.shard(model, "zero3", units=Block, materialize=broken)
-        assert all(tensor.is_meta for tensor in model.state_dict().values())  # as it was
+        assert all(tensor.is_meta for tensor in model.state_dict().values())  # unchanged
         zeroshard.shard(model, "zero3", units=Block, materialize=init)
 
     run_ranks(check, 2)

@@ -1,5 +1,4 @@
-"""The life of a handle: what leads from one state to the next, and what every call answers that comes too early or too
-late."""
+"""The states of a handle: the calls that change them, and the errors of calls that come too early or too late."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def test_every_edge_leads_somewhere_or_says_why_not(begin: Life, what: Any) -> N
 
 
 def calls(folder: Path, model: nn.Module, handle: Any, optimizer: Any) -> dict[str, Callable[[], Any]]:
-    """What needs an open handle, by its name in the message."""
+    """Calls that need an open handle, by the name that the error message uses."""
     loss = torch.zeros((), requires_grad=True)
     return {
         "forward": lambda: model(torch.ones(2, 3)),
@@ -85,8 +84,8 @@ def test_a_parked_and_a_closed_handle_refuse_every_call_with_its_name(tmp_path: 
         with pytest.raises(RuntimeError, match=r"^unpark: this handle is not parked$"):
             handle.unpark()
         handle.close()
-        handle.close()  # nothing more
-        model(torch.ones(2, 3))  # a plain one
+        handle.close()  # a second time does nothing
+        model(torch.ones(2, 3))  # a plain model
         del of_open["forward"]
         for name, call in {**of_open, "memory": handle.memory}.items():
             with pytest.raises(RuntimeError, match=f"^{CLOSED.format(name)}"):

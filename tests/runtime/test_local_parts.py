@@ -1,6 +1,6 @@
-"""Gradients of some modules that are accumulated and not reduced: `no_sync` and `set_requires_gradient_sync` by part.
+"""`no_sync` and `set_requires_gradient_sync` for some modules: their gradients are accumulated without a reduction.
 
-FSDP2 says it by module; here it was the whole model or nothing.
+FSDP2 has this for each module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reduced(handle: Any) -> list[str]:
 
 
 def test_a_part_is_reduced_when_it_is_asked_for() -> None:
-    """Sums of integers are exact: the weights are those of the run that reduces everything each time."""
+    """Sums of integers are exact, so the weights equal those of a run that reduces everything each time."""
 
     def usual(plan: Any, rank: int) -> Any:
         model, handle, optimizer = start(plan)
@@ -80,7 +80,7 @@ def test_a_step_needs_all_of_them() -> None:
 
 
 def test_what_is_let_go_inside_no_sync_is_accumulated_too() -> None:
-    """A parameter that was frozen at `shard` and let go inside the scope ended it."""
+    """A parameter that was frozen at `shard` may be unfrozen inside the scope; this once ended the scope."""
 
     def check(rank: int) -> None:
         for plan in PLANS:

@@ -1,4 +1,4 @@
-"""Several losses with scalers of their own, several optimizers over one model, two models in one loop."""
+"""Several losses, each with its own scaler; several optimizers over one model; two models in one loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PURE_FP16 = MixedPrecision(FP16, FP16, None, FP32)
 
 
 class TwoHeads(nn.Module):
-    """A shared trunk, two tasks."""
+    """A shared trunk with two heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ SCALE_CASES = grid(range(len(PRECISIONS)), PLANS, SCALES)
 
 
 def test_scales_of_two_losses_cancel_out() -> None:
-    """Powers of two change nothing in fp32; fp16 rounds its smallest numbers (below 2^-14) in another place, so scaled
-    and unscaled runs differ there by less than 1e-3 of a weight of 1."""
+    """Powers of two change nothing in fp32. fp16 rounds numbers below 2^-14 differently after scaling, so weights of
+    about 1 differ by less than 1e-3."""
 
     def run(rank: int, plan: Any, precision: Any, scales: tuple[float, float]) -> tuple[State, Any]:
         model = make(TwoHeads)
@@ -85,8 +85,8 @@ def test_scales_of_two_losses_cancel_out() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_each_scaler_adjusts_on_its_own_overflow(num_ranks: int) -> None:
-    """A step in which one of two losses overflows is skipped, and that loss's scaler alone backs off, on every rank,
-    whichever rank it was."""
+    """If one of two losses overflows on any rank, all ranks skip the step, and on all ranks only that loss's scaler
+    backs off."""
 
     def check(rank: int) -> list[Any]:
         logs = []
@@ -115,7 +115,7 @@ def test_each_scaler_adjusts_on_its_own_overflow(num_ranks: int) -> None:
 
 
 def test_with_one_scaler_for_both_an_overflow_is_everybodys() -> None:
-    """The negative control."""
+    """The negative control: with one scaler for both losses, an overflow of either lowers their common scale."""
 
     def check(rank: int) -> None:
         model = make(TwoHeads)
@@ -131,7 +131,7 @@ def test_with_one_scaler_for_both_an_overflow_is_everybodys() -> None:
 
 
 def test_a_scaler_gives_up_on_its_own_overflows_alone() -> None:
-    """One overflow of the first loss and one of the second are not two in a row of either."""
+    """An overflow of the first loss and then one of the second are not two overflows in a row of the same loss."""
 
     def check(rank: int) -> None:
         model = make(TwoHeads)
@@ -152,8 +152,8 @@ def test_a_scaler_gives_up_on_its_own_overflows_alone() -> None:
 
 
 def test_a_pure_fp16_multi_task_run_with_two_scalers_follows_fp32() -> None:
-    """The first task's loss is 256 times as large: it overflows on its own, at a smaller scale. A skipped batch is
-    tried again; after 30 steps that were applied both losses are within 5% of the fp32 run's."""
+    """The first task's loss is 256 times as large, and overflows at a smaller scale. A skipped batch is repeated; after
+    30 applied steps both losses are within 5% of the fp32 run's."""
 
     def check(rank: int) -> None:
         finals = {}
@@ -210,7 +210,7 @@ def plain_two(num_ranks: int, steps: int, weights: list[float]) -> dict[str, Ten
 
 @pytest.mark.parametrize("units", [nn.Linear, None], ids=["unit each", "one unit for all"])
 def test_two_optimizers_over_disjoint_parameters(units: Any) -> None:
-    """fp32, one loss: as two plain optimizers. Sums are in rank order there too."""
+    """In fp32 with one loss: bit-equal to two plain optimizers, with sums in rank order."""
 
     def check(rank: int) -> list[Any]:
         expected = plain_two(3, 5, [1.0, 1.0, 1.0])
@@ -235,7 +235,7 @@ def test_two_optimizers_over_disjoint_parameters(units: Any) -> None:
 
 
 def test_one_of_two_optimizers_steps_twice_as_often() -> None:
-    """What the other one has not used is discarded by its `zero_grad`, or kept until its step."""
+    """Gradients of the slower optimizer are kept until its step, or discarded by its `zero_grad`."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -246,7 +246,7 @@ def test_one_of_two_optimizers_steps_twice_as_often() -> None:
             plain = torch.optim.SGD([*reference.a.parameters(), *reference.b.parameters()], **SGD)
             plain_trunk = torch.optim.AdamW(reference.trunk.parameters(), lr=0.01, foreach=False)
             for step in range(4):
-                sum(model(batch(0, step))).backward()  # one batch for all ranks: two halves make one exactly
+                sum(model(batch(0, step))).backward()  # the same batch on both ranks: their mean is exact
                 sum(reference(batch(0, step))).backward()
                 heads.step()
                 plain.step()
@@ -261,7 +261,7 @@ def test_one_of_two_optimizers_steps_twice_as_often() -> None:
 
 
 def test_a_weighted_loss_counts_for_both_optimizers() -> None:
-    """The loss goes through one of them, its weight is everybody's."""
+    """The loss is passed to the backward of one optimizer; its weight counts for both."""
     weights = [3.0, 5.0]
 
     def check(rank: int) -> None:
@@ -280,7 +280,7 @@ def test_a_weighted_loss_counts_for_both_optimizers() -> None:
 
 
 def test_two_optimizers_over_one_fp16_model_share_the_scale_of_a_loss() -> None:
-    """An overflow in the parameters of either makes the scale of the loss back off, once."""
+    """An overflow in the parameters of either optimizer lowers the scale of the loss once."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -397,7 +397,7 @@ def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
 
 
 def test_a_pure_fp16_gan_with_a_scaler_each() -> None:
-    """An overflow of the discriminator skips its step and halves its scale; the generator goes on."""
+    """An overflow of the discriminator skips its step and halves its scale; the generator's steps are applied."""
 
     def check(rank: int) -> list[Any]:
         runs = [sharded_gan(rank, plan, PURE_FP16, 8, bad_step=3) for plan in PLANS]
@@ -414,7 +414,8 @@ def test_a_pure_fp16_gan_with_a_scaler_each() -> None:
 
 
 def test_forgetting_to_discard_is_seen() -> None:
-    """The negative control: the discriminator's gradients of the generator's loss, left in, change the run."""
+    """The negative control: if the discriminator's gradients from the generator's loss are not discarded, results
+    differ."""
 
     def check(rank: int) -> None:
         g, d = make(Generator, 1), make(Discriminator, 2)

@@ -1,7 +1,7 @@
-"""A gradient that is not finite is named by parameter, rank and micro-batch, at the first step that meets it.
+"""The error for a non-finite gradient names parameter, rank and micro-batch in the first step with such a gradient.
 
-The story: by default only parameters were named, the first five by alphabet, so that a NaN that arose in layer 1 blamed
-layer 0.
+It names the parameter where the value arose. (The error once named the first five affected parameters by alphabet, so a
+NaN that arose in layer 1 was reported for layer 0.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLANS = ("ddp", "zero1", "zero2", "zero3")
 
 
 class NanInBackward(torch.autograd.Function):
-    """The identity. Its gradient is NaN."""
+    """The identity, with NaN as gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Layers(nn.Module):
 
 
 def message_of(rank: int, plan: str, local: bool) -> dict[str, str]:
-    """Four ways to go wrong, each on rank 1 and in micro-batch 1 alone."""
+    """Messages for four kinds of faults, each only on rank 1 and in micro-batch 1."""
 
     def in_backward(model: Layers) -> None:
         model.after = 2
@@ -82,7 +82,7 @@ def message_of(rank: int, plan: str, local: bool) -> dict[str, str]:
 def test_it_is_named_in_the_order_of_backward(plan: str, local: bool) -> None:
     first, *others = run_ranks(message_of, 2, plan, local)
     assert all(messages == first for messages in others)
-    # Backward comes to the weights of a layer in the order of registration from behind.
+    # Backward reaches the weights of a layer in reverse registration order.
     assert "layers.2.bias (micro-batch 1), layers.2.weight (micro-batch 1)" in first["in_backward"]
     assert "layers.3" not in first["in_backward"] and "layers.0" not in first["in_backward"]
     assert "and 3 more on rank 1" in first["in_backward"]
@@ -94,7 +94,7 @@ def test_it_is_named_in_the_order_of_backward(plan: str, local: bool) -> None:
 
 
 def nothing_is_looked_for(rank: int) -> None:
-    """A negative control of the other kind: a finite run reads none of the numbers that were taken."""
+    """A run with finite gradients never reads the recorded numbers, as that would wait for the device."""
     model = Layers()
     handle = zeroshard.shard(model, "zero2", units=nn.Linear)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)

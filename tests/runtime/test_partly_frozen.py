@@ -1,8 +1,8 @@
-"""Units of which a part is frozen after `shard`: what does not train is neither reduced nor sent around after the step.
+"""Units of which a part is frozen after `shard`: frozen parameters are neither reduced nor gathered after the step.
 
-A user sharded a model, then froze all but the biases. Every unit was still reduced as a whole, zeros for the most part:
-139,264 bytes where torch's FSDP2, which divides by `requires_grad`, sends 8,192. And after each step all weights went
-around again, changed or not.
+A user sharded a model, then froze everything except the biases. Whole units, mostly zeros, were still reduced: 139,264
+bytes, where torch's FSDP2, which separates parameters by `requires_grad`, sends 8,192. And after each step all weights
+were gathered, whether they had changed or not.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ ALL: Callable[[str], bool] = lambda name: True  # noqa: E731
 BIASES: Callable[[str], bool] = lambda name: "bias" in name  # noqa: E731
 LAST: Callable[[str], bool] = lambda name: name in ("1.down.weight", "2.bias")  # noqa: E731
 PHASES = [ALL, BIASES, LAST, lambda name: "up" in name, ALL]
-"""What trains, one after the other."""
+"""The parameters that train in each phase."""
 
 
 def poisoned(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory that comes with whatever values."""
+    """Memory filled with an arbitrary bit pattern instead of zeros."""
     return torch.full((num_bytes,), 0x7E, dtype=torch.uint8, device=device)
 
 
@@ -81,7 +81,8 @@ def memory_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained_elements(of: Unit) -> list[int]:
-    """Of each shard, by counting: those of parameters that require grad, each up to a multiple of 64."""
+    """The number of elements in each shard that take part: parameters that require grad, rounded up to 64 elements
+    each."""
     marks = torch.zeros(of.layout.numel, dtype=torch.bool)
     for slot, parameter in zip(of.layout.slots, of.parameters, strict=True):
         if parameter.requires_grad:
@@ -92,7 +93,7 @@ def trained_elements(of: Unit) -> list[int]:
 
 
 def expected_events(handle: zeroshard.Handle, rank: int) -> Counter[Any]:
-    """(operation, unit, phase, bytes sent by this rank) of a step, but for ZERO3's gathers in forward and backward."""
+    """(operation, unit, phase, bytes sent by this rank) of a step, without ZERO3's gathers in forward and backward."""
     result: Counter[Any] = Counter()
     for one in handle.engine.units:
         precision, weight = one.spec.precision, one.spec.weight_dtype.itemsize
@@ -126,7 +127,7 @@ def expect_alike(rank: int, run: Callable[[int, Any], dict[str, Tensor]]) -> Non
 
 @contextmanager
 def travelling(way: str) -> Iterator[None]:
-    """Inside of it ranks exchange in shared memory, by messages, or ("native") by the backend's own collectives, as on
+    """Select the transport: shared memory, pairwise messages, or ("native") the backend's own collectives, as on
     NCCL."""
     with pytest.MonkeyPatch.context() as patch:
         if way != "shared":
@@ -142,7 +143,7 @@ TRAVEL_CASES = grid(range(len(PRECISIONS)), ("shared", "messages"), (2, 3))
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_trains_travels_and_nothing_else(num_ranks: int) -> None:
-    """Bytes, counted from the parameters; and what is handed to the backend is what the log says."""
+    """The bytes equal a count over the parameters, and the bytes passed to the backend are those of the log."""
     sent = 0
 
     def train(rank: int, plan: Plan, precision: Any, way: str) -> tuple[State, CommLog]:
@@ -152,7 +153,7 @@ def test_what_trains_travels_and_nothing_else(num_ranks: int) -> None:
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, foreach=False)
         for step, phase in enumerate(PHASES):
             let_train(phase, model)
-            optimizer.backward(loss_of(model, rank, step))  # ranks meet
+            optimizer.backward(loss_of(model, rank, step))  # a call of the model, in which ranks notice the change
             optimizer.zero_grad()
             handle.engine.gatherer.settle()
             handle.comm_log.clear()
@@ -190,7 +191,7 @@ Plain = tuple[list[tuple[Tensor, State]], Any]
 
 
 def in_plain_torch(num_ranks: int) -> Plain:
-    """Freeze, train, let go, train, in one process: norm and weights of each step, and the optimizer's state."""
+    """Freeze, train, unfreeze, train, in one process: norm and weights of each step, and the optimizer's state."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     steps = []
@@ -205,7 +206,7 @@ def in_plain_torch(num_ranks: int) -> Plain:
 
 
 def as_in_plain_torch(rank: int, expected: Plain, plan: Plan, mesh: Any = None) -> State:
-    """Weights, state and norms are those of one process with plain torch; what is frozen has its very bits."""
+    """Weights, state and norms are those of plain torch in one process; frozen parameters keep their bits."""
     model, (steps, state) = build(), expected
     handle = zeroshard.shard(model, plan, units=Part, mesh=mesh)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW)
@@ -231,8 +232,8 @@ FROZEN_CASES = grid(("shared", "messages", "native"), PLANS, MESHES)
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...]) -> None:
-    """On a mesh of two axes shards are summed over their replicas as well. In shared memory and by messages bits are
-    the same; the backend's own collectives sum more than two terms in an order of their own."""
+    """Also on a mesh of two axes, with sums over replicas. The shared and pairwise transports give the same bits; the
+    backend's own collectives add up more than two terms in another order."""
     num_ranks = torch.Size(shape).numel()
 
     def check(rank: int) -> None:
@@ -249,11 +250,11 @@ def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...]) -> None:
 
 
 def test_accumulated_before_something_is_frozen_or_let_go() -> None:
-    """Micro-batches that are not reduced, or each one, and a change between them: what was accumulated counts, as in
-    plain torch, and from the next step on it is left out."""
+    """`requires_grad` changes between two micro-batches, reduced each time or once: as in plain torch, gradients
+    accumulated so far count in this step, and frozen parameters are left out from the next step on."""
 
     def run(rank: int, plan: Plan, every: bool, phases: list[Any]) -> State:
-        model, plain = build(), [build()] * (plan is PLANS[0])  # the others have the same bits
+        model, plain = build(), [build()] * (plan is PLANS[0])  # other plans: same bits
         handle = zeroshard.shard(model, plan, units=Part)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         plain_optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in plain]
@@ -288,8 +289,8 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
 
 
 def test_a_gradient_that_waits_is_in_p_grad_once_its_parameter_is_frozen() -> None:
-    """After the next backward it was not shown any more, so that `p.grad = None` and clipping passed it over: the step
-    took it as it was."""
+    """Once it was no longer in `p.grad` after the next backward, so `p.grad = None` and clipping had no effect on it,
+    although the step used it."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -316,7 +317,8 @@ def test_a_gradient_that_waits_is_in_p_grad_once_its_parameter_is_frozen() -> No
 
 
 def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
-    """As in plain torch. Set before a backward or after, added to by none; of each rank its own, the mean is taken."""
+    """As in plain torch. The gradient may be set before or after a backward, which does not change it. Ranks set their
+    own values, and the step uses the mean."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -332,7 +334,7 @@ def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
                 loss_of(model, rank, 0).backward()
                 if not before:
                     model[0].up.weight.grad = by_hand
-                    optimizer.clip_grad_norm_(1e9)  # reduces it
+                    optimizer.clip_grad_norm_(1e9)  # reduces the gradient
                     loss_of(model, rank, 1).backward()
                 assert optimizer.step().applied
                 assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
@@ -346,7 +348,7 @@ def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
 
 
 def test_two_optimizers_over_one_unit() -> None:
-    """Each sends what it has changed."""
+    """After its step, each optimizer sends only the weights that it has changed."""
 
     def run(rank: int, plan: Plan) -> State:
         model, expected = build(), build()
@@ -381,7 +383,7 @@ def test_two_optimizers_over_one_unit() -> None:
 
 
 def test_owners_of_frozen_parameters_get_and_give_nothing() -> None:
-    """An optimizer of whole parameters sends gradients to their owners, and main back: of what trains."""
+    """An optimizer of whole parameters sends gradients to owners, and main back, only for parameters that train."""
 
     def check(rank: int) -> None:
         for plan in PLANS[1:]:
@@ -417,7 +419,8 @@ def test_a_parameter_that_is_frozen_on_one_rank_alone_is_refused() -> None:
 
 
 def test_let_go_where_only_a_part_of_the_model_is_called() -> None:
-    """Ranks meet when the model is called; a gradient that would be left out of the sum is not passed over."""
+    """Ranks notice unfrozen parameters in a call of the model. A gradient that would be missing in the sum raises an
+    error."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -464,10 +467,10 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def at_random(rank: int, plan: Plan, seed: int) -> State:
-    """Parameters are frozen and let go before any micro-batch, reduced or not; gradients are discarded, edited, and set
-    by hand, also those of what is frozen. The weights are those of plain torch."""
+    """Parameters are frozen and unfrozen before any micro-batch, reduced or not. Gradients, also of frozen parameters,
+    are discarded, edited and set by hand. The weights are those of plain torch."""
     random = Random(seed)
-    model, plain = build(), [build()] * (plan is PLANS[0])  # the others have the same bits
+    model, plain = build(), [build()] * (plan is PLANS[0])  # other plans: same bits
     units = random.choice([Part, nn.Linear, 10**9])
     handle = zeroshard.shard(model, plan, units=units, keep_gathered=random.choice([(), True]))
     optimizer_class, options = random.choice(OPTIMIZERS)

@@ -1,8 +1,8 @@
-"""Reads of parameters whose values are not here raise, at the line that reads.
+"""Reading a parameter whose values are not on this rank raises an error at the line that reads it.
 
-What users saw: NaN. In a loss, where `step()` could only guess at the reason; in evaluation, on a branch that the first
-call had not taken, where nothing was said at all; in an average of the weights (`AveragedModel`), in a `DataLoader`
-worker, a thread or a hook, for good. `handle.find_reads()` named the line to who knew that there was one to be found.
+Such reads once gave NaN: in a loss, for which `step()` could only guess the reason; in evaluation, on a branch that the
+first call had not taken, without an error; in an average of the weights (`AveragedModel`), in a `DataLoader` worker, a
+thread or a hook. Only `handle.find_reads()` could find the line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroshard.testing import run_ranks
 
 
 class Reads(Net):
-    """Reads a weight of another part, if it is told to."""
+    """Reads a weight of another unit on request."""
 
     reads: Callable[[Any], Any] | None = None
 
@@ -87,7 +87,7 @@ TOKENS = torch.zeros(1, 2, dtype=torch.long)
 
 
 def line_of(error: BaseException) -> str:
-    """The last line of this file that was on the way."""
+    """The innermost line of this file in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__]
     return frames[-1].line or ""
 
@@ -100,7 +100,7 @@ def expect_read(read: Callable[[], object], name: object = "") -> None:
 
 @pytest.mark.parametrize("how", ["training", "evaluation", "inference"])
 def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(how: str) -> None:
-    """In the first call, and on a branch that is taken later."""
+    """In the first call, and on a branch that only a later call takes."""
 
     def check(rank: int) -> None:
         model = make(Reads)
@@ -174,14 +174,14 @@ def test_descriptions_are_those_of_the_plain_model() -> None:
         for describes in DESCRIPTIONS.values():
             model.reads = describes
             assert model(TOKENS).isfinite().all()
-        model.reads = lambda model: torch.tensor(torch.nan)  # numbers that are NaN are the user's
+        model.reads = lambda model: torch.tensor(torch.nan)  # NaN of the user's own is no error
         assert model(TOKENS).isnan().all()
 
     run_ranks(check, 2)
 
 
 def test_what_would_move_cast_or_replace_a_model_raises() -> None:
-    """`model.half()` after `shard`: the values would have gone on as NaN."""
+    """For example `model.half()` after `shard`, which would replace the values by NaN."""
     changes: dict[str, Callable[[Any], object]] = {
         "half": lambda part: part.half(),
         "to": lambda part: part.to(torch.float64),
@@ -252,7 +252,7 @@ def test_averages_threads_and_workers() -> None:
 
 
 def test_gradients_may_be_asked_for_by_parameters_that_are_not_here() -> None:
-    """`torch.autograd.grad` and `backward(inputs=...)` take them for their place in the graph."""
+    """`torch.autograd.grad` and `backward(inputs=...)` use a parameter's position in the graph, not its values."""
 
     def check(rank: int) -> None:
         plain, model = make(Net), make(Net)
@@ -272,7 +272,7 @@ def test_gradients_may_be_asked_for_by_parameters_that_are_not_here() -> None:
 
 
 class Marked(nn.Parameter):
-    """A class of the user's."""
+    """A subclass of the user."""
 
 
 def test_a_class_of_the_users_stays_what_it_is() -> None:
@@ -294,7 +294,7 @@ def test_a_class_of_the_users_stays_what_it_is() -> None:
 @pytest.mark.parametrize("how", ["model", "function"])
 def test_compiled_models_raise_as_well(how: str) -> None:
     def check(rank: int) -> None:
-        warnings.simplefilter("ignore")  # of the compiler
+        warnings.simplefilter("ignore")  # warnings of the compiler
         model = make(Reads)
         handle = zeroshard.shard(model, "zero3", units=Block)
         called: Any = model
@@ -315,7 +315,8 @@ def test_compiled_models_raise_as_well(how: str) -> None:
 
 
 def test_find_reads_sees_those_that_python_does_not() -> None:
-    """C++ that is handed a parameter finds NaN; so does a transform of `torch.func` that is given it."""
+    """C++ code and transforms of `torch.func` that get such a parameter read NaN without an error; `find_reads` detects
+    it."""
     unseen: dict[str, Callable[[Tensor], object]] = {
         "tensor": lambda weight: torch.tensor(weight),
         "vmap": lambda weight: torch.vmap(torch.sum)(weight),
@@ -326,7 +327,7 @@ def test_find_reads_sees_those_that_python_does_not() -> None:
         handle = zeroshard.shard(model, "zero3", units=Block)
         for read in unseen.values():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch would rather have a clone
+                warnings.simplefilter("ignore")  # torch recommends a clone
                 read(model.blocks[1].up.weight)
                 with handle.find_reads(), pytest.raises(RuntimeError, match=MESSAGE):
                     read(model.blocks[1].up.weight)

@@ -1,7 +1,7 @@
 """Weights that every rank has in full, read and written between a step and the next forward.
 
-Under ZERO1 and ZERO2 the new weights arrive behind the next forward, unit by unit; until then a parameter was NaN, so
-that a weight clamp, an average of the weights or a printed norm, which work as in plain torch under DDP, did not.
+Under ZERO1 and ZERO2 the new weights are gathered during the next forward, unit by unit. A parameter once was NaN until
+then, so a weight clamp, an average of the weights or a printed norm did not work as in plain torch or under DDP.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writing weights inside `handle.unsharded(...)`.
 
-Users of DeepSpeed write on one rank (`GatheredParameters(..., modifier_rank=0)`). With `unsharded(write=True)` that
-left the ranks with different weights for good under plans with replicated weights, and with a part of the change under
-ZeRO-3; nothing was said.
+Users of DeepSpeed write on one rank only (`GatheredParameters(..., modifier_rank=0)`). With `unsharded(write=True)`
+that once left different weights on the ranks under plans with replicated weights, and a part of the change under ZERO3,
+without an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES += [(zeroshard.ZERO1, "bf16-remainder"), (zeroshard.ZERO3, "bf16"), (zeros
 
 
 def start(plan: Any, rank: int, precision: Any = None, lr: float = 1e-2) -> tuple[Any, Any, Any]:
-    """After one step: main differs from the weights where it is kept."""
+    """A run after one step: where main is separate, it differs from the weights."""
     model = make(lambda: Net(blocks=2))
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=lr, foreach=False)
@@ -47,7 +47,7 @@ def test_what_one_rank_writes_alone_is_refused_and_undone() -> None:
         if rank == 0:
             model.blocks[1].up.weight.fill_(0.5)
             model.head.bias.add_(1.0)
-        model.norm.weight.mul_(2.0)  # the same everywhere, and undone with the rest
+        model.norm.weight.mul_(2.0)  # the same on all ranks, but undone, too
 
     def check(rank: int) -> list[Any]:
         logs = []
@@ -82,7 +82,7 @@ def test_the_values_of_one_rank_become_those_of_all() -> None:
                         model.blocks[1].up.weight.fill_(0.5)
                         model.head.bias.clamp_(-1e-3, 1e-3)
                     elif rank == 2:
-                        model.head.bias.fill_(9.0)  # is lost
+                        model.head.bias.fill_(9.0)  # this write is lost
                 results += [values(handle)]
                 step(model, optimizer, rank, 1)
                 results += [values(handle)]
@@ -97,7 +97,7 @@ def test_the_values_of_one_rank_become_those_of_all() -> None:
 
 
 def test_modifier_rank_alone_means_write() -> None:
-    """As in DeepSpeed."""
+    """`modifier_rank` implies `write=True`, as in DeepSpeed."""
 
     def check(rank: int) -> None:
         model, handle, _ = start("zero3", rank)
@@ -119,7 +119,7 @@ def test_modifier_rank_alone_means_write() -> None:
 
 
 def test_what_is_not_written_keeps_its_main() -> None:
-    """One element was written, and the fp32 master of the whole model became the rounded weights."""
+    """Writing one element once replaced fp32 main of the whole model by the rounded weights."""
 
     def check(rank: int) -> None:
         for plan, precision in CASES[4:]:
@@ -152,7 +152,8 @@ def test_an_error_inside_leaves_the_values_as_they_were() -> None:
 
 
 def test_a_write_that_was_not_announced_is_told() -> None:
-    """It was lost under ZeRO-3; under the other plans it reached the weights of this rank, and no master."""
+    """Such a write once was lost under ZERO3; under the other plans it changed the weights of this rank only, and not
+    main."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -163,7 +164,7 @@ def test_a_write_that_was_not_announced_is_told() -> None:
                     model.head.bias.add_(1.0)
             if plan is zeroshard.ZERO3:
                 assert same_bits(values(handle), before)
-            with handle.unsharded():  # control: to look, and to train, is no write
+            with handle.unsharded():  # control: reading and training raise nothing
                 model.head.bias.sum().item()
                 loss_of_tokens(model, rank, 0, 1).backward()
 

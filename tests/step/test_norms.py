@@ -1,7 +1,7 @@
-"""Norms over shards, replicas and tied parameters; clipping; means weighted by tokens: as torch on one process.
+"""Norms over shards, replicas and tied parameters, clipping, and means weighted by tokens equal torch's in one process.
 
-The engine adds the norm in another order (rows of 1024, then ranks, in fp64) than torch does (one fp32 tensor after
-the other): they agree to 1e-5 of the norm, and so do weights after clipping.
+The engine adds up a norm in another order (rows of 1024, then ranks, in fp64) than torch does (one fp32 tensor after
+the other). Norms agree to 1e-5, and so do weights after clipping.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroshard.testing import run_ranks
 
 SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
 NORMS = {1.0: 3.0, 2.0: 0.3, math.inf: 0.01}
-"""Kinds, and limits that are below them."""
+"""Kind of norm -> a limit below the norms of these tests."""
 
 
 def tied() -> Net:
@@ -31,7 +31,7 @@ def tied() -> Net:
 
 
 def mean_gradients(model: nn.Module, num_ranks: int, step: int, micro_batches: int = 1) -> None:
-    """What one process has in p.grad."""
+    """Set p.grad to the mean over all ranks, in one process."""
     model.zero_grad()
     for rank in range(num_ranks):
         for micro_batch in range(micro_batches):
@@ -48,7 +48,7 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def clipped_in_one_process(rank: int, num_ranks: int) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """For each kind of norm: those of two steps, and where they lead."""
+    """For each kind of norm: the norms of two steps, and the weights after them."""
     result = []
     for norm_type, limit in NORMS.items():
         reference = make(tied)
@@ -65,7 +65,7 @@ def clipped_in_one_process(rank: int, num_ranks: int) -> list[tuple[list[float],
 
 @pytest.mark.parametrize(("num_ranks", "shape"), [(2, None), (3, None), (4, (2, 2))], ids=["2", "3", "2x2"])
 def test_global_norms_and_clipping_are_torchs(num_ranks: int, shape: Any) -> None:
-    """One axis, and 2 x 2 with replicas."""
+    """On a mesh with one axis, and on one of 2 x 2 with replicas."""
     truths = run_ranks(clipped_in_one_process, 1, num_ranks)[0]
 
     def check(rank: int) -> list[Any]:
@@ -96,7 +96,7 @@ def test_global_norms_and_clipping_are_torchs(num_ranks: int, shape: Any) -> Non
 
 
 def test_a_norm_that_counts_a_replica_twice_is_seen() -> None:
-    """The negative control: norms over all four ranks of a 2 x 2 mesh instead of one replica of each shard."""
+    """The negative control: the norm over all four ranks of a 2 x 2 mesh counts each shard twice."""
 
     def check(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -114,7 +114,7 @@ def test_a_norm_that_counts_a_replica_twice_is_seen() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "max_norms"), [(2, [0.4]), (3, [None, 0.4])])
 def test_clipping_by_value_and_both_kinds_in_one(num_ranks: int, max_norms: list[float | None]) -> None:
-    """Clamping commutes with the order of sums up to their last bit: they agree nearly. Norm first, then value."""
+    """Clipping by norm, then by value. Sums in another order change only the last bits of clamped values."""
 
     def check(rank: int) -> None:
         for max_norm in max_norms:
@@ -167,7 +167,7 @@ def test_a_clip_is_for_one_step() -> None:
 
 
 def test_group_norms_and_zeros_are_metrics() -> None:
-    """Per param group; and how many elements of the gradient are exactly zero: padding does not count."""
+    """Norms of param groups; and the number of gradient elements that are exactly zero, without padding."""
 
     def check(rank: int) -> None:
         reference = make(tied)
@@ -192,7 +192,7 @@ def test_group_norms_and_zeros_are_metrics() -> None:
 
 
 def test_rows_that_no_rank_used_are_counted_as_zeros() -> None:
-    """The negative control of the count: an embedding whose last rows nobody looks up."""
+    """The negative control of the count: an embedding of which most rows are not used."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -219,7 +219,7 @@ def test_a_step_with_an_abnormal_norm_is_skipped() -> None:
                 assert same_bits(before, handle.full_state_dict()) is (factor > 1.0)
             assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {2.0}
             optimizer.backward(loss_of_tokens(model, rank, 0, 5) * torch.inf)
-            optimizer.clip_grad_norm_(1.0, torch.inf)  # inf is above the limit, and no reason to skip in silence
+            optimizer.clip_grad_norm_(1.0, torch.inf)  # inf exceeds the limit, but must raise instead of being skipped
             with pytest.raises(RuntimeError, match="not finite"):
                 optimizer.step()
 
@@ -230,7 +230,7 @@ def test_a_step_with_an_abnormal_norm_is_skipped() -> None:
 
 
 def ragged(rank: int, micro_batch: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a batch whose number of counted tokens no other rank shares."""
+    """Tokens and targets of a batch; the number of counted tokens differs between ranks."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
     tokens = torch.randint(VOCAB, (3, 6), generator=generator)
     targets = tokens[:, 1:].flatten().clone()
@@ -246,7 +246,8 @@ def ragged_loss(model: nn.Module, rank: int, micro_batch: int, step: int) -> tup
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), [(2, 1), (3, 2)])
 def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_batches: int) -> None:
-    """The single process sees all tokens in one batch; sums in another order. Unweighted is far from it."""
+    """One process trains on all tokens in one batch: equal up to the order of sums. Without weights the results
+    differ."""
 
     def check(rank: int) -> list[Any]:
         logs = []
@@ -262,7 +263,7 @@ def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_bat
             plain.step()
         for weighted in (True, False):
             results = []
-            # Unweighted is the negative control, with or without a scale alike.
+            # The unweighted run is the negative control; it needs no loss scale.
             for plan, scale in itertools.product(PLANS, (None, 2.0**8) if weighted else (None,)):
                 model = make(tied)
                 handle = zeroshard.shard(model, plan, units=Block)

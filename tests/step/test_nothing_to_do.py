@@ -1,8 +1,8 @@
-"""A step without any gradient raised "there are no gradients", where torch does nothing: a loop that skips a bad batch,
-a first `step()` for the sake of a scheduler. It does nothing on all ranks alike now. What is a mistake still raises.
+"""A step without any gradient does nothing, as in torch: a loop may skip a bad batch, or call `step()` once for a
+scheduler. (It once raised "there are no gradients".) Mistakes still raise.
 
-`step(closure)` returned a record that was no number: `float(optimizer.step(closure))`, `total += ...`, a comparison
-with the best loss so far raised TypeError.
+The result of `step(closure)` works as a number: `float(optimizer.step(closure))`, `total += ...` and comparisons once
+raised TypeError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_a_step_without_gradients_does_nothing_under_every_plan(precision: str |
                 result = optimizer.step()
                 assert not result.applied and result.grad_norm == 0.0
             optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-            optimizer.zero_grad()  # a batch that is thrown away
+            optimizer.zero_grad()  # the batch is discarded
             assert not optimizer.step(partial(losses.append, 1)).applied
             with handle.no_sync():
                 optimizer.backward(loss_of_tokens(model, rank, 0, 0))

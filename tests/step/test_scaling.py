@@ -1,4 +1,4 @@
-"""Loss scaling: what overflows is skipped by all, changes nothing, and is named."""
+"""Loss scaling: all ranks skip a step that overflows, nothing changes, and errors name the parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADAMW = {"lr": 1e-2, "foreach": False}
 
 
 def snapshot(handle: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Everything that a step may change on this rank, as it lies in memory: weights, main, moments, step counts."""
+    """Copies of everything in this rank's memory that a step may change: weights, main, moments, step counts."""
     kinds: dict[str, Tensor] = {}
     for unit in handle.engine.units:
         kinds[f"{unit.name} weights"] = unit.weights.buffer.shard
@@ -36,7 +36,7 @@ def snapshot(handle: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def poisoned(model: nn.Module, parameter: nn.Parameter, value: float, element: int) -> Any:
-    """One element of one parameter's gradient is `value` in the next backward."""
+    """Set one element of the parameter's gradient to `value` in backward."""
 
     def hook(grad: Tensor) -> Tensor:
         grad = grad.clone()
@@ -47,7 +47,8 @@ def poisoned(model: nn.Module, parameter: nn.Parameter, value: float, element: i
 
 
 class WithEmptyShards(nn.Module):
-    """Units with a few elements beside one of many: with padding to 256 most ranks hold nothing of the small ones."""
+    """Small units next to a larger one: with shards padded to 256 elements, most ranks hold only padding of the small
+    ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +71,8 @@ CASES = [
 
 
 def test_overflows_change_nothing_on_any_rank() -> None:
-    """inf and NaN, on each rank, in each unit and parameter, in empty shards' units too: 4 plans, 3 optimizers, 10
-    overflows each (25 in the full run, 300 in all), with finite steps in between."""
+    """inf and NaN on each rank, in each parameter, also in units of which a rank has only padding: 4 plans, 3
+    optimizers, 10 overflows each (25, or 300 in all, with `make test-everything`), with finite steps in between."""
 
     def check(rank: int) -> list[Any]:
         logs, overflows = [], 0
@@ -117,7 +118,7 @@ def test_overflows_change_nothing_on_any_rank() -> None:
 
 
 def test_without_the_check_an_overflow_destroys_the_weights() -> None:
-    """The negative control: the same injection under `non_finite="ignore"`."""
+    """The negative control: the same fault under `non_finite="ignore"`."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -153,7 +154,7 @@ def test_random_numbers_are_not_drawn_by_a_skipped_step() -> None:
 
 
 def test_the_scale_grows_and_backs_off_as_torchs_scaler_on_one_process() -> None:
-    """fp16, the same model and data on every rank: the history of scales is that of GradScaler with a plain model."""
+    """Under fp16 the history of scales is that of GradScaler with the same sequence of overflows."""
 
     def check(rank: int) -> None:
         options = {"growth_interval": 3, "growth_factor": 2.0, "backoff_factor": 0.5}
@@ -214,13 +215,13 @@ def test_the_scale_is_saved_with_the_optimizer_and_goes_on() -> None:
         fresh_handle.load_full_state_dict(weights)
         forgot.load_state_dict({key: value for key, value in state.items() if key != "loss_scale"})
         assert run(fresh, forgot, range(7, 14)) != expected  # the negative control
-        torch.optim.AdamW(make(Net).parameters()).load_state_dict(state)  # a plain optimizer takes it too
+        torch.optim.AdamW(make(Net).parameters()).load_state_dict(state)  # a plain optimizer can load it, too
 
     run_ranks(check, 2)
 
 
 def test_powers_of_two_do_not_change_an_fp32_run() -> None:
-    """Scaling and unscaling are exact there; a scale that is no power of two rounds (the negative control)."""
+    """Scaling by a power of two is exact; another scale rounds (the negative control)."""
 
     def check(rank: int) -> None:
         plain = train(Job(), zeroshard.ZERO2, rank)
@@ -325,7 +326,7 @@ def test_a_step_after_the_error_goes_on() -> None:
 
 
 def test_a_scheduler_can_tell() -> None:
-    """`step()` says whether it was applied; a scheduler that steps only then has the lr of the applied steps."""
+    """`step()` returns whether it was applied, so a scheduler can step only then."""
 
     def check(rank: int) -> None:
         model = make(WithEmptyShards)
@@ -375,7 +376,7 @@ def test_a_scaled_optimizer_wants_scaled_losses() -> None:
 
 
 def test_16_bit_losses_are_scaled_in_fp32() -> None:
-    """An fp16 loss of 8 times a scale of 2^16 is beyond fp16."""
+    """An fp16 loss of about 100 times a scale of 2^10 exceeds the range of fp16."""
 
     def check(rank: int) -> None:
         model = make(lambda: nn.Linear(4, 1, bias=False))

@@ -1,8 +1,8 @@
-"""CLIP's `logit_scale` is a parameter of 0 dimensions: `optimizer.load_state_dict(optimizer.state_dict())` took its
-moments for counts of steps, and the next `step()` raised; `export --format dcp` and `import` lost them. What an item of
-the state is must not be read off its shape.
+"""The kind of a state item must not be inferred from its shape. CLIP's `logit_scale` is a 0-dimensional parameter:
+`optimizer.load_state_dict(optimizer.state_dict())` took its moments for step counts, and the next `step()` raised;
+`export --format dcp` and `import` lost them.
 
-And what is no tensor was dropped (texts, None) or changed (False became 0).
+Items that are no tensors were dropped (strings, None) or changed (False became 0).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroshard.testing import run_ranks
 
 
 class Small(nn.Module):
-    """Parameters of no, one and two dimensions; some have a single element."""
+    """Parameters of zero, one and two dimensions; some have a single element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Small(nn.Module):
 
 
 class Single(nn.Module):
-    """Nothing but parameters of a single element: no other one tells what an item is."""
+    """Only parameters of a single element: no other parameter's state shows the kind of an item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_state_of_single_elements_goes_round_through_files(name: str, tmp_path: 
 
 
 class Annotated(torch.optim.SGD):
-    """Notes what is no tensor beside its momentum."""
+    """Stores items that are no tensors, besides its momentum."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -188,7 +188,7 @@ def test_what_is_no_tensor_goes_round(elementwise: bool, tmp_path: Path) -> None
 
 
 class Odd(torch.optim.SGD):
-    """Keeps a row for each parameter, which no cut of it has."""
+    """Keeps a tensor of fixed size for each piece, whatever the piece's shape."""
 
     def step(self, closure: Any = None) -> None:
         super().step()

@@ -1,6 +1,6 @@
-"""`optimizer.state` was always empty: `optimizer.state[p]["exp_avg"]` raised KeyError, `optimizer.state.clear()` did
-nothing, and a copy of the optimizer was half of one. It is a view that gathers when it is read; writing to it takes
-effect.
+"""`optimizer.state` is a view: reading it gathers the state, and writing to it changes the state. (It once was always
+empty: `optimizer.state[p]["exp_avg"]` raised KeyError, and `optimizer.state.clear()` did nothing. And a copy of the
+optimizer was incomplete.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_it_reads_as_the_state_dict_says(optimizer_class: Any) -> None:
             moments = optimizer.state[params[0]]["exp_avg"]
             assert moments.shape == params[0].shape and (moments * 2).sum().isfinite()
             with pytest.raises(RuntimeError, match="inference tensor"), torch.no_grad():
-                moments.zero_()  # of a copy: it would change nothing
+                moments.zero_()  # a write to the gathered copy would have no effect
             with pytest.raises(KeyError, match="no parameter of this optimizer"):
                 optimizer.state[torch.zeros(2)]
             assert "gathered when it is read" in repr(optimizer.state)
@@ -67,7 +67,7 @@ def test_it_reads_as_the_state_dict_says(optimizer_class: Any) -> None:
         return logs
 
     for logs in zip(*run_ranks(check, 3), strict=True):
-        if optimizer_class is torch.optim.AdamW:  # owners have different amounts to send
+        if optimizer_class is torch.optim.AdamW:  # with Lamb, owners send different numbers of bytes
             expect_same_logs(logs)
 
 
@@ -94,7 +94,7 @@ def test_clearing_begins_anew(optimizer_class: Any) -> None:
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
 def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
-    """Under every plan alike: training goes on with the same bits."""
+    """Training continues with the same bits under every plan."""
     options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
 
     def check(rank: int) -> None:
@@ -113,7 +113,7 @@ def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
             assert torch.equal(after[2]["exp_avg"], before[2]["exp_avg"] * 0.5) and after[2]["step"] == 1
             assert after[4]["exp_avg"].eq(1).all() and torch.equal(after[4]["exp_avg_sq"], before[4]["exp_avg_sq"])
             assert all(same_bits(after[i], before[i]) for i in set(after) - {2, 4})
-            if optimizer_class is not Lamb:  # an owner's state may have any shape
+            if optimizer_class is not Lamb:  # state at an owner may have any shape
                 with pytest.raises(ValueError, match=r"state 'exp_avg' of .*: expected .*, found \(3, 3\)"):
                     optimizer.state[params[2]] = {"exp_avg": torch.zeros(3, 3)}
             train(model, optimizer, rank, range(2, 4))
@@ -125,7 +125,7 @@ def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
 
 
 def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
-    """As in torch: what has been loaded for a parameter is there when it begins to require grad."""
+    """As in torch, state that was loaded for a frozen parameter is used once the parameter requires grad."""
 
     def check(rank: int) -> None:
         model, optimizer = build("zero1")

@@ -1,7 +1,7 @@
-"""`ShardedOptimizer.from_optimizer`: what a plain optimizer was made with, has become, and has kept, goes on.
+"""`ShardedOptimizer.from_optimizer` takes over a plain optimizer's arguments, changed hyper-parameters and state.
 
-Trainers make the optimizer and its scheduler first. To make both anew lost what had been set on them since, and a
-scheduler that was kept set the learning rate of an optimizer that nobody stepped.
+Trainers create the optimizer and its scheduler first. Creating both again loses changes made since, and an old
+scheduler sets the learning rate of an optimizer that is no longer stepped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANKS = 2
 
 
 class Decaying(torch.optim.SGD):
-    """Passes on its arguments, and keeps one of its own."""
+    """Has one argument of its own, which it stores as an attribute."""
 
     def __init__(self, params: Any, *, factor: float = 1.0, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
@@ -39,7 +39,7 @@ class Decaying(torch.optim.SGD):
 
 
 class Silent(torch.optim.SGD):
-    """Keeps nothing under the name that it got it by."""
+    """Stores none of its arguments under their names."""
 
     def __init__(self, params: Any, lr: float, rule: float = 1.0, *, must: float) -> None:
         super().__init__(params, lr=lr * rule * must)
@@ -60,7 +60,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
-    """The mean of all ranks' gradients, summed in their order."""
+    """A step with the mean of all ranks' gradients, added up in rank order."""
     sums: dict[nn.Parameter, Tensor] = {}
     for rank in range(RANKS):
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def plain_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) ->
 
 
 def begin(name: str, before: int) -> tuple[nn.Module, Any, Any]:
-    """With `before` steps done as plain torch does them, and hyper-parameters changed since."""
+    """A plain run after `before` steps, with a hyper-parameter changed since."""
     of_class, options = MADE[name]
     model = make(lambda: Net(blocks=1))
     optimizer: Any = of_class(groups_of(model), **copy.deepcopy(options))
@@ -86,7 +86,7 @@ def begin(name: str, before: int) -> tuple[nn.Module, Any, Any]:
     return model, optimizer, scheduler
 
 
-@pytest.mark.filterwarnings("error")  # schedulers warn of an optimizer that has not stepped
+@pytest.mark.filterwarnings("error")  # schedulers warn if their optimizer has not stepped
 def test_it_goes_on_as_the_plain_one_with_the_scheduler_that_there_was() -> None:
     def check(rank: int) -> list[Any]:
         found = []
@@ -123,7 +123,8 @@ def test_it_goes_on_as_the_plain_one_with_the_scheduler_that_there_was() -> None
 
 
 def test_controls() -> None:
-    """What is built from the same groups does not have the scheduler, and other arguments train otherwise."""
+    """Controls: a new optimizer from the same groups has no scheduler; arguments that cannot be recovered are
+    refused."""
 
     def check(rank: int) -> None:
         model, optimizer, scheduler = begin("AdamW", 0)
@@ -169,7 +170,7 @@ def test_what_cannot_be_taken_over_is_told() -> None:
         adam.param_groups[0]["lr"] = 0.1 * (1 + rank)
         refused(ValueError, "other values than on rank 0 in 'lr' of param group 0", handle, adam)
         adam.param_groups[0]["lr"] = 0.1
-        sharded = ShardedOptimizer.from_optimizer(handle, adam)  # nothing was claimed
+        sharded = ShardedOptimizer.from_optimizer(handle, adam)  # the refused calls claimed no parameters
         refused(TypeError, "found an optimizer that is made already .ShardedOptimizer.: it is what", handle, sharded)
         wrapped: Any = torch.optim.SGD(other.parameters())
         wrapped.step = lambda: None

@@ -1,6 +1,6 @@
-"""What a user reaches of the class behind a `ShardedOptimizer`. torch's global step hooks fired for the inner optimizer
-as well, once for every few MB; `train()` and `eval()` of schedule-free optimizers were not there; `step(name=...)` was
-a TypeError for classes that take more.
+"""The wrapped optimizer class: its methods (`train()` and `eval()` of schedule-free optimizers) and extra arguments of
+`step` work, and torch's global step hooks run once for a step. (They once also ran for each batch of pieces of the
+inner optimizer.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroshard.testing import expect_same_logs, run_ranks
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """As schedulefree.SGDScheduleFree: weights are one average in training, and another one in evaluation."""
+    """Like schedulefree.SGDScheduleFree: weights differ between training and evaluation mode."""
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
@@ -61,11 +61,11 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class WholeScheduleFree(ScheduleFree):
-    """The same at owners: declared so by whoever builds it."""
+    """The same class, for use at owners."""
 
 
 def train(model: Any, optimizer: Any, weights: Callable[[], Any], loss_of: Callable[[int], Tensor]) -> list[Any]:
-    """Weights after each change of mode."""
+    """Train; returns the weights after each change of mode."""
     seen = []
     optimizer.train()
     for step in range(4):
@@ -146,7 +146,7 @@ def test_what_is_not_a_method_and_what_comes_at_the_wrong_time() -> None:
 
 
 def test_hooks_run_once_around_the_whole_step() -> None:
-    """On small pieces, too, and for an optimizer whose class calls its parent's step."""
+    """Also for an optimizer class that inherits `step`."""
 
     class Child(torch.optim.AdamW):
         pass
@@ -165,7 +165,7 @@ def test_hooks_run_once_around_the_whole_step() -> None:
                     optimizer = zeroshard.ShardedOptimizer(params, of_class)
                     optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("mine", type(o).__name__)))
                     loss_of_tokens(model, 0, 0, 0).backward()
-                    assert not seen  # nor has a trial been seen
+                    assert not seen  # no hook ran in a trial step either
                     optimizer.step()
                     names = ["before", "mine", "after"]
                     assert seen == [(name, "ShardedOptimizer") for name in names]
@@ -194,7 +194,7 @@ def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused() -> None:
 
 
 def test_a_closure_may_be_called_again_and_again() -> None:
-    """Step after step, with the gradients that it makes itself."""
+    """`step(closure)` may be called repeatedly; the closure computes the gradients."""
 
     def check(rank: int) -> None:
         found = []

@@ -1,6 +1,6 @@
-"""WGAN clips its weights after each step: `p.data.clamp_(-c, c)`. With bf16 weights and an fp32 master the next step
-undid it, in silence, as it began from the master; so did optimizers that need whole parameters, which keep them.
-Beside a remainder `p.zero_()` became NaN. What is written to the weights becomes main.
+"""Values that a user writes to the weights become main. WGAN clips its weights after each step: `p.data.clamp_(-c, c)`.
+With bf16 weights and fp32 main the next step started from main and undid the clipping without an error. So did steppers
+of whole parameters, which keep their own copies. With a remainder `p.zero_()` became NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def clip(model: nn.Module) -> None:
 
 
 class Plain(nn.Module):
-    """bf16 weights with an fp32 master in one process, as torch users write it: a written weight becomes master."""
+    """bf16 weights with fp32 main in one process, in plain torch: a written weight becomes main."""
 
     def __init__(self, steps: int, num_ranks: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_what_is_written_is_stepped_from(precision: str) -> None:
                 for name, value in seen.items():
                     assert value.abs().max() <= BOUND, name
                     apart = (main[name] - value.float()).abs() - value.float().abs() * 2**-8
-                    assert apart.max() <= 0, name  # main, rounded (a remainder takes ties another way)
+                    assert apart.max() <= 0, name  # the weight is main, rounded (ties differ with a remainder)
                 optimizer.step()
             found.append(handle.full_state_dict(main=True))
         assert all(same_bits(one, found[0]) for one in found)
@@ -85,7 +85,7 @@ def test_without_looking_the_write_is_undone(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
 def test_owners_of_whole_parameters_see_it(precision: str) -> None:
-    """In fp32 as well: they keep what they have stepped."""
+    """Also in fp32, as owners keep copies of the parameters that they step."""
 
     def check(rank: int) -> None:
         found = []
@@ -131,7 +131,7 @@ def test_under_torchs_ddp_and_into_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_every_written_weight_is_itself_beside_every_remainder() -> None:
-    """65,536 weights and a few hundred remainders: never a NaN that was not written, and off by half a bit at most."""
+    """65,536 weights with 70 remainders each: no NaN that was not written, and an error of half a bit at most."""
     weights = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for low in (*range(-(1 << 15), 1 << 15, 997), -1, 0, 1, (1 << 15) - 1):
         master = torch.empty(weights.numel())
@@ -157,7 +157,8 @@ def test_elements_that_nobody_wrote_keep_their_low_half() -> None:
 
 
 def test_what_it_costs() -> None:
-    """Nothing where nobody can write: under ZERO3 parameters are not there, and in fp32 they are main."""
+    """Written weights are looked for only where a user can write to them: not under ZERO3, where parameters are
+    hidden."""
 
     def check(rank: int) -> None:
         for plan, precision, exposed in (("zero3", "bf16", False), ("zero2", "bf16", True)):

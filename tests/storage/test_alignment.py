@@ -1,8 +1,7 @@
-"""On a CPU of another kind a linear layer with a batch of one gave other last bits than in the plain model, so sharded
-training was not what one process computes. Parameters lay one behind the other, some at odd elements, and kernels
-choose by address.
+"""Kernels are chosen by the alignment of addresses. Parameters once were packed without gaps, some at odd elements. On
+some CPUs a linear layer with a batch of one then differed from the plain model in the last bits.
 
-Slots now start at multiples of 64 elements. What lies between them is padding: zero, and nothing that counts.
+Slots now start at multiples of 64 elements. The elements between them are padding: zero, and without effect.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
 BYTES = 64
-"""What torch's CPU allocator aligns a tensor to."""
+"""The alignment of torch's CPU allocator."""
 
 
 class Odd(nn.Module):
-    """Sizes 1, 3, 7, 19 and numbers of no dimensions, so that nothing is aligned by luck."""
+    """Layers of odd sizes and 0-dimensional parameters, so that nothing is aligned by chance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +73,10 @@ def test_parameters_and_gradients_lie_aligned_and_compute_as_in_the_plain_model(
 
 
 def spoil(handle: zeroshard.Handle) -> None:
-    """NaN wherever between two steps values do not matter: in buckets taken in turns, in gradients that are used up."""
+    """Write NaN where values do not matter between two steps: into pooled buckets, and into gradients after their
+    step."""
     collectives = handle.engine.collectives
-    collectives.exchange_objects(None)  # nobody writes before everybody has read
+    collectives.exchange_objects(None)  # a barrier: no rank writes before all have read
     for storage in handle.engine.pool.tensors("buckets"):
         storage.view(torch.float32).fill_(torch.nan)
     for unit in handle.engine.units:
@@ -86,7 +86,7 @@ def spoil(handle: zeroshard.Handle) -> None:
 
 
 def padding_of(handle: zeroshard.Handle) -> list[Tensor]:
-    """Weights and main of the own shard where no parameter lies."""
+    """The padding in the own shard of weights and main."""
     found = []
     for unit in handle.engine.units:
         own = unit.own_shard()
@@ -116,7 +116,7 @@ def run(rank: int, plan: Plan, job: Job, *, spoiled: bool) -> tuple[Any, list[fl
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
 def test_padding_is_zero_whatever_was_there_before_and_does_not_count(precision: str) -> None:
-    """A bucket that was another unit's, and gradients back from being parked, hold any values there."""
+    """A bucket that another unit used before, or gradients after unparking, may hold any values in the padding."""
     job = Job(precision=precision, defaults={"lr": 1e-2, "weight_decay": 0.1, "foreach": False})
 
     def check(rank: int) -> None:
@@ -136,7 +136,7 @@ def test_padding_is_zero_whatever_was_there_before_and_does_not_count(precision:
 
 
 def test_gradients_that_come_back_from_being_parked_hold_no_old_padding() -> None:
-    """Storages that are given back return with whatever the allocator finds there."""
+    """Storages that were freed are allocated again with arbitrary values."""
 
     def check(rank: int) -> None:
         job = Job(model=Net, steps=1)

@@ -1,4 +1,4 @@
-"""The table of bytes per parameter, every row, for Adam and for SGD with momentum; and what a step adds to it.
+"""Every row of the table of bytes per parameter, for Adam and for SGD with momentum; and the transients of a step.
 
 Bytes per parameter with an optimizer whose state has s bytes per element (Adam 8, SGD with momentum 4), as a + b / d:
 
@@ -41,7 +41,7 @@ TABLE: dict[str, tuple[Any, Row]] = {
     "bf16, fp32, remainder": ("bf16-remainder", ((8, 0), (6, 2), (2, 6), (0, 8))),
     "bf16, 16-bit, remainder": (MixedPrecision(grad=BF16, main="remainder"), ((6, 0), (4, 2), (2, 4), (0, 6))),
 }
-"""(a, b) without the optimizer's state, which is added to a under DDP and to b elsewhere."""
+"""(a, b) without the bytes of optimizer state, which are part of a under DDP and of b under the other plans."""
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int, int]] = {
     "adam": (torch.optim.Adam, {"lr": 1e-3, "fused": True}, 8, 1),
@@ -71,7 +71,7 @@ def trained(plan: Any, precision: Any, name: str, rank: int, steps: int = 1) -> 
 
 
 def expected_bytes(handle: Any, rank: int, a: int, b: int, state_bytes: int) -> int:
-    """The row over the padded layouts; a shard that is nothing but padding is never stepped and has no state."""
+    """The row's bytes for padded layouts. A shard that contains only padding is never stepped and has no state."""
     total = 0
     for unit in handle.engine.units:
         layout, replicated = unit.layout, handle.plan is zeroshard.DDP
@@ -131,7 +131,7 @@ def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Every new storage of more than that, whoever makes it."""
+    """Records every new storage that `is_uncounted` does not exclude, by any code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ def _storage(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_step_needs_the_planned_scratch_and_nothing_else(num_ranks: int) -> None:
-    """With optimizers that work in place (fused Adam, SGD), a step makes no tensor at all: clipping, the norm, joining
-    and splitting a remainder, rounding the weights and sending them included."""
+    """With optimizers that work in place (fused Adam, SGD), a step allocates no tensor. That includes clipping, the
+    norm, joining and splitting a remainder, and rounding and sending the weights."""
 
     def check(rank: int) -> None:
         for name, row, number in at(STEPPING_CASES, num_ranks):
@@ -173,7 +173,7 @@ def test_a_step_needs_the_planned_scratch_and_nothing_else(num_ranks: int) -> No
 
 
 def test_an_allocation_would_be_seen() -> None:
-    """The negative control: Adam without `fused` makes a temporary for its denominator."""
+    """The negative control: Adam without `fused` allocates a temporary for its denominator."""
 
     def check(rank: int) -> None:
         model = make(Net)
@@ -189,7 +189,7 @@ def test_an_allocation_would_be_seen() -> None:
 
 @pytest.mark.by_gloo
 def test_optimizer_only_holds_a_shard_of_main_and_state_beside_full_weights() -> None:
-    """fp32 weights 4 + 8 / d, 16-bit weights 2 + 12 / d; gradients are torch DDP's."""
+    """fp32 weights: 4 + 8 / d; 16-bit weights: 2 + 12 / d. The gradients belong to torch's DDP."""
 
     def check(rank: int) -> None:
         for dtype, a, b in ((FP32, 4, 8), (BF16, 2, 12)):

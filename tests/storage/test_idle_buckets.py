@@ -1,8 +1,9 @@
-"""A step of a large model held more than FSDP2 may, from the second one on.
+"""From the second step on, a step of a large model held more memory than the bound of FSDP2's test.
 
-Buckets that stay held for the next backward (to take memory that peers map costs 20 to 40 ms for 28 MB) lay idle beside
-the gradients and the optimizer's state: 203 MB where 187 are allowed. Now reduced gradients move into them, and out of
-them again where a backward comes before the step that uses them. `test_memory_bounds.py` has the bounds.
+Buckets are kept for the next backward (allocating 28 MB of memory that peers map takes 20 to 40 ms). During the step
+they were unused, next to the gradients and the optimizer's state: 203 MB where 187 are allowed. Now reduced gradients
+move into the buckets, and out of them again if a backward comes before the step. `test_memory_bounds.py` has the
+bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zeroshard.testing import run_ranks
 
 
 class Counted:
-    """How many gradients have moved in, or out again."""
+    """The number of gradients that have moved into buckets, and out again."""
 
     def __init__(self) -> None:
         self.moved_in = self.moved_out = 0
@@ -38,7 +39,8 @@ def count_moves() -> Counted:
 
 
 def train(rank: int, plan: str, dtype: torch.dtype, send_away: bool = True) -> tuple[list[Tensor], Counted]:
-    """Two optimizers; the second one's gradients wait while backward comes again, once and then twice."""
+    """Two optimizers. The second one's gradients wait for their step during one further backward, and then during
+    two."""
     pool.KEPT_IN_STEP = 0
     counted = count_moves()
     if not send_away:
@@ -57,7 +59,7 @@ def train(rank: int, plan: str, dtype: torch.dtype, send_away: bool = True) -> t
     for step in range(3):
         for _ in range(step):
             backward()
-            first.step()  # gradients of the second move into buckets, and wait there
+            first.step()  # gradients of `second` move into buckets
         backward()
         second.step()
         first.step()

@@ -1,5 +1,5 @@
-"""Every edge of the life cycles of a unit's weights and gradients (a handle's: `test_life.py`): those of the table are
-taken, all others raise, with who it is, where it stands, and where it would have to be."""
+"""Every transition of the state machines of a unit's weights and gradients (a handle's: `test_life.py`). Those in the
+tables succeed. All others raise an error that names the unit, its state and the states that allow the operation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TO_GRADIENTS: dict[GradState, tuple[str, ...]] = {
 
 
 def edges(rank: int, plan: str, of: str) -> list[tuple[str, str, str]]:
-    """(state, verb, the state after it, or the message)."""
+    """(state, operation, the state after it or the error message)."""
     found = []
     verbs: Any = WEIGHTS if of == "weights" else GRADIENTS
     ways: Any = TO_WEIGHTS if of == "weights" else TO_GRADIENTS
@@ -116,8 +116,8 @@ def test_every_edge(plan: str, of: str) -> None:
 
 
 def test_a_state_is_a_name_for_where_values_are() -> None:
-    """A unit's weights and gradients had a state beside the placement of their buffer: one could be changed without the
-    other. What is left to contradict is refused by the buffer."""
+    """States are derived from the placement of the buffer. (They once were stored separately, and could contradict it.)
+    Placements that no state corresponds to are refused."""
 
     def check(rank: int) -> None:
         unit, collectives = _unit_and_collectives()

@@ -1,4 +1,4 @@
-"""Memory is a contract: the bytes held by plan are the table's, to the byte; a steady step makes nothing new."""
+"""The bytes held under each plan equal the table exactly, and a step in steady state allocates nothing."""
 
 from __future__ import annotations
 
@@ -58,20 +58,19 @@ def storages(tensors: list[Any]) -> dict[int, int]:
 
 
 def live_storages() -> dict[int, int]:
-    """Address -> bytes of every storage behind any tensor that Python can reach, found without asking the engine.
+    """Address -> bytes of every storage of a tensor that Python can reach, found without the engine's own records.
 
-    Call `gc.freeze()` first: what existed before (all of torch) is then left out, and need not be searched.
+    Call `gc.freeze()` first: objects that existed before (all of torch) are then left out of the search.
     """
     gc.collect()
     return storages([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
 
 
 def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: int = 0, looks: int = 3000) -> None:
-    """What is new and larger than a few numbers is what `memory()` says, and `stray` bytes.
+    """The new storages of more than a few numbers add up to `memory()` and `stray` bytes.
 
-    What is mapped of a peer's memory is the peer's; the samples of what has been gathered are some KB, whatever the
-    model. A gloo thread lets go of the last tensor it has sent a moment after
-    the call is over: look again.
+    Memory mapped from a peer counts as the peer's; the samples of gathered values are some KB, whatever the model. A
+    gloo thread releases the last tensor it has sent a moment after the call has returned, so the search is repeated.
     """
     memory = handle.memory()
     shared = handle.engine.collectives.shared
@@ -88,8 +87,7 @@ def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: in
 
 
 def expected_bytes(handle: zeroshard.Handle, rank: int, replicated: int, sharded: int) -> int:
-    """The table's row over the padded layouts. An interval that is nothing but padding is never stepped, and has no
-    moments."""
+    """The row's bytes for padded layouts. A shard that contains only padding is never stepped, and has no moments."""
     total = 0
     for unit in handle.engine.units:
         layout = unit.layout
@@ -145,7 +143,7 @@ def test_resting_bytes_are_the_tables_and_no_storage_is_forgotten(num_ranks: int
 
 
 def test_per_parameter_the_bytes_approach_the_table() -> None:
-    """A model large enough that padding is small: what is printed as bytes per parameter is what the table says."""
+    """In a model large enough that padding is negligible, the bytes per parameter are those of the table."""
 
     def check(rank: int) -> None:
         for plan, (replicated, sharded) in zip(PLANS, TABLE["fp32"][1], strict=True):
@@ -169,7 +167,7 @@ def test_a_storage_that_nobody_accounts_for_is_seen() -> None:
         handle.engine.units[0].stray = torch.zeros(100)
         expect_accounted(handle, before, stray=400)
         with pytest.raises(AssertionError, match="accounted for"):
-            expect_accounted(handle, before, looks=1)  # what gloo held has been let go of by now
+            expect_accounted(handle, before, looks=1)  # gloo has released its tensor by now
 
     run_ranks(check, 3)
 
@@ -203,8 +201,8 @@ OTHERS = tuple(f"{TORCH}/{part}/" for part in ("optim", "autograd", "nn"))
 
 
 class Allocations(TorchDispatchMode):
-    """Records who makes new storages of more than that: the innermost frame of the engine, unless the inner optimizer,
-    autograd's own kernels or a module are further in. `taken`: bytes of what comes and goes in a step."""
+    """Records the code that allocates counted storages: the innermost frame of the engine, unless a frame of the inner
+    optimizer, of autograd or of a module is further in. `taken`: bytes that the engine takes from its pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +239,7 @@ def _origin() -> str | None:
 
 
 def come_and_gone(handle: zeroshard.Handle) -> int:
-    """Bytes that a step takes and gives back: here the gradients' shards alone, as these models are small."""
+    """Bytes that a step allocates and frees: in these small models only the shards of gradients."""
     return sum(handle.memory(peak=True).values()) - sum(handle.memory().values())
 
 
@@ -295,8 +293,8 @@ def test_local_accumulation_allocates_its_buckets_once() -> None:
 
 @pytest.mark.by_gloo
 def test_a_parameter_without_gradient_costs_buckets_once() -> None:
-    """It used to cost new ones in every step, which peers mapped and never let go: its unit is reduced last, so the
-    units after it find no bucket free."""
+    """It once cost new buckets in every step, which peers mapped and never released: its unit is reduced last, so no
+    bucket is free for the units after it."""
 
     class Unused(Net):
         def __init__(self) -> None:
@@ -319,8 +317,8 @@ def test_a_parameter_without_gradient_costs_buckets_once() -> None:
 
 
 def maps() -> int:
-    """How many anonymous files this process has mapped: its own shared memory and that of its peers."""
-    gc.collect()  # those of models that are gone
+    """The number of memory files that this process has mapped: its own shared memory and that of its peers."""
+    gc.collect()  # unmap those of deleted models
     return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -360,7 +358,7 @@ def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
 
 
 def test_a_reference_left_behind_keeps_its_bytes() -> None:
-    """The negative control: one unit held from outside keeps storages alive, and the check above would say so."""
+    """The negative control: a reference to one unit keeps storages alive, which the check above would detect."""
 
     def check(rank: int) -> None:
         gc.freeze()

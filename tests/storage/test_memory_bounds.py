@@ -1,11 +1,11 @@
-"""What no phase needs is not held: the bounds of FSDP2's own test, phase by phase.
+"""No phase holds memory that it does not need: the bounds of FSDP2's own test, phase by phase.
 
-Places, buckets and scratch used to be held from `shard` on. With few large blocks that was most of the memory: a model
-of 3 blocks of 28 MB, ZERO3 on 2 ranks, held 228 MB in forward and backward and 313 MB at rest, where torch's
-`test_fully_shard_memory.py` demands 144, 187 and 160 of FSDP2.
+Pool buffers for weights, buckets and scratch once were held from `shard` on. With few large blocks that was most of the
+memory: a model of 3 blocks of 28 MB, under ZERO3 on 2 ranks, held 228 MB in forward and backward and 313 MB at rest.
+The bounds of torch's `test_fully_shard_memory.py` for FSDP2 are 144, 187 and 160 MB.
 
-Bytes are counted without asking the engine: all storages behind all tensors, activations and temporaries of autograd
-included, at every operation of torch.
+Bytes are counted without the engine's own records: all storages behind all tensors, including activations and
+autograd's temporaries, at every torch operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroshard.storage import pool
 from zeroshard.testing import run_ranks
 
 MB = 10**6
-WIDTH = 768  # of torch's test; smaller ones have bounds that are smaller alike
+WIDTH = 768  # of torch's test; for smaller widths the bounds are scaled
 
 
 class Block(nn.Module):
@@ -62,8 +62,8 @@ class Model(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all storages of this process that have been seen since `look`, now and at most. Storages of peers are
-    theirs."""
+    """Bytes of all storages of this process that are new since the start: now, and the maximum since `restart`.
+    Storages of peers are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Live(TorchDispatchMode):
         self._before = set(map(_ref, _tensors_of_python()))
 
     def look(self) -> None:
-        """At all tensors that Python can reach."""
+        """Add all tensors that Python can reach."""
         gc.collect()
         self._add(_tensors_of_python())
         self.restart()
@@ -95,7 +95,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._add(tensor for tensor in pytree.tree_leaves((args, kwargs, result)) if isinstance(tensor, Tensor))
-        if func is not torch.ops.aten.from_file.default:  # whose it is will be known in a moment
+        if func is not torch.ops.aten.from_file.default:  # `shared.mapped()` lists it only after the call
             self.most = max(self.most, self.now())
         return result
 
@@ -118,7 +118,7 @@ def _tensors_of_python() -> list[Tensor]:
 
 def bounds(model: nn.Module, num_ranks: int) -> Callable[[int], dict[str, float]]:
     """Number of a step, from 0 -> phase -> bytes, by the formulas of torch's test for `reshard_after_forward=True`.
-    That test ends with the first step; from then on there is the optimizer's state as well."""
+    That test ends with the first step; the bounds of later steps include the optimizer's state."""
     whole = 4 * sum(p.numel() for p in model.parameters())
     block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
     rest = whole - 4 * sum(p.numel() for p in model.blocks.parameters())
@@ -138,17 +138,17 @@ def bounds(model: nn.Module, num_ranks: int) -> Callable[[int], dict[str, float]
 
 
 def choose(transport: str) -> None:
-    """In a forked rank: the way that buffers move."""
+    """Select the transport, in a forked rank."""
     if transport != "shared":
         Collectives._try_to_share = lambda self: None  # type: ignore[method-assign]
-    if transport == "native":  # gloo has these collectives, too; it copies whole buffers, which NCCL does not
+    if transport == "native":  # run on gloo, which copies whole buffers; NCCL does not
         Mesh.is_pairwise = property(lambda self: False)  # type: ignore[method-assign,assignment]
         for name in ("_reduce_scatter", "_all_gather"):
             setattr(native_transport, name, partial(Unseen, getattr(native_transport, name)))
 
 
 class Unseen:
-    """A collective of torch, and what it allocates inside is not counted."""
+    """A collective of torch whose internal allocations are not counted."""
 
     def __init__(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
@@ -179,7 +179,7 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     choose(transport)
     pool_plan.KEPT_BYTES = pool_plan.KEPT_BYTES * width**2 // WIDTH**2
     pool.KEPT_IN_STEP = pool.KEPT_IN_STEP * width**2 // WIDTH**2
-    piece_numel = cuts.PIECE_NUMEL * width**2 // WIDTH**2  # Adam makes some temporaries of each
+    piece_numel = cuts.PIECE_NUMEL * width**2 // WIDTH**2  # Adam allocates temporaries for each piece
     cuts.cut.__defaults__, cuts.count.__defaults__ = (piece_numel, None), (piece_numel,)
     cuts.BATCH_NUMEL["cpu"] = cuts.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
     with torch.device("meta"):
@@ -226,9 +226,9 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3)
     ("num_ranks", "transport"), [(1, "shared"), (2, "shared"), (3, "shared"), (2, "pairwise"), (2, "native")]
 )
 def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> None:
-    """In small, and all that is constant in those bounds (the 16 MB for all else) in small as well. (torch's test is
-    for 2 ranks. On 3, backward has two buckets and two places until its last unit, and may exceed the bound: by half a
-    block with messages, by less than a fifth natively.)"""
+    """With a smaller width, and the constant part of the bounds (16 MB for everything else) scaled down as well.
+    (torch's test is for 2 ranks. On 3 ranks backward has two buckets and two pool buffers until its last unit, and may
+    exceed the bound: by half a block with the pairwise transport, by less than a fifth with the native one.)"""
     for phases, counted in run_ranks(found, num_ranks, num_ranks, 384, transport):
         over = [(phase, most / MB, bound / MB) for phase, most, bound in phases if most > bound]
         assert not over, (over, phases)

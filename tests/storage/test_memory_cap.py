@@ -1,6 +1,6 @@
-"""`max_transient_bytes` is kept, or what needs more is refused with the number.
+"""Memory stays below `max_transient_bytes`; an operation that needs more is refused, with the number of bytes it needs.
 
-With 200,000 bytes allowed a backward under `no_sync` held 417,792, in silence.
+With a limit of 200,000 bytes, a backward under `no_sync` once held 417,792 without an error.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_units_that_turn_out_to_be_nested_are_refused_under_a_cap_and_else_get_t
 
     def model() -> nn.Module:
         layers = nn.Sequential(*(Inside(16, 16) for _ in range(3)))
-        for outer, inner in ((0, 1), (1, 2)):  # no children: the tree of modules does not show them
+        for outer, inner in ((0, 1), (1, 2)):  # not submodules, so the module tree does not show the nesting
             object.__setattr__(layers[outer], "other", [layers[inner]])
         return layers
 
@@ -112,7 +112,7 @@ def test_units_that_turn_out_to_be_nested_are_refused_under_a_cap_and_else_get_t
 
 
 def test_gradients_that_wait_for_an_unused_parameter_are_refused_under_a_cap() -> None:
-    """The unit with the unused parameter is reduced last, and those after it find no bucket free."""
+    """The unit with the unused parameter is reduced last, so no bucket is free for the units after it."""
 
     class Unused(Net):
         def __init__(self) -> None:

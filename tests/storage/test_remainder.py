@@ -1,4 +1,4 @@
-"""bf16 weight + 16-bit remainder = fp32 master: every fp32 number survives, and the weight is the nearest bf16.
+"""bf16 weight + 16-bit remainder = fp32 main: every fp32 number is restored, and the weight is the nearest bf16.
 
 The exhaustive test goes block by block, one block for each upper half h of the bits (2^16 patterns). In a block the
 weight is h below the middle and h + 1 from the middle on; that these are the nearest bf16 numbers, ties away from zero,
@@ -20,7 +20,7 @@ from zeroshard.precision import NAMED
 from zeroshard.storage.main_weights import MainWeights, join_remainder, split_remainder
 
 BLOCK = 1 << 16
-INF = 0x7F80  # upper half of +inf; those above it, to 0x7fff, hold nothing but NaN
+INF = 0x7F80  # upper half of +inf; larger ones, up to 0x7fff, are all NaN
 FINITE = [sign | h for sign in (0, 0x8000) for h in range(INF)]
 LOWS = [0, 1, 2, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xABCD, 0xFFFE, 0xFFFF]
 
@@ -50,7 +50,7 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 def nearest_ties_away(master: Tensor) -> Tensor:
     """[n] fp64, by value: of the two bf16 neighbours of an fp32 number, the nearer one; of equally near, the larger.
 
-    Past the largest bf16 number the next one would be 2^128, which is written inf, as IEEE 754 rounds.
+    Beyond the largest bf16 number the next one would be 2^128, which is represented by inf, as IEEE 754 rounds.
     """
     size, sign = master.double().abs(), torch.where(master.signbit(), -1.0, 1.0).double()
     below = from_bits(to_bits(master.abs()) & 0xFFFF0000).double()
@@ -62,7 +62,7 @@ def nearest_ties_away(master: Tensor) -> Tensor:
 
 
 def blocks_to(lows: list[int]) -> Tensor:
-    """Those patterns of every finite block."""
+    """The numbers with these low halves, in every finite block."""
     return from_bits((torch.tensor(FINITE)[:, None] * BLOCK + torch.tensor(lows)).flatten())
 
 
@@ -74,8 +74,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def test_every_number_survives_and_every_block_is_cut_in_the_middle() -> None:
-    """All 2^32 - 2^24 finite patterns: 12 s of one core, in blocks that stay in its cache. Of the usual run every ninth
-    block; the tests below look at the ends and the middle of all of them."""
+    """All 2^32 - 2^24 finite patterns take 12 s on one core, in blocks that fit into its cache. By default every ninth
+    block is tested; the tests below check the ends and the middle of all blocks."""
     low = torch.arange(BLOCK, dtype=torch.int32)
     offset = (low >= BLOCK // 2).to(torch.int16)
     bits, expected = torch.empty_like(low), torch.empty_like(offset)
@@ -106,7 +106,7 @@ def test_it_is_torchs_own_rounding_but_for_ties() -> None:
     ties = blocks_to([0x8000])
     differ = split(ties)[0] != ties.bfloat16()
     even = torch.tensor(FINITE) % 2 == 0
-    assert torch.equal(differ, even)  # torch stays at an even neighbour, we go away from zero
+    assert torch.equal(differ, even)  # torch rounds ties to even, zeroshard away from zero
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
@@ -164,7 +164,7 @@ NANS = {
 
 
 def all_nans() -> Tensor:
-    """All 2^24 - 2 of them."""
+    """All 2^24 - 2 NaN patterns."""
     positive = torch.arange(INF * BLOCK + 1, 1 << 31)
     return from_bits(torch.cat([positive, positive + (1 << 31)]))
 
@@ -186,7 +186,8 @@ def test_a_nan_is_joined_to_a_nan(bits: int) -> None:
 
 
 def test_there_are_more_nan_masters_than_nan_weights_with_remainders() -> None:
-    """Why not every payload can be kept: with all NaN weights, all remainders, some NaN masters still have no place."""
+    """Why not every payload can be kept: there are more NaN numbers in fp32 than pairs of a NaN weight and a
+    remainder."""
     nan_weights = sum(h & 0x7FFF > INF for h in range(BLOCK))
     assert nan_weights * BLOCK == len(all_nans()) - 2 * (BLOCK - 1)
 
@@ -224,7 +225,7 @@ def test_near_misses_are_seen(
     lost: float,
     misplaced: float,
 ) -> None:
-    """`lost` and `misplaced`: how many of the 12 patterns that are looked at per block, on average."""
+    """`lost` and `misplaced`: the average number of wrong patterns among the 12 that are checked per block."""
     master = blocks_to(LOWS)
     weight, remainder = cut(master)
     found = glue(weight, remainder).view(torch.int32) != master.view(torch.int32)

@@ -1,4 +1,4 @@
-"""The configuration: what is refused, how it is named, and that a saved one gives itself back."""
+"""The configuration: refused values, the names in error messages, and round trips through a file."""
 
 from pathlib import Path
 

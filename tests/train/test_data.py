@@ -1,4 +1,4 @@
-"""Text to batches: what is text, which side a file is on, and who reads what when."""
+"""From text to batches: which files are text, the split into training and validation, and the batches of each rank."""
 
 import itertools
 from pathlib import Path

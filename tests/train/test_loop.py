@@ -1,4 +1,4 @@
-"""The whole trainer on two ranks with a tiny model: every plan, resuming, and what is written."""
+"""The whole trainer on two ranks with a tiny model: every plan, resuming, and the written files."""
 
 import itertools
 import json
@@ -57,8 +57,8 @@ def train_in_turn(rank: int, runs: Sequence[tuple[Any, ...]]) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def plain(shared_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of `tiny` that tests compare with, or go on from in a copy: `whole`, and those that stopped after step 2
-    and step 3."""
+    """Runs of `tiny` for tests to compare with, or to resume in a copy: `whole`, and runs stopped after step 2 and step
+    3."""
     folder = tmp_path_factory.mktemp("plain")
     stops = {"whole": None, "2": 2, "3": 3}
     run_ranks(train_in_turn, 2, [(tiny(shared_text, folder / name), None, stop) for name, stop in stops.items()])
@@ -79,7 +79,7 @@ def newest(out: Path) -> Reader:
 
 
 def equal_states(a: Path, b: Path) -> bool:
-    """Every tensor of the newest steps but what belongs to single ranks."""
+    """Whether all tensors of the newest steps are equal, except those of single ranks."""
     with newest(a) as first, newest(b) as second:
         names = [name for name in first.manifest.tensors if not name.startswith("rank/")]
         same_names = names == [name for name in second.manifest.tensors if not name.startswith("rank/")]
@@ -116,7 +116,7 @@ def test_all_plans_learn_and_agree_bit_for_bit(shared_text: Path, tmp_path: Path
 
 
 def test_the_global_batch_does_not_depend_on_ranks_or_micro_batches(shared_text: Path, tmp_path: Path) -> None:
-    """Sums are taken in another order, so losses agree to rounding only; with other data they would differ in 1e-2."""
+    """Sums are in another order, so losses are equal up to rounding; with other data they would differ by 1e-2."""
     run_ranks(train_rank, 1, tiny(shared_text, tmp_path / "one", parallel__nproc=1))
     run_ranks(train_rank, 3, tiny(shared_text, tmp_path / "three", parallel__nproc=3, batch__micro_batches=2))
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
@@ -147,7 +147,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(shared_text: Path, tmp_path: Pat
 
 
 def skipping(text: Path, out: Path, **overrides: object) -> Config:
-    """fp16 from a loss scale at which the first gradients overflow, growing until others do."""
+    """An fp16 run whose first gradients overflow at the initial loss scale, and later ones after the scale has
+    grown."""
     many = {
         "schedule__steps": 14,
         "evaluation__every": 5,
@@ -159,7 +160,7 @@ def skipping(text: Path, out: Path, **overrides: object) -> Config:
 
 @pytest.fixture(scope="module")
 def skipped(shared_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of `skipping`: `zero3` and `ddp`, whole, and those that stopped after step 1, 2 and 3."""
+    """Runs of `skipping`: whole ones under ZERO3 and DDP, and runs stopped after step 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("skipped")
     whole = [(skipping(shared_text, folder / plan, parallel__plan=plan),) for plan in ("zero3", "ddp")]
     stopped = [(skipping(shared_text, folder / str(stop)), None, stop) for stop in (1, 2, 3)]
@@ -171,7 +172,7 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule(skipped: Path, shared
     config = skipping(shared_text, skipped / "zero3")
     steps = rows(skipped / "zero3", "step")
     applied = [row["applied"] for row in steps]
-    assert not all(applied[applied.index(True) :])  # one after growth, too
+    assert not all(applied[applied.index(True) :])  # also one after growth
     updates = list(itertools.accumulate(applied, initial=0))
     lrs = [row["lr"] for row in steps]
     assert lrs == [1e-2 * learning_rate_factor(done, config.schedule) for done in updates[:-1]]
@@ -186,7 +187,8 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule(skipped: Path, shared
 
 
 def test_the_loss_scale_is_that_of_fp16_or_the_one_asked_for(shared_text: Path, tmp_path: Path) -> None:
-    """A power of two changes no bit of bf16 training; resuming in fp16 what had no loss scale begins at the first."""
+    """A loss scale that is a power of two changes no bit of bf16 training. An fp16 run that resumes a checkpoint
+    without a loss scale starts with the initial scale."""
     options: dict[str, dict[str, Any]] = {"bf16": {}, "scaled": {"optimizer__loss_scale": 1024.0}}
     bf16 = {name: tiny(shared_text, tmp_path / name, parallel__precision="bf16", **options[name]) for name in options}
     fp16 = tiny(shared_text, tmp_path / "fp16", parallel__precision="fp16")
@@ -204,7 +206,7 @@ def test_plans_skip_the_same_steps(skipped: Path) -> None:
 
 
 def equal_runs(a: Path, b: Path) -> bool:
-    """In all that follows from the arithmetic: losses, norms, rates, scales, skipped steps, and the last state."""
+    """Whether losses, norms, rates, scales, skipped steps and the last state are equal."""
     names = ("step", "loss", "lr", "grad_norm", "applied", "loss_scale")
     first, second = ([{name: row[name] for name in names} for row in rows(out, "step")] for out in (a, b))
     validations = rows(a, "validation") == rows(b, "validation")
@@ -213,7 +215,7 @@ def equal_runs(a: Path, b: Path) -> bool:
 
 
 def resumed_with(rank: int, config: Config, lost: str | None) -> Outcome:
-    """Go on in the run's folder, as it would be if the checkpoint did not hold `lost`."""
+    """Resume in the run's folder, as if the checkpoint did not contain `lost`."""
     inside = loop.start_run.__globals__
     load_run = inside["load_run"]
 
@@ -247,8 +249,9 @@ def resumed_in_turn(rank: int, runs: Sequence[tuple[Config, str | None]]) -> Non
 def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(
     skipped: Path, shared_text: Path, tmp_path: Path
 ) -> None:
-    """Stopped right after the first skipped step, and after some that were applied, in the middle of a growth interval;
-    going on under the same plan, and under another. The last three runs show that each part of what is saved is needed.
+    """Stopped right after the first skipped step, and after some applied steps in the middle of a growth interval;
+    resumed under the same plan and under another one. The last three runs show that each part of the saved state is
+    needed.
     """
     whole = skipped / "zero3"
     applied = [row["applied"] for row in rows(whole, "step")]
@@ -319,7 +322,7 @@ def crashing_rank(rank: int, config: Config) -> int:
 
     def crashing(run: loop.Run, step: int) -> Any:
         if step == 5:
-            run.handle.finish_background()  # of the save after step 4
+            run.handle.finish_background()  # waits for the save after step 4
             raise ZeroDivisionError
         return take_step(run, step)
 
@@ -426,7 +429,7 @@ def test_a_damaged_step_is_passed_over_aloud(
 
 
 def meets_a_full_disk(rank: int, config: Config) -> str:
-    watch.GRACE_SECONDS = AT_ONCE  # each is to say it itself, however long it waits for a core
+    watch.GRACE_SECONDS = AT_ONCE  # so that each rank reports the error itself, even on a busy machine
     with disk_with(free=10_000) if rank == 1 else nullcontext():
         try:
             train(config)

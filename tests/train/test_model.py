@@ -1,4 +1,4 @@
-"""The model: where training starts, that it looks only back, that 16-bit weights work, that it can learn."""
+"""The trainer's model: the initial loss, causality, 16-bit weights, and that it can learn."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_first_loss_is_that_of_a_uniform_guess(tied: bool, dtype: torch.dtype) -
 
 def test_looks_only_back() -> None:
     model = small()
-    for parameter in model.parameters():  # blocks start as the identity: give them something to mix
+    for parameter in model.parameters():  # blocks start as the identity, which mixes no positions
         torch.nn.init.normal_(parameter, std=0.2)
     before = tokens(1, 1, 16)
     after = before.clone()

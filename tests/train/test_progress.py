@@ -1,4 +1,4 @@
-"""What a person sees, and what a run records."""
+"""The progress output of a run, and the records it writes."""
 
 import io
 import json
@@ -85,7 +85,7 @@ def test_one_live_line_on_a_terminal() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_skipped_step_is_a_line_of_its_own(terminal: bool) -> None:
-    """On a terminal the live line would be gone an eighth of a second later, elsewhere step 7 has no line."""
+    """On a terminal the live line is soon overwritten; in other output step 7 has no line of its own."""
     screen, file = console(force_terminal=terminal)
     progress = Progress(screen, steps=25, log_every=10)
     for step in range(1, 26):
