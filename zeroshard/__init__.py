@@ -1,4 +1,4 @@
-"""zeroshard: sharded data-parallel training for PyTorch. One engine, in which a stage is data."""
+"""zeroshard: sharded data-parallel training for PyTorch. One engine for all ZeRO stages, each described by a `Plan`."""
 
 import importlib
 import logging
@@ -60,14 +60,14 @@ __all__ = [
 
 _IMPORTED_WHEN_ASKED_FOR = ("exchange", "optim", "reference")
 
-logging.getLogger("zeroshard").addHandler(logging.NullHandler())  # who wants the messages adds a handler
+logging.getLogger("zeroshard").addHandler(logging.NullHandler())  # the application adds a handler to see messages
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # a checker is to find misspelt names by itself
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
 
     def __getattr__(name: str) -> Any:
         if name in _IMPORTED_WHEN_ASKED_FOR:

@@ -26,8 +26,8 @@ def main() -> None:
         sys.modules["zeroshard.comm.watch"].stop()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-    # Not sys.exit: a communication thread that lets go of a Python object while the interpreter is being taken down
-    # aborts the process ("terminate called without an active exception"; seen about once in 50 refusals).
+    # Not sys.exit: a communication thread that releases a Python object while the interpreter shuts down aborts the
+    # process ("terminate called without an active exception"; seen about once in 50 error exits).
     os._exit(code)
 
 

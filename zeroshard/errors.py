@@ -1,9 +1,9 @@
-"""The errors of zeroshard: each is an `Error`, and also the class of Python's own that tells the kind of mistake."""
+"""The errors of zeroshard: each is an `Error`, and also a subclass of the matching built-in exception."""
 
 
 class Error(Exception):
-    """Base of every error that zeroshard raises. Those of torch, of the system and of your own code pass through as
-    they are."""
+    """Base class of all errors that zeroshard raises. Errors of torch, of the system and of your own code are passed
+    through unchanged."""
 
 
 class InvalidValue(Error, ValueError):
@@ -11,15 +11,15 @@ class InvalidValue(Error, ValueError):
 
 
 class InvalidType(Error, TypeError):
-    """An object of another kind than the call takes."""
+    """An argument of the wrong type."""
 
 
 class InvalidState(Error, RuntimeError):
-    """A call that is not possible now: another one has to come first, or something has failed."""
+    """A call that is not possible in the current state: another call must come first, or something has failed."""
 
 
 class InvalidKey(Error, KeyError):
-    """A key that is not there."""
+    """A key that does not exist."""
 
 
 class AlreadyExists(Error, FileExistsError):
@@ -27,12 +27,12 @@ class AlreadyExists(Error, FileExistsError):
 
 
 class SystemRefused(Error, OSError):
-    """Something that the operating system did not do."""
+    """An operation that the operating system refused."""
 
 
 class TookTooLong(Error, TimeoutError):
-    """Ranks that had not ended in time."""
+    """Ranks did not end in time."""
 
 
 class NotInstalled(Error, ModuleNotFoundError):
-    """A library that something here is for."""
+    """An optional library that is needed for the call is not installed."""

@@ -1,7 +1,7 @@
-"""Plan OPTIMIZER_ONLY: a handle over parameters alone, whose gradients something else reduces (torch DDP, say).
+"""Plan OPTIMIZER_ONLY: a handle over parameters without a model, whose gradients other code (torch DDP) reduces.
 
-Parameters may come later: those of an added param group, and those that have begun to require grad. They become further
-units; what is there stays where it is. A parameter that does not require grad is left alone until then. The name of a
+Parameters may be added later: those of an added param group, and those that begin to require grad. They become further
+units; existing units do not change. A parameter that does not require grad is not touched until it does. The name of a
 parameter is its position in the optimizer, whether it trains or not.
 """
 
@@ -30,10 +30,10 @@ from zeroshard.storage.unit import build_units
 
 
 class EngineOfParameters(Engine):
-    """Nothing is reduced here, and parameters may come later.
+    """An engine that reduces no gradients, and to which parameters can be added.
 
     Attributes:
-        handle: whose they become; held weakly.
+        handle: returns the handle that owns added parameters; a weak reference.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -44,11 +44,11 @@ class EngineOfParameters(Engine):
         return ReducedByOthers(self.units, self.collectives, self.pool, self.ledger)
 
     def admits(self, parameter: nn.Parameter) -> bool:
-        """Also one that nobody has."""
+        """Also a parameter that no handle owns."""
         return handle_of(parameter) is None or super().admits(parameter)
 
     def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Those that are to be trained from now on. Collective; errors as `shard_parameters`."""
+        """Shard the parameters that begin to train. Collective; errors as of `shard_parameters`."""
         new = newcomers(self, parameters)
         if new:
             self.take(new)
@@ -56,12 +56,12 @@ class EngineOfParameters(Engine):
         return bool(new)
 
     def take(self, new: dict[str, nn.Parameter]) -> None:
-        """Further ones, by their names; rank 0's values win. Collective; errors as `shard_parameters`."""
+        """Add parameters, by name, with rank 0's values. Collective; errors as of `shard_parameters`."""
         parameters, handle = list(new.values()), self.handle()
         assert handle is not None, "its optimizer has it"
         together(self.collectives, "ShardedOptimizer", partial(self._expect_ready, new))
         specs = list(_specs(new, is_first=not self.units))
-        expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # what differs must not be broadcast
+        expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # before any broadcast
         self.collectives.broadcast([parameter.data for parameter in parameters])
         self.add(build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units)))
         claim_parameters(handle, parameters)
@@ -78,18 +78,18 @@ class EngineOfParameters(Engine):
 
 
 class ReducedByOthers(Reducer):
-    """What an optimizer asks of a reducer. Nothing is accumulated, no hook says when a backward begins, and `p.grad` is
-    the user's: it changes without our knowing, and what lies there is not "set by hand"."""
+    """A reducer that only keeps the records that an optimizer needs. It accumulates nothing and has no hooks. `p.grad`
+    belongs to the user: it may change at any time, and gradients in it do not count as set by hand."""
 
     @property
     def version(self) -> object:
-        return object()  # perhaps another one by now
+        return object()  # never equal: gradients may have changed
 
     def notice(self) -> dict[tuple[int, int], Tensor]:
         return {}
 
     def expect_backward(self) -> None:
-        """It begins.
+        """Note that a backward begins.
 
         Raises:
             ValueError: `p.grad` may hold gradients of losses with another scale.
@@ -99,10 +99,11 @@ class ReducedByOthers(Reducer):
 
 
 def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> Handle:
-    """A handle over those of the parameters that require grad; rank 0's values win. Collective.
+    """A handle over the parameters that require grad, with rank 0's values. Collective.
 
     Raises:
-        ValueError: on every rank: ranks that have others, or what cannot be sharded; nothing has been changed.
+        ValueError: on every rank, before anything has been changed: the ranks' parameters differ, or one cannot be
+            sharded.
     """
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
     engine = EngineOfParameters(collectives)
@@ -114,12 +115,12 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
 
 
 def named(parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """All parameters of an optimizer."""
+    """The parameters of an optimizer by name, which is the position."""
     return {str(position): parameter for position, parameter in enumerate(dict.fromkeys(parameters))}
 
 
 def note_untaken(engine: Engine, parameters: Iterable[nn.Parameter]) -> None:
-    """`parameters`: all of the optimizer's."""
+    """Set `engine.untaken`. `parameters`: all parameters of the optimizer."""
     engine.untaken = {name: p for name, p in named(parameters).items() if handle_of(p) is None}
 
 
@@ -128,11 +129,11 @@ def is_wanted(parameter: nn.Parameter) -> bool:
 
 
 def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those of the optimizer's parameters that the engine does not have yet, and that are to be trained from now on, on
-    every rank. Collective.
+    """The optimizer's parameters that begin to train: they are not sharded yet, and require grad or have a gradient.
+    Collective.
 
     Raises:
-        ValueError: on every rank: the ranks do not agree on them.
+        ValueError: on every rank: these parameters differ between ranks.
     """
     wanted = {name: p for name, p in named(parameters).items() if handle_of(p) is None and is_wanted(p)}
     for rank, theirs in enumerate(
@@ -148,7 +149,7 @@ def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, n
 
 
 def _specs(named: dict[str, nn.Parameter], *, is_first: bool) -> Iterable[UnitSpec]:
-    """One unit for each dtype: nothing is gathered before all of it has been stepped, and then at once."""
+    """One unit for each dtype. Smaller units would have no use: there is no forward to gather them for."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in named.values())
     for dtype in dtypes:
         names = [name for name, parameter in named.items() if parameter.dtype == dtype]

@@ -1,7 +1,7 @@
-"""The handle of a sharded model: what its user reads and touches. What trains the model is its engine.
+"""The handle of a sharded model: the public interface to its engine.
 
-Ownership: the handle and the model's hooks own the engine, it owns the units, units own the buffers; the engine refers
-to the model weakly.
+Ownership: the handle and the model's hooks own the engine; the engine owns the units; units own the buffers. The engine
+refers to the model weakly.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from zeroshard.runtime.unsharded import Part, units_of, unsharded, written
 from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
-"""Parameter -> weak reference to the handle that owns its data. The one piece of global state: a parameter handed to
-`shard` or to an optimizer says in no other way whether, and by whom, it is sharded."""
+"""Parameter -> weak reference to the handle that owns its data. Global, because `shard` and optimizers are given bare
+parameters, and must find out whether, and by which handle, they are sharded."""
 
 
 class Handle(NotTheModel, NotCopied):
-    """A sharded model: what `shard` returns.
+    """A sharded model, as `shard` returns it.
 
     Attributes:
-        engine: what trains it: for optimizers and checkpoints, not for users.
+        engine: used by optimizers and checkpoints; not public.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """The engine's parameters are this handle's from now on. A model whose handle is dropped trains on."""
+        """Claim the engine's parameters. (If the user drops the handle, the model's hooks keep it alive.)"""
         self.engine = engine
         claim_parameters(self, (parameter for unit in engine.units for parameter in unit.parameters))
-        # Bound methods: they keep the handle, which `handle_of` must find for as long as the model lives.
+        # Bound methods on purpose: they keep the handle alive, which `handle_of` must find as long as the model lives.
         self._guards = engine.plain.guard(self._before_state_dict, self._before_load_state_dict)
         self._guards += engine.plain.describe(lambda: f"sharded by zeroshard: {in_one_line(engine)}")
 
@@ -55,12 +55,12 @@ class Handle(NotTheModel, NotCopied):
 
     @property
     def plan(self) -> Plan:
-        """Where weights, gradients and main rest."""
+        """The plan: the placements in which weights, gradients and main rest."""
         return self.engine.plan
 
     @property
     def comm_log(self) -> CommLog:
-        """The log of this rank's collectives: which one, of which unit, how many bytes."""
+        """The log of this rank's collectives: name, unit and number of bytes of each."""
         return self.engine.collectives.log
 
     @property
@@ -68,7 +68,7 @@ class Handle(NotTheModel, NotCopied):
         """The sharded model.
 
         Raises:
-            RuntimeError: it is gone, or the handle was built from parameters only.
+            RuntimeError: the model no longer exists, or the handle was built from parameters only.
         """
         return self.engine.model
 
@@ -76,15 +76,16 @@ class Handle(NotTheModel, NotCopied):
 
     @contextmanager
     def no_sync(self, *parts: Part) -> Iterator[None]:
-        """Backward passes inside accumulate locally; the first one outside reduces the sum. Allowed under every plan;
-        under ZERO2 and ZERO3 it allocates a full-size gradient bucket for each unit. Enter it on every rank alike.
+        """A block in which backward passes only accumulate on this rank; the first backward after it reduces the sum.
+        Allowed under every plan; under ZERO2 and ZERO3 it allocates a full-size gradient bucket for each unit. All
+        ranks must enter it.
 
         Args:
-            parts: modules, parameters, or names of either, with the rest of their units; none: the whole model.
+            parts: modules, parameters, or names of either; their whole units are meant. None given: the whole model.
 
         Raises:
-            ValueError: a part that this handle does not have.
-            RuntimeError: `max_transient_bytes` does not allow it.
+            ValueError: the model does not have one of the parts.
+            RuntimeError: the buckets would exceed `max_transient_bytes`.
         """
         before = self.engine.reducer.local
         self.set_requires_gradient_sync(False, *parts)
@@ -94,7 +95,7 @@ class Handle(NotTheModel, NotCopied):
             self.engine.reducer.local = before
 
     def set_requires_gradient_sync(self, requires: bool, *parts: Part) -> None:
-        """As `no_sync`, without a block: False begins, and True ends it. (The name is FSDP2's.)"""
+        """Like `no_sync`, without a block: False begins it, True ends it. (The name is FSDP2's.)"""
         reducer = self._open("set_requires_gradient_sync").reducer
         units = frozenset(self._units_of(parts, "set_requires_gradient_sync"))
         reducer.accumulate_locally(reducer.local - units if requires else reducer.local | units)
@@ -106,22 +107,22 @@ class Handle(NotTheModel, NotCopied):
         self, *others: Handle, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
         """A block around a training loop in which ranks have inputs for different numbers of steps. A rank that reaches
-        the end of the block takes part in the collectives of the others, with gradients of zero and without running the
-        model, until all ranks have reached it. Collective, as torch's `Join`.
+        the end of the block takes part in the other ranks' collectives, with gradients of zero and without running the
+        model, until all ranks have reached it. Collective, like torch's `Join`.
 
-        Inside, call the model itself (all ranks meet before each call of it), backward, clip and step as always;
-        `state_dict`, `save` and other collective calls raise once a rank has run out. All ranks end with the same
-        weights, optimizer state and hyper-parameters. The scheduler of a rank that has run out is not stepped: set it
-        to the count of the others afterwards.
+        Inside, call the model itself (all ranks meet before each call), backward, clip and step as usual. `state_dict`,
+        `save` and other collective calls raise once a rank has run out of inputs. All ranks end with the same weights,
+        optimizer state and hyper-parameters. The scheduler of a rank that has run out is not stepped: set it to the
+        other ranks' step count afterwards.
 
         Args:
             others: handles of further models of the same loop (a GAN's), in the same order on each rank.
-            divide_by_initial_world_size: gradients are means over all ranks, those that have run out included; False:
-                over the ranks that still have inputs.
+            divide_by_initial_world_size: True: gradients are means over all ranks, including those that have run out;
+                False: over the ranks that still have inputs.
             throw_on_early_termination: raise on all ranks as soon as one has run out.
 
         Raises:
-            ValueError: handles of different ranks; someone else reduces the gradients.
+            ValueError: the handles have different ranks; or the plan is OPTIMIZER_ONLY.
         """
         engines = [handle._open("join") for handle in (self, *others)]
         for engine in engines:
@@ -141,14 +142,15 @@ class Handle(NotTheModel, NotCopied):
         each rank may call the model, or `generate`, as often as it needs.
 
         Args:
-            parts: modules, parameters, or names of either, with the rest of their units; none: the whole model.
-            write: allow changes, the same on every rank. They become the new weights, and main is updated to match.
-                Without it a change raises. After an error inside, and where ranks differ, all values are as before.
+            parts: modules, parameters, or names of either; their whole units are meant. None given: the whole model.
+            write: True: allow changes, which must be the same on every rank. They become the new weights, and main is
+                updated to match. False: a change raises. After an error inside, or if ranks differ, the old values are
+                restored.
             modifier_rank: the rank whose changes all ranks take; it implies `write`. (The name is DeepSpeed's.)
 
         Raises:
-            ValueError: a part that this handle does not have; ranks that have written different values.
-            RuntimeError: a parameter has been written to without `write`.
+            ValueError: the model does not have one of the parts; or ranks have written different values.
+            RuntimeError: a parameter was written to without `write`.
         """
         gatherer, units = self._open("unsharded").gatherer, self._units_of(parts, "unsharded")
         if write or modifier_rank is not None:
@@ -173,15 +175,16 @@ class Handle(NotTheModel, NotCopied):
         the same on every rank. Collective; between backward and step.
 
         Raises:
-            ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
-            RuntimeError: gradients of its unit that are only accumulated (`no_sync`); weighted losses.
+            ValueError: no trainable parameter of that name; values of another shape, or not the same on every rank.
+            RuntimeError: its unit has gradients that are only accumulated (`no_sync`); or losses have weights.
         """
         set_full_gradient(self._open("set_gradient"), name, values)
 
     @torch.no_grad()
     def main_parts(self) -> list[Tensor]:
-        """This rank's part of main: one 1-D tensor per trainable unit, in main's dtype. They are views of it, or copies
-        where main is kept as a remainder. Use them for elementwise work such as averages, at 1/d of the memory."""
+        """This rank's part of main: one 1-D tensor per trainable unit, in main's dtype. The tensors are views of main,
+        or copies if main is kept as a remainder. Use them for elementwise work such as averages, at 1/d of the
+        memory."""
         return [unit.main.read(unit.updated) for unit in self._open("main_parts").units if unit.trainable]
 
     @torch.no_grad()
@@ -190,7 +193,8 @@ class Handle(NotTheModel, NotCopied):
         engine = self._open("set_main_parts")
         trainable = [unit for unit in engine.units if unit.trainable]
         engine.gatherer.settle()
-        engine.collectives.exchange_objects(None, "set_main_parts()")  # nobody writes before everybody has read
+        # No rank may write its weights before all ranks have read them.
+        engine.collectives.exchange_objects(None, "set_main_parts()")
         for unit, part in zip(trainable, parts, strict=True):
             unit.write(unit.updated, part)
             unit.edits += 1
@@ -199,8 +203,8 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Make buffers, such as the running statistics of batch norm, equal on all ranks: the mean of floating-point
-        ones, rank 0's values of the others. Without this call every rank keeps its own. Collective."""
+        """Make buffers, such as the running statistics of batch norm, equal on all ranks: floating-point buffers become
+        their mean, others take rank 0's values. Without this call every rank keeps its own. Collective."""
         engine = self._open("average_buffers")
         collectives = engine.collectives
         for buffer in engine.plain.buffers().values():
@@ -211,11 +215,12 @@ class Handle(NotTheModel, NotCopied):
                 buffer.copy_(rows.mean(0).view(buffer.shape))
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
-        """Let `module.name(...)` do what `module(...)` does: give the module's own parameters their values, and cast
-        inputs and outputs where calls of the module do.
+        """Make `module.name(...)` gather the module's own parameters and cast inputs and outputs, as `module(...)`
+        does.
 
-        Needed for a method that uses parameters of that very module and is called in place of it (a `forward_features`
-        that adds `self.position`, say). Methods that only call other modules work as they are. The name is FSDP2's.
+        Needed for a method that uses parameters of that very module and is called in place of it (for example a
+        `forward_features` that adds `self.position`). Methods that only call other modules need no registration. (The
+        name is FSDP2's.)
         """
         engine = self._open("register_forward_method")
         engine.schedule.wrap(module, name, engine.before_forward if module is engine.model else None)
@@ -229,9 +234,10 @@ class Handle(NotTheModel, NotCopied):
         """Names and values of the plain model's `state_dict()`, full tensors on every rank. Collective.
 
         Args:
-            main: fp32 main values instead of the compute-precision weights.
-            rank0_only: only rank 0 gets the state; the other ranks take part, and get an empty dict.
-            device: of the returned tensors, "cpu" for example; None: the model's. One unit at a time is held in full.
+            main: True: the values of main (fp32) instead of the weights in the compute dtype.
+            rank0_only: True: only rank 0 gets the state; the other ranks take part, and get an empty dict.
+            device: of the returned tensors, "cpu" for example; None: the model's. At most one unit at a time is in full
+                on the model's device.
         """
         engine = self._open("full_state_dict")
         state = full_state(engine, Destination(rank0_only, device), main=main)
@@ -245,17 +251,17 @@ class Handle(NotTheModel, NotCopied):
         """Set weights and main from full values under the plain model's names. Collective.
 
         Args:
-            state_dict: the same on every rank (but for buffers, of which each rank takes its own).
-            strict: whether missing or unexpected names are an error; if not, they are skipped and returned.
-            broadcast_from_rank0: only rank 0 has a state_dict, and sends the values unit by unit; the other ranks pass
-                {} or None.
+            state_dict: the same on every rank (except buffers: each rank takes its own values).
+            strict: True: missing or unexpected names raise; False: they are skipped and returned.
+            broadcast_from_rank0: True: only rank 0 has a state dict, and sends the values unit by unit; the other ranks
+                pass {} or None.
 
         Returns:
             `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
 
         Raises:
-            ValueError: on every rank, and nothing has been changed: names that are missing or unexpected; other shapes;
-                parameters of which the ranks have other values.
+            ValueError: on every rank, before anything has been changed: missing or unexpected names; other shapes;
+                parameters whose values differ between ranks.
         """
         engine = self._open("load_full_state_dict")
         return load_full_state(engine, state_dict, strict=strict, from_rank0=broadcast_from_rank0)
@@ -268,8 +274,8 @@ class Handle(NotTheModel, NotCopied):
         return ReadsRaise(self._open("find_reads").units)
 
     def summary(self) -> str:
-        """A table to print: of each unit its parameters, the dtype and resting placement of weights, gradients and
-        main, and the bytes that this rank holds of them; then what it holds in all, by kind. Not collective."""
+        """A table to print: for each unit its number of parameters, dtype and resting placement of weights, gradients
+        and main, and the bytes that this rank holds; then the bytes on this rank by kind. Not collective."""
         return table(self._open("summary"))
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
@@ -282,7 +288,8 @@ class Handle(NotTheModel, NotCopied):
         return self.engine.memory(peak=peak)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
+        """The trainable parameters in the order of the model's `parameters()`, so that a plain optimizer over them has
+        the same `state_dict`."""
         return self.engine.trainable_parameters()
 
     # Life cycle --------------------------------------------------------------------------------------------------
@@ -290,8 +297,8 @@ class Handle(NotTheModel, NotCopied):
     @torch.no_grad()
     def close(self) -> None:
         """Make the model a plain one again: every parameter gets its own full storage, in its dtype before `shard`,
-        with main's values. Collective. The handle and its optimizers raise afterwards; a second close does nothing,
-        nor does one after `abandon`."""
+        with main's values. Collective. Afterwards the handle and its optimizers raise. A second `close`, or one after
+        `abandon`, has no effect."""
         if self.engine.life.is_over:
             return
         engine = self._open("close")
@@ -301,13 +308,12 @@ class Handle(NotTheModel, NotCopied):
         engine.release()
 
     def abandon(self) -> None:
-        """Let go of the model and of all memory, without the other ranks: what `close` is after a failure, of this rank
-        or of another. Not collective; waits for nobody, whatever is under way; a second one does nothing.
+        """Release the model and all memory without the other ranks. Use it instead of `close` after a failure, of this
+        rank or of another. Not collective; it does not wait for other ranks. A second call has no effect.
 
-        The model has no hooks any more. Parameters whose values are all on this rank keep them, in the dtype that they
-        compute in; the others (all of them under ZeRO-3 on several ranks) raise when they are read. The handle and its
-        optimizers raise. The process group is not fit for further use: messages of what was under way may be left in
-        it."""
+        Afterwards the model has no hooks. Parameters whose values are all on this rank keep them, in the compute dtype.
+        All others (under ZeRO-3 on several ranks: all parameters) raise when they are read. The handle and its
+        optimizers raise. Do not use the process group any more: it may contain messages of unfinished collectives."""
         self._let_go_of_parameters()
         self.engine.abandon()
 
@@ -334,7 +340,7 @@ class Handle(NotTheModel, NotCopied):
         """The engine.
 
         Raises:
-            RuntimeError: closed, or parked.
+            RuntimeError: closed, abandoned or parked.
         """
         self.engine.check_open(what)
         return self.engine
@@ -375,7 +381,7 @@ def handle_of(parameter: nn.Parameter) -> Handle | None:
 
 
 def claim_parameters(handle: Handle, parameters: Iterable[nn.Parameter]) -> None:
-    """From now on `handle_of` says so."""
+    """Register the handle as the owner of these parameters, for `handle_of`."""
     for parameter in parameters:
         _HANDLES[parameter] = weakref.ref(handle)
 

@@ -1,4 +1,4 @@
-"""The factor on the loss that keeps small 16-bit gradients from vanishing: constant or dynamic, as pure state machines.
+"""Loss scaling: the factor on the loss that keeps small fp16 gradients from underflowing; policies are state machines.
 
     next_state(state, found_inf)      finite                                     not finite (the step is skipped)
     growth_tracker                    + 1; at growth_interval: 0, and            0
@@ -7,12 +7,12 @@
     hysteresis_left                       back to hysteresis                     - 1, down to 0
     skips_in_a_row                    0                                          + 1
 
-With hysteresis 1 this is `torch.amp.GradScaler` (but for the two bounds). With more it is `DynamicGradScaler` of
-NVIDIA/Megatron-LM, megatron/core/optimizer/grad_scaler.py: the first `hysteresis - 1` overflows since the last growth
-are forgiven, in a row or not; each further one backs off, until a growth refills the credit.
+With hysteresis 1 this is `torch.amp.GradScaler` (except for the two bounds). With a larger hysteresis it is
+`DynamicGradScaler` of NVIDIA/Megatron-LM, megatron/core/optimizer/grad_scaler.py: the first `hysteresis - 1` overflows
+since the last growth, in a row or not, do not change the scale; each further one multiplies it by `backoff_factor`,
+until a growth resets the count.
 
-Every scale is an fp32 number, rounded as torch rounds its own: what multiplies an fp32 loss is exactly what the
-gradients are divided by.
+Every scale is an fp32 number, so that the factor on an fp32 loss is exactly the number by which gradients are divided.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ FP32_MIN = 2.0**-149
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """All that a policy remembers.
+    """The state of a policy.
 
     Attributes:
         scale: the factor on the next loss.
         growth_tracker: finite steps since the last overflow or growth.
-        hysteresis_left: overflows until the scale backs off; 0 when each one does.
+        hysteresis_left: how many overflows until the scale is reduced; at 0, each one reduces it.
         skips_in_a_row: overflows since the last finite step.
 
     Raises:
-        ValueError: a scale that is not a positive finite fp32 number; a count that is not an integer from 0.
+        ValueError: the scale is not a positive finite fp32 number; or a count is not an integer >= 0.
     """
 
     scale: float
@@ -56,10 +56,10 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True)
 class ConstantScale:
-    """Always `value`. `max_skips`: overflows in a row after which to give up; None for never.
+    """A constant scale. `max_skips`: raise after this many overflows in a row; None: never.
 
     Raises:
-        ValueError: a value that is not positive and finite in fp32; a max_skips below 1.
+        ValueError: `value` is not positive and finite in fp32; or `max_skips` is below 1.
     """
 
     value: float = 1.0
@@ -76,13 +76,13 @@ class ConstantScale:
         return replace(state, skips_in_a_row=state.skips_in_a_row + 1 if found_inf else 0)
 
     def adopt(self, state: ScaleState) -> ScaleState:
-        """A state that another policy may have left, as this one can hold it."""
+        """Convert a state that another policy may have left into a state of this policy."""
         return replace(self.initial_state(), skips_in_a_row=state.skips_in_a_row)
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScale:
-    """As large as the gradients allow: see the table at the top of this file.
+    """A scale that grows while gradients stay finite, and shrinks on overflows: see the table at the top of this file.
 
     Attributes:
         init: the first scale.
@@ -90,11 +90,11 @@ class DynamicScale:
         backoff_factor: applied on an overflow, once the overflows since the last growth have reached `hysteresis`.
         floor: lower bound of the scale.
         max_scale: upper bound of the scale.
-        max_skips: overflows in a row after which to give up; None for never. The default leaves room to go from
-            max_scale down to the floor by halves, twice over.
+        max_skips: raise after this many overflows in a row; None: never. The default is about twice the number of
+            halvings from `max_scale` to `floor`.
 
     Raises:
-        ValueError: a number out of its range, with the range.
+        ValueError: a number is out of its range; the message has the range.
     """
 
     init: float = 2.0**16
@@ -138,7 +138,7 @@ class DynamicScale:
         return replace(state, growth_tracker=state.growth_tracker + 1, skips_in_a_row=0)
 
     def adopt(self, state: ScaleState) -> ScaleState:
-        """A state that another policy may have left, as this one can hold it: moved inside the bounds."""
+        """Convert a state that another policy may have left into a state of this policy, inside its bounds."""
         return replace(
             state, scale=self._bounded(state.scale), hysteresis_left=min(state.hysteresis_left, self.hysteresis)
         )
@@ -153,11 +153,11 @@ LossScalePolicy: TypeAlias = ConstantScale | DynamicScale
 def as_policy(
     loss_scale: LossScalePolicy | float | Literal["dynamic"] | None, *, has_fp16: bool
 ) -> LossScalePolicy | None:
-    """What a user passes; None for no scaling. `has_fp16`: there are fp16 weights, whose losses are scaled unless the
-    user says otherwise.
+    """The policy for a user's `loss_scale` argument; None for no scaling. `has_fp16`: whether there are fp16 weights,
+    for which the default is dynamic scaling.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the argument is none of these.
     """
     if loss_scale is None:
         return DynamicScale() if has_fp16 else None
@@ -171,7 +171,7 @@ def as_policy(
 
 
 class LossScaler:
-    """A policy and where it stands: the part that changes, and is saved. `state`: None for the policy's first one."""
+    """A policy and its current state, which is saved in checkpoints. `state`: None: the policy's initial state."""
 
     def __init__(self, policy: LossScalePolicy, state: ScaleState | None = None) -> None:
         self.policy = policy
@@ -191,18 +191,18 @@ class LossScaler:
         return self.policy.max_skips is not None and self.skips_in_a_row >= self.policy.max_skips
 
     def update(self, found_inf: bool) -> None:
-        """Once per step, with what all ranks have agreed on."""
+        """Advance the state. Call it once per step, with a `found_inf` that is the same on all ranks."""
         self.state = self.policy.next_state(self.state, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """The four numbers of `ScaleState`, plain. The policy is configuration and not part of it."""
+        """The four numbers of `ScaleState`. The policy is configuration, and not included."""
         return asdict(self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, within the bounds of this policy.
+        """Continue from a saved state, within the bounds of this policy.
 
         Raises:
-            ValueError: other keys than `state_dict` gives; a number that no state can hold.
+            ValueError: the keys are not those of `state_dict`; or a number is invalid.
         """
         expected = {field.name for field in fields(ScaleState)}
         if set(state_dict) != expected:

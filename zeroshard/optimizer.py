@@ -35,39 +35,40 @@ from zeroshard.step_result import StepResult as StepResult
 
 
 class ShardedOptimizer(TorchOptimizer):
-    """Steps any optimizer class on this rank's part of main, and hands the weights round.
+    """Steps any optimizer class on this rank's part of main, and gathers the updated weights.
 
     Args:
-        handle_or_params: the handle of `shard`: all its trainable parameters, and what requires grad later (it joins
-            the first group, unless `add_param_group` or another optimizer has it by then); or parameters, or param
-            groups, as for any optimizer. A group may name a class of its own under "optimizer_class" (Muon for
-            matrices, AdamW for the rest).
-            Parameters that no handle owns are taken under plan OPTIMIZER_ONLY: torch DDP, for example, reduces their
-            gradients, and this optimizer shards its state over `process_group`.
+        handle_or_params: the handle of `shard`: all its trainable parameters, and parameters that require grad later
+            (they join the first group, unless `add_param_group` or another optimizer has them by then). Or parameters,
+            or param groups, as for any optimizer; a group may name a class of its own under "optimizer_class" (Muon
+            for matrices, AdamW for the rest).
+            Parameters that no handle owns are taken under plan OPTIMIZER_ONLY: other code (torch DDP for example)
+            reduces their gradients, and this optimizer shards its state over `process_group`.
         optimizer_class: for example `torch.optim.AdamW`.
-        loss_scale: a policy, a number (1: no scaling), or "dynamic". None: dynamic where weights are fp16, else none.
-            Scaled losses must go through `backward`.
-        non_finite: what a step does with a gradient that is not finite: "raise" (the default where no loss was
-            scaled), "skip" (the default where one was), "ignore".
+        loss_scale: a policy, a number (1: no scaling), or "dynamic". None: dynamic if weights are fp16, else no
+            scaling. Scaled losses must go through `backward`.
+        non_finite: what a step does if the gradient is not finite: "raise" (the default if no loss was scaled), "skip"
+            (the default if a loss was scaled), or "ignore".
         skip_norm_above: skip steps whose gradient norm is larger.
-        elementwise: declares an unknown class; None: it is tried out (see `granularity.py`).
+        elementwise: whether an unknown class updates every element on its own; None: found by a trial (see
+            `granularity.py`).
         process_group: only for parameters without a handle.
         **defaults: the class's own arguments.
 
-    `param_groups` hold the user's parameters: schedulers work as always, and changed hyper-parameters take effect.
-    The order of calls is torch's: `zero_grad`, forward, `backward`, perhaps `clip_grad_norm_`, `step`. A step
-    consumes the gradients: they are not added to those of the next one.
+    `param_groups` contain the user's parameters: schedulers work as usual, and changed hyper-parameters take effect.
+    The order of calls is torch's: `zero_grad`, forward, `backward`, optionally `clip_grad_norm_`, `step`. `step` frees
+    the gradients: the next backward does not add to them.
 
     Attributes:
         handle: of the model, or of the parameters.
-        engine: what trains the model.
-        groups: the param groups, with the class of each, and who may join them.
-        agreement: what the ranks agree on before a step.
-        clipping: what is asked of the next step's gradient.
+        engine: the engine of the handle.
+        groups: the param groups, with the class of each.
+        agreement: the agreement with the other ranks before a step.
+        clipping: the clips requested for the next step.
 
     Raises:
-        TypeError: an optimizer in place of its class; the model in place of its handle.
-        ValueError: no parameters; parameters of several handles, or of another optimizer; what the class refuses.
+        TypeError: an optimizer instance in place of its class; the model in place of its handle.
+        ValueError: no parameters; parameters of several handles, or of another optimizer; or the class refuses them.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ShardedOptimizer(TorchOptimizer):
         if handle is not None:
             handle.engine.check_open("build an optimizer")
             handle.engine.unfreeze()
-            params: list[Any] = [{"params": handle.trainable_parameters()}]  # perhaps none: it waits for them
+            params: list[Any] = [{"params": handle.trainable_parameters()}]  # may be empty, if all are frozen now
         else:
             params = list(handle_or_params)  # type: ignore[arg-type]
         if not params:
@@ -123,17 +124,19 @@ class ShardedOptimizer(TorchOptimizer):
         elementwise: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """Take over a plain optimizer that was made before, over parameters of the handle's model: its class, param
-        groups with the hyper-parameters of now, hooks and, if it has stepped, its state. Both share the param groups,
-        so schedulers that were made for it keep working. It raises from now on where it would step. Collective.
+        """Take over an existing plain optimizer over parameters of the handle's model: its class, param groups with
+        their current hyper-parameters, hooks and, if it has stepped, its state. Both optimizers share the param groups,
+        so schedulers that were made for the old one keep working. The old one then raises if it is stepped. Collective.
 
         Args:
-            arguments: of the class's constructor, where the optimizer does not keep what it was made with.
+            handle: of the model.
+            optimizer: a plain optimizer over parameters of the model.
+            arguments: constructor arguments of the class that the optimizer does not store.
 
         Raises:
-            TypeError: a class, or something else, in place of the optimizer or the handle.
-            ValueError: parameters that are not the handle's; what the optimizer was made with cannot be found, or
-                ranks have other state. The optimizer is as it was.
+            TypeError: `optimizer` is not an optimizer instance, or `handle` is not a handle.
+            ValueError: parameters of another model; constructor arguments cannot be found; or ranks have different
+                state. The old optimizer has not been changed.
         """
         expect_handle(handle, "ShardedOptimizer.from_optimizer(handle, optimizer)")
         expect_instance(optimizer, is_sharded=isinstance(optimizer, ShardedOptimizer))
@@ -158,18 +161,18 @@ class ShardedOptimizer(TorchOptimizer):
     def backward(
         self, loss: Tensor, *, scaler: LossScaler | None = None, weight: float | None = None, **kwargs: Any
     ) -> None:
-        """`loss.backward(**kwargs)`, scaled. Where a model has several optimizers, through any one of them.
+        """`loss.backward(**kwargs)` with the loss scaled. If a model has several optimizers, call it on any one.
 
         Args:
-            scaler: this loss's own; several losses, each with its scaler, may meet in the same parameters.
-            weight: of this rank's batch, for example its number of tokens: the step then takes the mean over all
-                weights of all ranks and micro-batches (of losses that are means over their own batch). Without it
-                ranks count alike, and the losses of k micro-batches are divided by k by the caller.
+            scaler: a scaler of this loss's own. Several losses with different scalers may use the same parameters.
+            weight: of this rank's batch, for example its number of tokens. The step then divides by the sum of the
+                weights of all ranks and micro-batches (each loss must be a mean over its own batch). None: all ranks
+                count equally, and the caller divides the losses of k micro-batches by k.
 
         Raises:
-            ValueError: not a scalar (without `gradient=`); a weight that is negative or not finite; under plan
-                OPTIMIZER_ONLY, a scale that differs from that of the losses before it.
-            RuntimeError: a loss without a graph (forward under no_grad, or backward a second time).
+            ValueError: the loss is not a scalar (without `gradient=`); the weight is negative or not finite; under plan
+                OPTIMIZER_ONLY, the scale differs from that of earlier losses.
+            RuntimeError: the loss has no graph (forward under no_grad, or a second backward).
         """
         self.engine.check_open("backward")
         if loss.numel() != 1 and "gradient" not in kwargs:
@@ -186,14 +189,14 @@ class ShardedOptimizer(TorchOptimizer):
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Let the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
+        """Make the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
 
         Returns:
             The norm of the mean gradient before clipping, 0-d fp64; 0 without gradients.
 
         Raises:
-            ValueError: a max_norm that is not positive.
-            RuntimeError: as `step`; a norm that is not finite, if asked.
+            ValueError: `max_norm` is not positive.
+            RuntimeError: as `step`; or `error_if_nonfinite` is set and the norm is not finite.
         """
         if not max_norm > 0:
             raise InvalidValue(f"max_norm must be positive, found {max_norm}")
@@ -206,10 +209,11 @@ class ShardedOptimizer(TorchOptimizer):
         return torch.tensor(norm, dtype=torch.float64)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Let the next step clamp every element of the mean gradient to [-clip_value, clip_value].
+        """Make the next step clamp every element of the mean gradient to [-clip_value, clip_value]. All ranks must call
+        it with the same value.
 
         Raises:
-            ValueError: a clip_value that is not positive.
+            ValueError: `clip_value` is not positive.
         """
         if not clip_value > 0:
             raise InvalidValue(f"clip_value must be positive, found {clip_value}")
@@ -217,25 +221,25 @@ class ShardedOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> StepResult:  # type: ignore[override]
-        """Update main and weights from the reduced gradients. Collective. Without any gradient on any rank it does
-        nothing, as in torch: the result is not `applied`.
+        """Update main and weights from the reduced gradients, and free these. Collective. If no rank has any gradient,
+        it has no effect, as in torch: `applied` of the result is False.
 
         Args:
-            closure: called once, first; it may call `zero_grad` and `backward`, and returns the loss.
-            arguments: what else the `step` of the class takes.
+            closure: called once, at the beginning; it may call `zero_grad` and `backward`, and returns the loss.
+            arguments: further keyword arguments for the `step` of the class.
 
         Raises:
-            TypeError: arguments that no class takes.
-            RuntimeError: gradients on some ranks alone; a second time for the same gradients; after a backward that was
-                only accumulated (`no_sync`); a gradient that is not finite, if so chosen, or once too often in a row;
-                parameters whose data somebody has replaced. Nothing has been updated then.
+            TypeError: no class takes one of the arguments.
+            RuntimeError: before anything has been updated: only some ranks have gradients; the gradients have been used
+                by an earlier step; they were only accumulated (`no_sync`); the gradient is not finite (see
+                `non_finite`), or too many times in a row; the data of a parameter have been replaced.
         """
         expect_arguments(self._classes.of_groups, arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # 1. All ranks agree: is everybody ready, what is the norm, who has gradients, has anything overflowed?
+        # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_in_place()
         control = self.agree(arguments=arguments)
         self.engine.pool.rest()
@@ -248,7 +252,7 @@ class ShardedOptimizer(TorchOptimizer):
         scale = self.engine.ledger.scale
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
-            # 2. Gradients go where main is; 3. it is stepped; 4. weights follow while the next forward starts.
+            # 2. Read gradients in main's dtype; 3. step main; 4. gather weights while the next forward starts.
             self.engine.reducer.use_idle_buckets()
             with self.agreement.updating():
                 update, active = self.clipping.update(mean), self.agreement.active(control)
@@ -278,13 +282,13 @@ class ShardedOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:
-        """Elements of the reduced gradient (what is frozen has none) that are exactly zero, over all ranks. Collective;
-        between backward and step."""
+        """How many elements of the reduced gradient are exactly zero, over all ranks (frozen parameters have none).
+        Collective; call it between backward and step."""
         return self.agreement.count_zero_gradients()
 
     @phase("step: agree")
     def agree(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> Control:
-        """What all ranks know and ask of the next step: `clip_grad_norm_` and `step` begin with it. Collective.
+        """The control exchange, with which `clip_grad_norm_` and `step` begin. Collective.
 
         Raises:
             RuntimeError, ValueError: see `Agreement.control`.
@@ -298,8 +302,8 @@ class ShardedOptimizer(TorchOptimizer):
     # Param groups ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. After the start, collective: parameters of the same handle that no group has yet, or, under
-        OPTIMIZER_ONLY, that no handle has. Existing state stays."""
+        """Add a param group, as in torch. Its parameters must be in no group yet, and belong to the same handle or,
+        under OPTIMIZER_ONLY, to no handle. Existing state is kept. Collective (outside of the constructor)."""
         group, of_group = self._classes.completed(param_group)
         lr = group.get("lr", self.defaults.get("lr", 0.0))
         if not 0.0 <= float(lr) < math.inf:
@@ -325,9 +329,9 @@ class ShardedOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def rebuild(self) -> None:
-        """Parameters have come: new steppers, existing state stays. Collective."""
+        """Make new steppers after parameters have been added; existing state is kept. Collective."""
         if not self._is_built:
-            return  # it is being built
+            return  # called from the constructor, which makes the steppers itself
         state = self._state.gather()
         self.adopt(self.groups.newly_trainable())
         self.groups.changed()
@@ -335,12 +339,12 @@ class ShardedOptimizer(TorchOptimizer):
         self._state.load(state)
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of a handle's parameters, some that no optimizer has: they join the first group, as if they had required grad
+        """Add parameters of the handle that no optimizer has to the first group, at the place that they would have had
         from the start."""
         self.groups.adopt(parameters, self)
 
     def look_for_newcomers(self) -> None:
-        """Under OPTIMIZER_ONLY, parameters that have begun to require grad. Collective, if there may be some."""
+        """Under OPTIMIZER_ONLY, take parameters that have begun to require grad. Collective, if there may be any."""
         if self.engine.untaken and any(handle_of(parameter) is None for parameter in self.groups.parameters()):
             self.engine.check_open("use the optimizer")
             if self.engine.take_newcomers(self.groups.parameters()):
@@ -349,34 +353,34 @@ class ShardedOptimizer(TorchOptimizer):
     # For checkpoints and joins -----------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What this optimizer holds, by kind."""
+        """The tensors that this optimizer holds, by kind."""
         return self._state.tensors()
 
     @property
     def waiting(self) -> FullState:
-        """The state of parameters that nobody steps, as they are frozen, in full on every rank."""
+        """The state of frozen parameters, in full on every rank."""
         return self._state.waiting
 
     @property
     def steppers(self) -> Sequence[Stepper]:
-        """Who steps what: the parts of main that this rank updates, and their state."""
+        """The steppers: the parts of main that this rank updates, and their state."""
         return self._state.steppers.all
 
     @property
     def scaling(self) -> LossAccount:
-        """The losses since the last step, and the scaler of those that name none."""
+        """The losses since the last step, and the default scaler."""
         return self.agreement.losses
 
     def joined(self) -> JoinedOptimizer:
-        """As a join sees it."""
+        """The interface for a join."""
         return JoinedOptimizer(self)
 
 
 def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Parameter]) -> None:
-    """Of param group `number`.
+    """Check that the parameters of param group `number` belong to the handle.
 
     Raises:
-        ValueError: a parameter that is not.
+        ValueError: one does not.
     """
     for parameter in parameters:
         other = handle_of(parameter)

@@ -1,4 +1,4 @@
-"""A stage is three placements; a change of placement is a collective. This page is the whole theory.
+"""Placements and plans: a plan is three placements, and a change of placement is a collective.
 
 | plan           | weights    | grads                              | main (master weights + optimizer state) |
 |----------------|------------|------------------------------------|------------------------------------------|
@@ -6,9 +6,9 @@
 | ZERO1          | REPLICATED | PARTIAL, own interval reduced      | SHARDED                                  |
 | ZERO2          | REPLICATED | SHARDED                            | SHARDED                                  |
 | ZERO3          | SHARDED    | SHARDED                            | SHARDED                                  |
-| OPTIMIZER_ONLY | REPLICATED | REPLICATED, by someone else        | SHARDED                                  |
+| OPTIMIZER_ONLY | REPLICATED | REPLICATED, by other code          | SHARDED                                  |
 
-A change of placement is a collective (`TRANSITIONS`), which `FlatBuffer.redistribute` issues: nobody else asks for one.
+`TRANSITIONS` lists the collectives of each change. Only `FlatBuffer.redistribute` issues them.
 
 The stages are those of the ZeRO paper (Rajbhandari et al., 2020); placements as data are Megatron-FSDP v2's.
 """
@@ -25,18 +25,18 @@ from zeroshard.errors import InvalidValue
 class Placement(Enum):
     """Which values of a flat buffer are valid on a rank."""
 
-    REPLICATED = "replicated"  # all of them, equal on every rank
-    SHARDED = "sharded"  # those of the own shard
-    PARTIAL = "partial"  # all are terms of a sum over ranks that is still to be taken
+    REPLICATED = "replicated"  # all values, equal on every rank
+    SHARDED = "sharded"  # the values of the own shard
+    PARTIAL = "partial"  # all values, each a term of a sum over ranks that has not been taken
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own is written in Python, and every transition asks
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is Python code, and this is hashed often
 
 
 REPLICATED, SHARDED, PARTIAL = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
 
 
 class Move(Enum):
-    """What ranks exchange of a flat buffer."""
+    """A collective on a flat buffer."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -45,15 +45,18 @@ class Move(Enum):
 TRANSITIONS: dict[tuple[Placement, Placement], tuple[Move, ...]] = {
     (SHARDED, REPLICATED): (Move.ALL_GATHER,),
     (PARTIAL, SHARDED): (Move.REDUCE_SCATTER,),
-    (PARTIAL, REPLICATED): (Move.REDUCE_SCATTER, Move.ALL_GATHER),  # an all-reduce is that
+    (PARTIAL, REPLICATED): (Move.REDUCE_SCATTER, Move.ALL_GATHER),  # an all-reduce
     (REPLICATED, SHARDED): (),
 }
-"""What each change of placement moves; all others are impossible."""
+"""The collectives of each change of placement; changes that are not listed are impossible."""
 
 
 def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
-    """Raises:
-    ValueError: values that are known do not become terms of a sum."""
+    """The collectives that change a buffer's placement from `before` to `after`.
+
+    Raises:
+        ValueError: there is no such transition (values that are complete cannot become terms of a sum).
+    """
     if before is after:
         return ()
     path = TRANSITIONS.get((before, after))
@@ -64,8 +67,8 @@ def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the three buffers of a unit rest between steps. `external_gradients`: another system (say torch DDP)
-    leaves reduced gradients in `p.grad`, and this one holds no gradient buffer."""
+    """Where the three buffers of a unit rest between steps. `external_gradients`: other code (torch DDP for example)
+    leaves reduced gradients in `p.grad`, and units have no gradient buffers."""
 
     name: str
     weights: Placement
@@ -78,13 +81,14 @@ class Plan:
 
     @property
     def mean(self) -> Placement:
-        """Where the mean over ranks is once gradients have been reduced: who updates all of main needs all of it."""
+        """The placement of gradients after the reduction: REPLICATED if every rank updates all of main, or keeps all
+        gradients."""
         return REPLICATED if REPLICATED in (self.grads, self.main) else SHARDED
 
     def check(self) -> None:
         """
         Raises:
-            ValueError: placements that do not go together, with the reason.
+            ValueError: the placements do not fit together; the message says why.
         """
         problem = ""
         if PARTIAL in (self.weights, self.main):
@@ -105,7 +109,7 @@ ZERO3 = Plan("zero3", SHARDED, SHARDED, SHARDED)
 OPTIMIZER_ONLY = Plan("optimizer_only", REPLICATED, REPLICATED, SHARDED, external_gradients=True)
 
 PLANS = {plan.name: plan for plan in (DDP, ZERO1, ZERO2, ZERO3)}
-"""What `shard(model, plan)` takes by name."""
+"""The plans that `shard(model, plan)` accepts by name."""
 
 
 _AS_WRITTEN_ELSEWHERE = {
@@ -127,11 +131,11 @@ def _in_letters(name: object) -> str:
 
 
 def as_plan(plan: Plan | str | int) -> Plan:
-    """The plan itself; the plan of that name, as it is written here or elsewhere ("zero3", "ZeRO-3", 3, "full_shard").
+    """The plan for an argument: a plan, or its name here or in other libraries ("zero3", "ZeRO-3", 3, "full_shard").
 
     Raises:
-        ValueError: an unknown name, with the nearest known one; placements that do not go together; hybrid sharding,
-            which is a mesh and not a plan.
+        ValueError: an unknown name (the message suggests the nearest one); placements that do not fit together; hybrid
+            sharding, which is a mesh and not a plan.
     """
     if isinstance(plan, Plan):
         plan.check()

@@ -1,8 +1,8 @@
-"""Bytes per rank and kind, before anything is allocated: from the same layouts and pool plans that the engine uses.
+"""Plans bytes per rank and kind before anything is allocated, from the layouts and pool plans that the engine uses.
 
-The model may live on the meta device. The numbers equal `handle.memory()`, at rest and at the peak (a test demands it).
-A `Training` is what is planned, and each of its parts says in `Bytes` what one rank holds of it. How long that takes
-depends on the number of parameters and units, and not on their sizes, or on how many ranks there are.
+The model may be on the meta device. The numbers equal `handle.memory()`, at rest and at the peak (tests check it). A
+`Training` describes what is planned; each of its parts computes in `Bytes` what one rank holds of it. The time that
+this takes depends on the number of parameters and units, and not on their sizes or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def plan_memory(
     keep_gathered: KeepGathered = (),
     peak: bool = False,
 ) -> dict[str, int]:
-    """What `handle.memory()` will say on `rank` after a step, one optimizer over all parameters.
+    """The bytes that `handle.memory()` will return on `rank` after a step, with one optimizer over all parameters.
 
     Args:
-        world_size: ranks on the shard axis.
-        state_bytes_per_element: of the optimizer: 8 for Adam's two fp32 moments, 4 for SGD with momentum.
-        state_scalars: fp32 scalars that it keeps for each tensor (Adam: the step count).
-        group_of: parameter name -> its param group, where the optimizer has several (they cut the pieces).
-        whole_state_bytes: parameter name -> state per element of an optimizer that steps it whole, at an owner (Muon:
-            4); None where the optimizer is elementwise.
+        world_size: number of ranks on the shard axis.
+        units, precision, ignored, keep_gathered: as for `shard`.
+        state_bytes_per_element: of the optimizer's state: 8 for Adam's two fp32 moments, 4 for SGD with momentum.
+        state_scalars: how many fp32 scalars the optimizer keeps for each tensor (Adam: the step count).
+        group_of: parameter name -> its param group, if the optimizer has several (pieces are cut between groups).
+        whole_state_bytes: parameter name -> state bytes per element, if the optimizer steps the parameter as a whole at
+            an owner (Muon: 4); None if it is elementwise.
         transport: "shared" (gloo, all ranks on one host), "pairwise" (gloo, several hosts) or "native" (NCCL).
-        ignored, keep_gathered: as for `shard`.
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
-        peak: what `handle.memory(peak=True)` will say: of each kind the most that is held at once in a step.
+        peak: True: the bytes of `handle.memory(peak=True)`: for each kind the most that is held at once in a step.
     """
     plan = as_plan(plan)
     specs = choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered)
@@ -77,7 +77,7 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class Bytes:
-    """On one rank, by kind: those of `handle.memory()`."""
+    """Bytes on one rank, by the kinds of `handle.memory()`."""
 
     weights: int = 0
     grads: int = 0
@@ -90,27 +90,27 @@ class Bytes:
 
     @classmethod
     def total(cls, parts: Iterable[Bytes]) -> Bytes:
-        """Of several things together."""
+        """The sum of several parts."""
         return cls(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
 
     def times(self, number: int) -> Bytes:
-        """Of as many alike."""
+        """The bytes of `number` equal parts."""
         return Bytes(*(number * num_bytes for num_bytes in vars(self).values()))
 
     @property
     def sum(self) -> int:
-        """Of all kinds."""
+        """The bytes of all kinds together."""
         return sum(vars(self).values())
 
     @property
     def transient(self) -> int:
-        """What `max_transient_bytes` limits."""
+        """The bytes that `max_transient_bytes` limits."""
         return self.ring + self.buckets + self.scratch
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a model, how bytes move between them, and where they lie. See `plan_memory`."""
+    """The mesh, transport and type of device of a model. See `plan_memory`."""
 
     num_shards: int
     num_replicas: int
@@ -125,7 +125,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """What is to be known of an optimizer. See `plan_memory`."""
+    """The memory needs of an optimizer. See `plan_memory`."""
 
     state_bytes_per_element: int = 8
     state_scalars: int = 1
@@ -133,30 +133,30 @@ class OptimizerNeeds:
     whole_state_bytes: Callable[[str], int | None] = lambda name: None
 
     def stepper_of(self, name: str) -> Hashable:
-        """Which of the optimizer's classes has the parameter: each steps on its own."""
+        """A key for the stepper that has the parameter."""
         return self.whole_state_bytes(name) is None
 
     def key_of(self, name: str) -> Hashable | None:
-        """What `cuts.cut` goes by. None: the parameter is stepped whole."""
+        """The key of the parameter for `cuts.cut`. None: it is stepped as a whole."""
         return self.group_of(name) if self.whole_state_bytes(name) is None else None
 
     def piece_state(self, stepper: Hashable, numel: int, main: torch.dtype) -> Bytes:
-        """Of a piece of that many elements."""
+        """The state of a piece of `numel` elements."""
         return Bytes(state=numel * self.state_bytes_per_element, scalars=self.state_scalars * 4)
 
     def whole_state(self, slot: Slot, main: torch.dtype) -> Bytes | None:
-        """Of a parameter that is stepped whole; None: it is not."""
+        """The state of a parameter that is stepped as a whole; None: it is stepped in pieces."""
         itemsize = self.whole_state_bytes(slot.name)
         return None if itemsize is None else Bytes(state=slot.world.numel * itemsize)
 
 
 ADAM = OptimizerNeeds()
-"""Over one param group."""
+"""Adam over one param group."""
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit under a plan, and where its parameters lie."""
+    """A unit under a plan, with its layout."""
 
     spec: UnitSpec
     layout: BufferLayout
@@ -164,11 +164,11 @@ class PlannedUnit:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the engine has gradients of it."""
+        """Whether the engine reduces its gradients."""
         return self.spec.trainable and not self.plan.external_gradients
 
     def held(self, *, peak: bool) -> Bytes:
-        """Its own three buffers. The shards of gradients come and go in a step."""
+        """The bytes of its three buffers. Sharded gradients are only held at the peak."""
         precision, has_grads = self.spec.precision, self.is_reduced and (peak or self.plan.grads is not SHARDED)
         main_itemsize = 2 if precision.main == "remainder" else precision.main_dtype.itemsize
         has_main = self.spec.trainable and not precision.weights_are_main
@@ -182,7 +182,7 @@ class PlannedUnit:
         return self.layout.shard_numel if placement is SHARDED else self.layout.numel
 
     def main_part(self, rank: int) -> Interval:
-        """What that rank updates."""
+        """The interval that the rank updates."""
         return Interval(0, self.layout.numel) if self.plan.main is REPLICATED else self.layout.shard(rank)
 
     def reduce_scratch(self, topology: Topology, *, in_place: bool) -> int:
@@ -194,7 +194,7 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class PlannedWhole:
-    """A parameter that is stepped whole. `state`: of the optimizer, at its `owner`, a rank on the shard axis."""
+    """A parameter that is stepped as a whole. `state`: at its `owner`, a rank on the shard axis."""
 
     stepper: Hashable
     unit: PlannedUnit
@@ -205,12 +205,12 @@ class PlannedWhole:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Of one unit: those that one rank steps.
+    """The pieces of one unit that one rank steps.
 
     Attributes:
-        cast, joined: bytes of scratch for each element: for the gradient in main's dtype; for main, where it is joined
-            of weights and remainder. A piece has a multiple of 64 elements, so that nothing is rounded up.
-        compared: of one piece at a time, for the weights that main is compared with.
+        cast, joined: bytes of scratch for each element: for the gradient cast to main's dtype; for main joined from
+            weights and remainder. Pieces have a multiple of 64 elements, so that `scratch_bytes` rounds nothing up.
+        compared: bytes of scratch for each element of one piece at a time, to compare main with written weights.
     """
 
     patterns: tuple[Pattern, ...]
@@ -239,7 +239,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class PlannedBuffer:
-    """A buffer of the pool.
+    """A planned pool buffer.
 
     Attributes:
         kind: "ring", "buckets" or "scratch".
@@ -255,7 +255,7 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Training:
-    """What is planned: the units of a model under a plan, as one rank has them."""
+    """What is planned: the units of a model under a plan, from the view of one rank."""
 
     units: tuple[PlannedUnit, ...]
     plan: Plan
@@ -277,7 +277,7 @@ class Training:
         return cls(units, plan, topology, optimizer, rank)
 
     def held(self, *, peak: bool = False, no_sync: bool = False) -> Bytes:
-        """At rest, after a step; or of each kind the most at once."""
+        """Bytes at rest, after a step; or, with `peak`, the most bytes of each kind held at once."""
         buffers = self.pool(no_sync=no_sync)
         pooled = Counter[str]()
         for buffer in buffers if peak else resting(buffers, self.topology.device_type):
@@ -288,7 +288,8 @@ class Training:
     # Pool ----------------------------------------------------------------------------------------------------------
 
     def pool(self, *, no_sync: bool = False) -> list[PlannedBuffer]:
-        """In the order in which the engine makes them. One shard that is the whole needs none."""
+        """The pool buffers, in the order in which the engine makes them. With one shard, none is needed for weights and
+        gradients."""
         reads_peers, has_peers = self.topology.transport.reads_peers, self.topology.num_shards > 1
         borrowing = self._reduced() if self.plan.grads is SHARDED and has_peers else []
         requests = [unit.spec.bucket_request(unit.layout.numel) for unit in borrowing]
@@ -297,7 +298,8 @@ class Training:
         buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
         turns = Counter(request.queue for request in requests if not request.alone)
         for queue, (number, num_bytes) in buckets.shared.items():
-            # Given back is what the last two units do not have: under `no_sync` most of them have buckets of their own.
+            # `Reductions.start` gives back the buckets that the last two units do not need; under `no_sync` most units
+            # have buckets of their own.
             idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else number - 1
             buffers += [PlannedBuffer("buckets", num_bytes, passing=i < idle) for i in range(number)]
         in_place = not borrowing
@@ -309,7 +311,7 @@ class Training:
         return buffers
 
     def _reduced(self) -> list[PlannedUnit]:
-        """In the order of backward."""
+        """The units that are reduced, in the order of backward."""
         return [unit for unit in reversed(self.units) if unit.is_reduced]
 
     def _ring(self) -> PoolPlan:
@@ -319,7 +321,7 @@ class Training:
     # Step ----------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> Bytes:
-        """What the optimizer holds: state, scratch, and main of whole parameters."""
+        """The bytes of the optimizer: state, scratch, and main of whole parameters."""
         return Bytes.total(
             [
                 Bytes(),
@@ -329,7 +331,7 @@ class Training:
         )
 
     def _steppers(self) -> dict[Hashable, bool]:
-        """Whether each steps whole parameters."""
+        """Stepper -> whether it steps whole parameters."""
         optimizer, names = self.optimizer, [slot.name for _, slot in self._trainable_slots()]
         return {optimizer.stepper_of(name): optimizer.key_of(name) is None for name in names}
 
@@ -339,8 +341,8 @@ class Training:
                 yield from ((unit, slot) for slot in unit.layout.slots)
 
     def _stepped_in_pieces(self, stepper: Hashable) -> Bytes:
-        """State and scratch of an elementwise class: the gradient in main's dtype, main where it is joined, and one
-        piece of the weights."""
+        """State and scratch of an elementwise class; scratch: gradients in main's dtype, joined main, and one piece of
+        the weights."""
 
         def key_of(name: str) -> Hashable | None:
             return self.optimizer.key_of(name) if self.optimizer.stepper_of(name) == stepper else None
@@ -362,7 +364,7 @@ class Training:
         return Bytes.total([*states, Bytes(scratch=cast + joined + compared)])
 
     def _stepped_whole(self, wholes: Sequence[PlannedWhole]) -> Bytes:
-        """Main, state and scratch of those of a stepper's parameters that this rank owns."""
+        """Main, state and scratch of the parameters that this rank owns."""
         replicated = self.plan.main is REPLICATED
         states: list[Bytes] = []
         owned: Counter[torch.dtype] = Counter()
@@ -378,7 +380,7 @@ class Training:
         return Bytes.total([*states, Bytes(main=owned.total(), scratch=scratch)])
 
     def wholes(self) -> list[PlannedWhole]:
-        """The parameters that are stepped whole, of all ranks, stepper by stepper in the order of the buffers."""
+        """The parameters of all ranks that are stepped as a whole, by stepper, in the order of the buffers."""
         num_owners = 1 if self.plan.main is REPLICATED else self.topology.num_shards
         found = [
             PlannedWhole(self.optimizer.stepper_of(slot.name), unit, slot, state, 0)
@@ -393,7 +395,7 @@ class Training:
 
 
 def by_stepper(wholes: Iterable[PlannedWhole]) -> dict[Hashable, list[PlannedWhole]]:
-    """The parameters of each."""
+    """Stepper -> its parameters."""
     found: dict[Hashable, list[PlannedWhole]] = {}
     for whole in wholes:
         found.setdefault(whole.stepper, []).append(whole)
@@ -401,7 +403,7 @@ def by_stepper(wholes: Iterable[PlannedWhole]) -> dict[Hashable, list[PlannedWho
 
 
 def resting(buffers: Iterable[PlannedBuffer], device_type: str) -> list[PlannedBuffer]:
-    """Those that stay held between steps (see `Pool.rest`)."""
+    """The buffers that stay held between steps (see `Pool.rest`)."""
     buffers = list(buffers)
     spare = sorted((p for p in buffers if not p.lasting and not p.passing), key=lambda buffer: buffer.kind != "buckets")
     keep = kept(buffer.num_bytes for buffer in spare) if device_type == "cpu" else [False] * len(spare)
@@ -415,10 +417,10 @@ def resting(buffers: Iterable[PlannedBuffer], device_type: str) -> list[PlannedB
 
 
 def fit_units(choose: Callable[[int], list[UnitSpec]], limit: int, plan: Plan, topology: Topology) -> list[UnitSpec]:
-    """Units by size, as large as `limit` bytes of transients allow. `choose`: bytes of a unit -> the units.
+    """Units by size, as large as `limit` bytes of transient memory allow. `choose`: bytes of a unit -> the units.
 
     Raises:
-        ValueError: with the number of bytes that the smallest units need.
+        ValueError: the smallest units need more; the message has the number of bytes.
     """
     unit_bytes = DEFAULT_UNIT_BYTES
     while unit_bytes > 1:
@@ -433,7 +435,7 @@ def fit_units(choose: Callable[[int], list[UnitSpec]], limit: int, plan: Plan, t
 
 def expect_within(limit: int, plan: Plan, topology: Topology, specs: Sequence[UnitSpec]) -> None:
     """Raises:
-    ValueError: the transients of these units exceed `limit`, with the number of bytes needed."""
+    ValueError: the transient memory of these units exceeds `limit`; the message has the number of bytes."""
     needed = transient_bytes(specs, plan, topology)
     if needed > limit:
         raise InvalidValue(
@@ -443,5 +445,5 @@ def expect_within(limit: int, plan: Plan, topology: Topology, specs: Sequence[Un
 
 
 def transient_bytes(specs: Iterable[UnitSpec], plan: Plan, topology: Topology) -> int:
-    """The most transients at once. (Every rank is planned as rank 0, so that all find the same answer.)"""
+    """The most transient bytes held at once. (Planned for rank 0 on every rank, so that all find the same answer.)"""
     return Training.of(specs, plan, topology).held(peak=True).transient

@@ -1,16 +1,17 @@
-"""In which dtype each of the three buffers of a unit is held: one frozen record.
+"""`MixedPrecision`: the dtypes of a unit's three buffers, as one frozen record.
 
 [Note: precisions]
 - `param`: the dtype in which forward and backward compute.
 - `grad`: the dtype of the gradient buffer, in which micro-batches and ranks are summed.
 - `reduce`: the dtype on the wire of the reduction; None means `grad`. A narrower wire still sums in `grad`, a wider
   one sums in `reduce` and rounds to `grad` once.
-- `main`: what the optimizer updates. A dtype equal to `param` means that the weights are the main weights; fp32
-  beside 16-bit weights is a master copy; "remainder" keeps the low 16 bits of that master beside the bf16 weight
-  (together they are the fp32 number, bit for bit: 2 bytes less).
-- `keep`: classes of modules that stay in fp32 with all that is inside them (norms, for example). What they are called
-  with is cast to fp32, what they return to `param`. Their parameters are units of their own.
-- `output`: what the model (or a module that a pattern names) returns is cast to it; None: the model's stays as it is.
+- `main`: the values that the optimizer updates. If the dtype equals `param`, the weights are main; fp32 with 16-bit
+  weights is a master copy; "remainder" keeps the low 16 bits of that master beside the bf16 weight (together they are
+  the fp32 number, bit for bit, with 2 bytes less per element).
+- `keep`: classes of modules that stay in fp32 with all modules inside them (norms, for example). Their inputs are cast
+  to fp32, their outputs to `param`. Their parameters are units of their own.
+- `output`: the dtype to which outputs of the model (or of a module that a pattern names) are cast; None: the model's
+  output is not cast.
 - `cast_inputs`: whether floating-point inputs of the model, and of the modules that are units, are cast to `param`.
 """
 
@@ -34,8 +35,8 @@ class MixedPrecision:
     """See [Note: precisions].
 
     Raises:
-        ValueError: a dtype that is not floating point; both kinds of 16 bits; a main narrower than the weights; a
-            remainder for weights that are not bf16; something in `keep` that is not a class of modules.
+        ValueError: a dtype is not floating point; both bf16 and fp16 are used; main is narrower than the weights;
+            "remainder" with weights that are not bf16; an item of `keep` is not a class of modules.
     """
 
     param: torch.dtype = torch.bfloat16
@@ -74,7 +75,7 @@ class MixedPrecision:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """What the optimizer sees."""
+        """The dtype that the optimizer sees."""
         return self.main if isinstance(self.main, torch.dtype) else torch.float32
 
     @property
@@ -105,7 +106,7 @@ _AS_WRITTEN_ELSEWHERE = {
     "64-true": MixedPrecision(torch.float64, torch.float64, None, torch.float64),
     "float64": MixedPrecision(torch.float64, torch.float64, None, torch.float64),
 }
-"""As Lightning, Accelerate and torch name them. "true": no master weights."""
+"""Names used by Lightning, Accelerate and torch. "true": no master weights."""
 
 
 def in_words(precision: MixedPrecision) -> str:
@@ -119,11 +120,11 @@ def in_words(precision: MixedPrecision) -> str:
 
 
 def as_precision(precision: MixedPrecision | str | torch.dtype | None) -> MixedPrecision | None:
-    """The record itself; the one of that name ("bf16", "bf16-mixed") or dtype (torch.bfloat16: with fp32 master
-    weights); or None ("as the model is", see `precision_for`).
+    """The record for an argument: a record; a name ("bf16", "bf16-mixed"); a dtype (torch.bfloat16: with fp32 master
+    weights); or None (the model's own dtypes, see `precision_for`).
 
     Raises:
-        ValueError: an unknown name, with the nearest known one; a dtype in which no model trains.
+        ValueError: an unknown name (the message suggests the nearest one), or a dtype in which no model trains.
     """
     if precision is None or isinstance(precision, MixedPrecision):
         return precision
@@ -139,8 +140,8 @@ def as_precision(precision: MixedPrecision | str | torch.dtype | None) -> MixedP
 def precision_for(parameter_dtype: torch.dtype, precision: MixedPrecision | None) -> MixedPrecision:
     """The record under which a parameter of that dtype trains.
 
-    None leaves the dtype as the model has it: fp32 and fp64 parameters are their own main weights; 16-bit parameters
-    get fp32 gradients and an fp32 master (nobody wants updates that round away).
+    None keeps the model's dtype: fp32 and fp64 parameters are their own main; 16-bit parameters get fp32 gradients and
+    an fp32 master (in 16 bits, small updates would be lost by rounding).
     """
     if precision is not None:
         return precision

@@ -1,4 +1,4 @@
-"""What must be so before parameters are sharded: values, no owner, the same on all ranks."""
+"""Checks before parameters are sharded: they have values and no other owner, and are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroshard.runtime.materialize import META, Source
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """Of the first that is on an accelerator, else of the first on any (what is ignored may lie on a CPU)."""
+    """The device of the first tensor on an accelerator, else of the first tensor (ignored ones may be on the CPU)."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
     return next(iter(sorted(devices, key=lambda device: device.type == "cpu")), None)
 
@@ -25,11 +25,12 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
 def expect_ready(model: nn.Module, managed: Managed, device: torch.device, materialize: Source | None) -> None:
     """
     Args:
-        device: where the model is to train.
-        materialize: what gives it values, if it has none.
+        device: on which the model is to train.
+        materialize: the argument of `shard`, for a model on the meta device.
 
     Raises:
-        ValueError: no values, or some from two sides; somebody has a parameter; another device.
+        ValueError: the model has no values and `materialize` is None, or it has values and `materialize` is given; a
+            parameter is sharded already; a parameter is on another device.
     """
     parameters = managed.parameters(model)
     on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
@@ -59,7 +60,8 @@ def expect_ready(model: nn.Module, managed: Managed, device: torch.device, mater
 
 
 def _taken(parameter: nn.Parameter) -> str:
-    """By which handle; nothing where by none. (In words: an error that is kept would keep the handle.)"""
+    """Which handle has the parameter, in words; "" if none. (Words, as an error that held the handle would keep it
+    alive.)"""
     other = handle_of(parameter)
     if other is None:
         return ""
@@ -74,7 +76,11 @@ def _taken(parameter: nn.Parameter) -> str:
 def expect_same_model(
     collectives: Collectives, parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan
 ) -> None:
-    """Ranks compare a digest of what they are about to shard; where it differs, they look for the first difference."""
+    """Compare a digest of plan, parameters and units between ranks. Collective.
+
+    Raises:
+        ValueError: on every rank: they differ; the message has the first difference.
+    """
     lines = [f"plan {plan.name}"]
     lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
     lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]

@@ -1,16 +1,16 @@
-"""The slow, obvious, single-process truth that the engine is compared with.
+"""A slow, simple single-process implementation, with which the engine's results are compared.
 
 One process plays all ranks, one after the other, on one plain model:
 
     for each rank, each micro-batch     total[rank] += p.grad after loss.backward()         in the gradient dtype
     sum over ranks                      gradient = ((total[0] + total[1]) + total[2]) ...   in the wire's dtype
     mean                                gradient / num_ranks                                in the gradient dtype
-    one multiply, where it is clipped   main.grad = gradient * clip                         in main's dtype
+    one multiplication, if clipped      main.grad = gradient * clip                         in main's dtype
     a plain torch optimizer on main     weights = main, rounded to the compute dtype
 
-No flat buffer, no layout, no shard, no hook that matters: a parameter is a tensor with a main beside it. What the
-engine computes is bit-equal to this where the arithmetic is the same: reduced once per step, an optimizer whose result
-does not depend on how a vector is cut (not `fused`), and no clipping (the norm is summed here in another order).
+It uses no flat buffers, layouts or shards: a parameter is a tensor with a main beside it. The engine's results are
+bit-equal to this if the arithmetic is the same: one reduction per step, an optimizer whose result does not depend on
+how a vector is cut (not `fused`), and no clipping (the norm is summed in another order here).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroshard.model.units import UnitPolicy, choose_units
 from zeroshard.precision import MixedPrecision, precision_for
 
 LossOf = Callable[[nn.Module, int, int], Tensor]
-"""(model, rank, micro-batch) -> the loss whose gradient counts: divide by the number of micro-batches yourself."""
+"""(model, rank, micro-batch) -> the loss. The function must divide it by the number of micro-batches itself."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ class Reference:
 
     Args:
         model: changed in place: it holds the weights, in the compute dtype.
-        optimizer_class: any of torch.optim; `defaults` are its arguments.
-        params: as for the optimizer, over the model's parameters; None: all that require grad.
-        precision, units: as for `shard` (inputs are cast where a unit is called).
+        optimizer_class: any class of torch.optim; `defaults` are its arguments.
+        num_ranks: how many ranks to simulate.
+        params: param groups over the model's parameters, as for the optimizer; None: all that require grad.
+        precision, units: as for `shard` (inputs of units are cast).
 
     Raises:
-        ValueError: a wire narrower than the gradient (the engine does not round the term of a shard's owner, so its sum
-            depends on who owns which element; here nobody owns anything).
+        ValueError: the wire dtype is narrower than the gradient's. (The engine does not round the owner's own term, so
+            its sum depends on which rank owns which element; here there are no owners.)
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Reference:
             raise InvalidValue(f"reference: the wire {precision.wire} is narrower than the gradient {precision.grad}")
         self.precisions[parameter] = precision
         if precision.grad.itemsize > precision.param.itemsize:
-            parameter.grad_dtype = precision.grad  # autograd adds the uses within one backward in it, too
-        parameter.data = parameter.data.contiguous()  # as in a flat buffer: a transposed one meets other kernels
+            parameter.grad_dtype = precision.grad  # autograd also sums several uses in one backward in it
+        parameter.data = parameter.data.contiguous()  # as in a flat buffer: a transposed weight would use other kernels
         if precision.weights_are_main:
             parameter.data = parameter.data.to(precision.param)
             self.main[parameter] = parameter
@@ -110,9 +111,9 @@ class Reference:
         """One step of all ranks.
 
         Args:
-            reduce_every_micro_batch: reduce after each micro-batch, not once. The mean so far, times the number of
-                ranks, then enters as part of rank 0's term. (In the engine it is the term of whoever owns the element:
-                the two are bit-equal where sums are exact.)
+            reduce_every_micro_batch: True: reduce after each micro-batch instead of once. The mean so far, times the
+                number of ranks, is then part of rank 0's term. (In the engine it is part of the term of the element's
+                owner: the results are bit-equal if sums are exact.)
             max_norm: clip the mean gradient to this 2-norm.
         """
         losses: list[list[float]] = [[] for _ in range(self.num_ranks)]
@@ -132,7 +133,7 @@ class Reference:
     def _accumulate(
         self, loss_of: LossOf, rank: int, micro_batches: Sequence[int], losses: list[float]
     ) -> dict[nn.Parameter, Tensor]:
-        """Parameter -> sum over micro-batches of what one rank computes; without those that got no gradient."""
+        """Parameter -> sum of one rank's gradients over the micro-batches; without parameters that got no gradient."""
         total: dict[nn.Parameter, Tensor] = {}
         for micro_batch in micro_batches:
             loss = loss_of(self.model, rank, micro_batch)
@@ -140,7 +141,7 @@ class Reference:
             losses.append(loss.item())
             for parameter, precision in self.precisions.items():
                 if parameter.grad is not None:
-                    so_far, grad = total.get(parameter), parameter.grad.to_dense()  # as it is, but for sparse ones
+                    so_far, grad = total.get(parameter), parameter.grad.to_dense()  # only changes sparse gradients
                     added = grad if so_far is None else so_far + grad
                     total[parameter] = added.to(precision.grad)
                     parameter.grad = None
@@ -164,7 +165,7 @@ class Reference:
             parameter.data = self._rounded(parameter)
 
     def _rounded(self, parameter: nn.Parameter) -> Tensor:
-        """What the model computes with: main in the compute dtype."""
+        """The weights: main, rounded to the compute dtype."""
         precision, main = self.precisions[parameter], self.main[parameter].detach()
         if precision.main == "remainder":
             return nearest_bf16_ties_away(main)

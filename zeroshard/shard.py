@@ -1,6 +1,6 @@
-"""`shard(model, plan)`: choose units, agree with the other ranks, fill, attach; undo all of it if anything fails.
+"""`shard(model, plan)`: chooses units, agrees with the other ranks, fills buffers, attaches hooks; undoes it on errors.
 
-The model keeps its class, its names and its `nn.Parameter` objects; only where their data lie has changed.
+The model keeps its class, its names and its `nn.Parameter` objects; only their data are moved.
 """
 
 from __future__ import annotations
@@ -56,32 +56,37 @@ def shard(
     """Shard a model in place. Collective: every rank passes the same model and arguments.
 
     Args:
-        model: on the device where it is to train, or on the meta device. It is called, and named, as before.
+        model: on the device on which it is to train, or on the meta device. You keep calling it as before.
         plan: DDP, ZERO1, ZERO2 or ZERO3, or its name: "zero3", 3, "full_shard".
-        units: what is gathered, reduced and freed together: module classes or their names ("Block"), and groups of
-            modules or names that are one unit (`[Block, ("norm", "head")]`); a callable `module -> bool`; or a number
-            of bytes. None groups neighbouring modules up to 32 MiB. The rest of the model is the root unit.
-        precision: a `MixedPrecision`, "fp32", "bf16" or torch.bfloat16, "bf16-mixed", ..., or None: as the model is.
-            Or one for each pattern, in the order in which they count:
+        units: which parameters are gathered, reduced and released together: module classes or their names ("Block"),
+            and groups of modules or names that form one unit (`[Block, ("norm", "head")]`); a callable
+            `module -> bool`; or a number of bytes. None: neighbouring modules are grouped up to 32 MiB. The remaining
+            parameters form the root unit.
+        precision: a `MixedPrecision`, "fp32", "bf16" or torch.bfloat16, "bf16-mixed", ...; None: the model's own
+            dtypes. Or a dict with one for each pattern, in order of priority:
             `{nn.LayerNorm: "fp32", "blocks.*.router": "fp32", "*": "bf16"}`.
         mesh: a process group, or a `DeviceMesh` with one axis, or with "replicate" and "shard" (or "dp_replicate" and
-            "dp_shard"). None: all ranks. Of a group's backends that of the model's device is used.
-        max_transient_bytes: the most that full-size buffers, buckets and scratch may take. With `units=None` units are
-            made small enough.
-        materialize: where the values of a model on the meta device come from. A function of a module, called as
-            `model.apply` would, that fills the module's own parameters and buffers; or a `model.safetensors` file, or a
-            folder of them with an index. No rank ever holds the whole model.
-        values: "broadcast": all ranks take rank 0's; "check": they must be equal already, and nothing is sent.
-        ignored: parameters, modules, or names of either, that are not touched, for example experts of another group.
+            "dp_shard"). None: all ranks. If a group has several backends, the one for the model's device is used.
+        max_transient_bytes: the most bytes that full-size weight buffers, buckets and scratch may take. With
+            `units=None`, units are made small enough.
+        materialize: gives a model on the meta device its values: a function that is called with each module, like that
+            of `model.apply`, and fills the module's own parameters and buffers; or a `model.safetensors` file, or a
+            folder of several with an index. No rank holds the whole model at any time.
+        values: "broadcast": all ranks take rank 0's values; "check": they must be equal already, and only digests are
+            compared.
+        ignored: parameters, modules, or names of either, that are not sharded, for example experts of another group.
             Each rank keeps its own values; their gradients stay in `p.grad` and are not reduced; step them with a plain
             optimizer.
         keep_gathered: under ZERO3, units that keep their weights from forward to backward: classes, or names with `*`
             and `?`; True: all. They are gathered once per step, and each needs a full-size buffer of its own.
 
+    Returns:
+        The handle of the sharded model.
+
     Raises:
-        TypeError: something else in place of the model.
-        ValueError: bad arguments, a model that differs between ranks, a parameter that is sharded already, a model that
-            torch DDP wraps, a limit that cannot be kept. On every rank alike; the model is as it was before.
+        TypeError: `model` is not a module.
+        ValueError: on every rank, and the model has not been changed: bad arguments; a model that differs between
+            ranks; a parameter that is sharded already; a model inside torch DDP; a limit that is too small.
         RuntimeError: `zeroshard.init()` has not been called.
     """
     expect_module(model)
@@ -103,7 +108,7 @@ def _in_words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of `shard` beside model, plan and mesh."""
+    """The arguments of `shard` except model, plan and mesh."""
 
     units: UnitPolicy
     precision: Precisions
@@ -116,7 +121,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What every rank has found possible, before anything is changed."""
+    """The choices of this rank, checked before anything is changed."""
 
     model: nn.Module
     plan: Plan
@@ -130,13 +135,16 @@ class _Chosen:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """As they are now: a model that leaves the meta device gets others."""
+        """The current buffers: a model that leaves the meta device gets new ones."""
         return self.managed.buffers(self.model)
 
 
 def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collectives: Collectives) -> _Chosen:
-    """Raises:
-    ValueError, TypeError: arguments that are wrong, or do not fit the model."""
+    """Check the arguments, and choose the units.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or does not fit the model.
+    """
     plan = as_plan(plan)
     if plan.external_gradients:
         raise InvalidValue(
@@ -157,7 +165,7 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
 def _choose_units(
     model: nn.Module, plan: Plan, managed: Managed, options: _Options, topology: Topology
 ) -> list[UnitSpec]:
-    """Within the limit, if there is one."""
+    """The units, within `max_transient_bytes` if it is given."""
     limit = options.max_transient_bytes
     choose = partial(
         choose_units, model, precision=options.precision, managed=managed, keep_gathered=options.keep_gathered
@@ -172,7 +180,7 @@ def _choose_units(
 
 def _expect_same(chosen: _Chosen, options: _Options, collectives: Collectives) -> None:
     """Raises:
-    ValueError: the ranks have different models; or different values, where those must be the same already."""
+    ValueError: the ranks have different models; or, with values="check", different values."""
     expect_same_model(collectives, chosen.parameters, chosen.specs, chosen.plan)
     if options.values == "check" and not chosen.on_meta:
         tensors = {**chosen.parameters, **chosen.buffers}
@@ -180,13 +188,13 @@ def _expect_same(chosen: _Chosen, options: _Options, collectives: Collectives) -
 
 
 def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives) -> Engine:
-    """An engine that trains the model. If a rank fails, all raise, and each model is as it was before."""
+    """Build the engine. If any rank fails, all ranks raise, and all models are restored."""
     if chosen.on_meta:
         move(chosen.model, META, collectives.device)
     before = [(parameter, parameter.data) for parameter in chosen.parameters.values()]
     engines: list[Engine] = []
     build = partial(_build, chosen, options, collectives, engines)
-    try:  # files are read by some ranks more slowly than by others
+    try:  # `patient`, as some ranks may read files much more slowly than others
         together(collectives, "shard", build, words=_in_words, patient=True)
     except ValueError:
         while engines:
@@ -200,7 +208,8 @@ def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives)
 
 
 def _build(chosen: _Chosen, options: _Options, collectives: Collectives, engines: list[Engine]) -> None:
-    """Values, units, engine (which `engines` gets, as what follows may fail), hooks."""
+    """Broadcast values, build units and engine, attach hooks. The engine is appended to `engines` as soon as it exists,
+    so that the caller can undo everything if a later line fails."""
     parameters = chosen.parameters
     if not chosen.on_meta and options.values == "broadcast":
         collectives.broadcast([*(parameter.data for parameter in parameters.values()), *chosen.buffers.values()])

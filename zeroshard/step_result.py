@@ -1,4 +1,4 @@
-"""What a step did, which is also what torch's `step(closure)` returns: the closure's loss."""
+"""The result of a step, which also behaves as the closure's loss, as torch's `step(closure)` returns that."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from zeroshard.errors import InvalidType
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step did. Where torch's callers want the loss (`float(result)`, `result < best`, `total += result`,
-    `f"{result:.3f}"`, `result.item()`, `torch.isnan(result)`), it is the loss.
+    """The result of a step. Code that expects the loss, as from torch's `step(closure)`, can use it as the loss
+    (`float(result)`, `result < best`, `total += result`, `f"{result:.3f}"`, `result.item()`, `torch.isnan(result)`).
 
     Attributes:
-        applied: False where it was skipped, or had nothing to do: then weights, state and step counts are as before
-            (after a skipped step a scheduler should not step either).
-        grad_norm: p-norm (2, or what was clipped by) of the mean gradient, before clipping; NaN where not finite.
-        group_norms: the same, per param group.
-        loss_scale: what the loss had been multiplied by.
-        loss: what the closure returned; None without one.
+        applied: False if the step was skipped, or there were no gradients: weights, state and step counts have not
+            changed (after a skipped step, do not step the scheduler either).
+        grad_norm: p-norm of the mean gradient before clipping (p = 2, or that of `clip_grad_norm_`); NaN if it is not
+            finite.
+        group_norms: the same per param group.
+        loss_scale: the scale of the loss.
+        loss: the closure's result; None without a closure.
     """
 
     applied: bool
@@ -52,7 +53,7 @@ class StepResult:
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
-        """`item`, `detach`, `cpu`, ... of the loss."""
+        """Attributes of the loss: `item`, `detach`, `cpu`, ..."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._the_loss(), name)
@@ -61,7 +62,7 @@ class StepResult:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """torch's functions take the loss in its place."""
+        """Call torch's functions with the loss in place of the result."""
         args, kwargs = tree_map_only(StepResult, cls._the_loss, (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of one machine, for tests: yours and ours."""
+"""Runs a function on several ranks of one machine, for tests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from zeroshard.comm.comm_log import CommLog
 from zeroshard.errors import Error, TookTooLong
 
 BACKEND = "gloo"
-"""Of the groups that `run_ranks` makes."""
+"""The backend of the groups that `run_ranks` makes."""
 
 
 class RankError(Error, RuntimeError):
-    """A rank raised; the message holds its traceback. `rank`: which."""
+    """A rank raised; the message contains its traceback. `rank`: its number."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} raised:\n{text}")
@@ -42,20 +42,23 @@ class RankError(Error, RuntimeError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0, collective_timeout: float = 300.0
 ) -> list[Any]:
-    """Call `fn(rank, *args)` on `world_size` forked gloo ranks; returns what each returned (it is pickled).
+    """Call `fn(rank, *args)` on `world_size` forked gloo ranks, and return their results, which are pickled.
 
-    Ranks are forked (0.05 s, where a fresh interpreter takes seconds), each with one thread (or OMP_NUM_THREADS): do
-    the torch work inside `fn`, not in the process that calls this. They meet in a FileStore: no port is taken.
+    Ranks are forked (0.05 s; a new interpreter would take seconds), each with one thread (or OMP_NUM_THREADS). Run
+    torch code inside `fn`, not in the calling process. The process group uses a FileStore, so no port is taken.
 
     Args:
-        timeout: seconds for everything; ranks still running then are killed.
+        fn: the function.
+        world_size: number of ranks.
+        args: further arguments of `fn`.
+        timeout: seconds for everything; ranks that are still running then are killed.
         collective_timeout: seconds for one collective.
 
     Raises:
-        RankError: the first rank that raised, with its traceback.
-        TimeoutError: the ranks that were still running.
+        RankError: for the first rank that raised, with its traceback.
+        TimeoutError: ranks were still running at the timeout.
     """
-    importlib.import_module("torch._dynamo")  # optimizers import it: once here, not once in every rank
+    importlib.import_module("torch._dynamo")  # optimizers import it: do so once before the forks
     with tempfile.TemporaryDirectory(prefix="zeroshard-ranks-") as folder:
         pids = {}
         all_done, done = (os.fdopen(file, mode) for file, mode in zip(os.pipe(), "rw", strict=True))
@@ -81,8 +84,8 @@ def _rank_main(
     done: IO[str],
 ) -> None:
     status = 1
-    os.register_at_fork(after_in_child=done.close)  # a worker of a DataLoader may outlive `fn`
-    gc.freeze()  # what came with the fork is shared until a collection writes to it, and takes long to search
+    os.register_at_fork(after_in_child=done.close)  # else a DataLoader worker would keep the pipe open
+    gc.freeze()  # a garbage collection would write to the parent's pages, and copy them
     try:
         _never_take_a_core_from_another_rank()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -102,17 +105,17 @@ def _rank_main(
 
 
 def _leave_together(all_done: IO[str], done: IO[str]) -> None:
-    """Wait until every other rank has come here or has ended: connections of one that ends are closed to the others.
-    Each rank holds the writing end of one pipe, which ends when the last of them is closed. (A collective would need a
-    group that `fn` may have destroyed, or that was interrupted because a rank failed, as `fn` expected.)"""
+    """Wait until every other rank has come here or has ended, because an ending rank closes its connections. Each rank
+    holds the writing end of one pipe; the read ends when the last of them is closed. (Not a collective: `fn` may have
+    destroyed the group, or a rank may have failed, as `fn` expected.)"""
     done.close()
     all_done.read()
 
 
 def _never_take_a_core_from_another_rank() -> None:
-    """A message that arrives wakes a thread of gloo's, which may take the core from a thread that is sending and holds
-    gloo's lock; whoever then waits for that lock does so in a busy loop (`Pair::handleEvents`). Where ranks outnumber
-    cores that is a quarter of all time. Threads of this class wait until a core is free."""
+    """Use the scheduling class SCHED_BATCH, whose threads wait until a core is free. Otherwise an arriving message
+    wakes a thread of gloo, which may preempt a sending thread that holds gloo's lock; other threads then wait for the
+    lock in a busy loop (`Pair::handleEvents`). With more ranks than cores this costs a quarter of all time."""
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -125,7 +128,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
-    """Reap all ranks; a failure gives the others a moment to fail in their own words, then ends them."""
+    """Reap all ranks. After a failure, the other ranks have five seconds to end; then they are killed."""
     running = dict(pids)
     while running and (ended := _wait_for_one(running, deadline)):
         for pid, status in ended.items():
@@ -146,7 +149,7 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
 
 
 def _wait_for_one(pids: Iterable[int], deadline: float) -> dict[int, int]:
-    """Wait status by pid, as soon as at least one has ended; empty at the deadline. No other child is reaped."""
+    """pid -> wait status, as soon as at least one has ended; empty at the deadline. Reaps only these processes."""
     with ExitStack() as stack:
         poller = select.poll()
         for pid in pids if hasattr(os, "pidfd_open") else ():
@@ -158,13 +161,13 @@ def _wait_for_one(pids: Iterable[int], deadline: float) -> dict[int, int]:
             left = deadline - time.monotonic()
             if ended or left <= 0:
                 return ended
-            # Whoever looks every few milliseconds takes the core from a rank, which may then hold a lock of gloo's.
+            # Not a busy loop: polling every few milliseconds would preempt a rank, which may hold a lock of gloo.
             poller.poll(1000 * min(left, 60) if hasattr(os, "pidfd_open") else 10)
 
 
 def expect_same_logs(logs: Sequence[CommLog]) -> None:
-    """Every rank has issued the same collectives, in the same order within each kind, about the same amount of data (of
-    which ranks may send different parts)."""
+    """Check that all ranks have issued the same collectives, in the same order within each kind, on the same amount of
+    data (of which ranks may send different parts)."""
     for rank, log in enumerate(logs):
         for op in {event.op for event in [*logs[0].entries, *log.entries]}:
             first = [event[:3] for event in logs[0].entries if event.op == op]

@@ -1,4 +1,4 @@
-"""Checkpoints without world size, plan or format of main: see docs/checkpoints.md."""
+"""Checkpoints that are independent of world size, plan and format of main: see docs/checkpoints.md."""
 
 from zeroshard.checkpoint.folders import prune as prune
 from zeroshard.checkpoint.folders import steps as steps

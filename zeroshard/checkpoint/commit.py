@@ -1,4 +1,4 @@
-"""From files in a temporary folder to a committed step, or to nothing: what each rank does once its values are fixed.
+"""Writes the files of a step into a temporary folder and commits it by a rename; on an error, removes the folder.
 
     every rank   write the own file, fsync it, report its entry and digests
     rank 0       gather the reports -> manifest.json, last, fsync -> fsync the folder -> rename it to step-N
@@ -39,7 +39,8 @@ from zeroshard.comm.together import in_words
 
 @dataclass(frozen=True)
 class Job:
-    """One save, as one rank sees it. `base`: the manifest without files and tensors; `lock`: rank 0's."""
+    """The part of one rank in a save, after its values are fixed. `base`: the manifest without files and tensors.
+    `lock`: rank 0's lock on the folder."""
 
     folder: Path
     plan: FilePlan
@@ -48,10 +49,10 @@ class Job:
     lock: int | None
 
     def run(self) -> None:
-        """Write, report, conclude.
+        """Write the file, report to rank 0, and wait for its verdict (rank 0: commit).
 
         Raises:
-            CheckpointError: the same on every rank.
+            CheckpointError: with the same text on every rank.
         """
         failure: BaseException | None = None
         try:
@@ -69,24 +70,26 @@ class Job:
             if self.lock is not None:
                 os.close(self.lock)
         if failure is not None and not isinstance(failure, Exception):
-            raise failure  # Ctrl-C, now that the others know
+            raise failure  # KeyboardInterrupt: only now, after the other ranks have been told
         if verdict:
             raise CheckpointError(verdict) from failure
 
     @phase("save: commit")
     def _conclude(self) -> str:
-        """Rank 0: commit, or remove everything. Returns, and tells the others, what went wrong."""
+        """On rank 0: commit, or remove everything. Returns the error in words ("" for none), which it also announces to
+        the other ranks."""
         step, verdict = self.base.step, ""
         try:
             manifest = merged(self.base, self.meeting.gather())
             data = manifest.encode()
             expect_readable(len(data))
-            # Last of all files: a folder without a manifest is no checkpoint, whatever else has reached the disk.
+            # The last file to be written: a folder without a manifest is not a checkpoint, so a crash before this line
+            # leaves nothing that could be loaded.
             files.write_new(self.folder / MANIFEST_NAME, data)
             self.meeting.beat()
             folders.publish(self.folder, step, self.base.id)
         except BaseException as error:
-            # A rank that still writes would create files in a folder that is being removed.
+            # Before `discard`: a rank that still writes would create files in the folder while it is removed.
             self.meeting.let_stop()
             verdict = f"step {step} was not saved: {in_words(error)}{discard(self.folder)}"
             self.meeting.announce(verdict)
@@ -94,8 +97,8 @@ class Job:
                 raise
             return verdict
         try:
-            # The rename is on the disk only when the folder above is synced (fsync(2)); `latest` must not name a step
-            # that a power failure takes back. From here on nothing is undone: the step is complete.
+            # The rename is durable only after the parent folder is synced (fsync(2)), and `latest` must not name a step
+            # whose rename a power failure undoes. From here on an error undoes nothing: the step is committed.
             files.sync_folder(self.folder.parent)
             folders.set_latest(self.folder.parent, step, self.base.id)
             folders.sweep(self.folder.parent)
@@ -113,12 +116,12 @@ def file_name(rank: int) -> str:
 
 
 def file_metadata(step: int, unique: str, rank: int) -> dict[str, str]:
-    """Of the file of that rank: no two files have the same."""
+    """The metadata of a rank's file. Different for every file, so that swapped files are found."""
     return {"format": "pt", "zeroshard": f"step {step}, {unique}, {file_name(rank)}"}
 
 
 def discard(folder: Path) -> str:
-    """Remove a folder that is not to be committed; returns what has to be said about it."""
+    """Remove a folder that is not committed. Returns an addition to the error message if that fails."""
     try:
         files.remove_folder(folder)
     except OSError as error:
@@ -127,13 +130,13 @@ def discard(folder: Path) -> str:
 
 
 def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sequence[int]]) -> int | None:
-    """A new temporary folder for a step; returns the lock on it. Rank 0.
+    """Make a new temporary folder for a step, and return the lock on it. Called on rank 0.
 
     Args:
-        sizes: of each rank: bytes of its file, and of its part of the manifest.
+        sizes: for each rank: bytes of its file, and of its part of the manifest.
 
     Raises:
-        CheckpointError: not enough space, with the exact numbers.
+        CheckpointError: there is not enough space; the message has the exact numbers.
     """
     files.make_folders(directory)
     folders.sweep(directory)
@@ -156,21 +159,21 @@ def temporary_folder(directory: Path, base: Manifest) -> Path:
 
 
 def least_size(base: Manifest, file_sizes: Iterable[int]) -> int:
-    """Bytes of the manifest at least: a digest, in quotes and with a comma, for each block of the files."""
+    """A lower bound for the bytes of the manifest: one quoted digest and a comma for each block of the files."""
     return len(base.encode()) + 36 * sum(size // BLOCK_BYTES for size in file_sizes)
 
 
 def size_of_part(plan: FilePlan, file: int) -> int:
-    """Bytes of this rank's part of the manifest: digests have one length, so it is known before anything is written."""
+    """Bytes of this rank's part of the manifest. Known before anything is written, as all digests have one length."""
     entry = FileEntry(file_name(file), plan.num_bytes, len(plan.header), "0" * 32)
     return len(Manifest(0, "", (entry,), plan.entries(["0" * 32] * plan.num_digests), {}, {}).encode())
 
 
 def merged(base: Manifest, parts: Iterable[Any]) -> Manifest:
-    """One manifest of all ranks' parts, checked as a reader will check it.
+    """The manifest, merged from the parts of all ranks, and checked as a reader checks it.
 
     Raises:
-        CheckpointError: parts that do not fit together: an element twice, or missing.
+        CheckpointError: the parts do not fit together: an element is stored twice, or is missing.
     """
     entries: list[FileEntry] = []
     tensors: dict[str, Any] = {}
@@ -188,7 +191,7 @@ def merged(base: Manifest, parts: Iterable[Any]) -> Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Of what wrote it: for people to read."""
+    """Versions of the software that writes the checkpoint, for people to read."""
     try:
         own = metadata.version("zeroshard")
     except metadata.PackageNotFoundError:  # a checkout that is not installed

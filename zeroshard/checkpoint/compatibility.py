@@ -1,4 +1,4 @@
-"""What of a checkpoint fits the model, the optimizers and the objects at hand: found before anything is changed."""
+"""Compares a checkpoint with the model, the optimizers and the `extra` objects, before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
-"""Optimizers, each with its values in the manifest."""
+"""Pairs of an optimizer and its values in the manifest."""
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """`missing`: not in the checkpoint; `unexpected`: in it, and nobody's; `problems`: shapes and dtypes."""
+    """The differences. `missing`: names that the checkpoint lacks; `unexpected`: names that only the checkpoint has;
+    `problems`: shapes and dtypes that do not fit."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -29,7 +30,7 @@ class Compatibility:
 
     def expect(self, where: str, *, strict: bool) -> None:
         """Raises:
-        CheckpointError: there are problems; or, if strict, names that are missing or unexpected."""
+        CheckpointError: there are problems; or, if `strict`, names are missing or unexpected."""
         problems = list(self.problems)
         if strict:
             problems += [f"missing: {_listed(self.missing)}"] if self.missing else []
@@ -47,7 +48,8 @@ class Compatibility:
 def compare(
     manifest: Manifest, engine: Engine, optimizers: Sequence[ShardedOptimizer], extra: Extra, allow_rounding: bool
 ) -> Compatibility:
-    """Compare names, shapes, dtypes and classes. `optimizers` and `extra`: what is to be loaded; more may be there."""
+    """Compare names, shapes, dtypes and classes. `optimizers` and `extra`: what is to be loaded; if they are empty, the
+    checkpoint's are ignored."""
     result = Compatibility()
     expected = model_entries(engine)
     result.note_names(expected, manifest.of_model)
@@ -70,11 +72,11 @@ def compare(
 
 
 def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
-    """A parameter with several names may be stored under any of them, or under all: here under the one that the engine
-    has it by.
+    """The manifest with tied parameters under the engine's names. A parameter with several names may be stored under
+    any or all of them.
 
     Raises:
-        CheckpointError: different values under names that are one parameter here.
+        CheckpointError: names that are one parameter here have different values in the checkpoint.
     """
     here, tensors, values = engine.tied(), dict(manifest.tensors), manifest.values
     if not here:
@@ -96,13 +98,13 @@ def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
 
 
 def _same(a: TensorEntry, b: TensorEntry) -> bool:
-    """By their digests."""
+    """Whether two entries have equal values, by their digests."""
     digests = [[(chunk.interval, chunk.digests) for chunk in entry.chunks] for entry in (a, b)]
     return (a.shape, a.dtype) == (b.shape, b.dtype) and digests[0] == digests[1]
 
 
 def model_entries(engine: Engine) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> shape and dtype of what is saved of the model as it is now."""
+    """Name -> shape and dtype of all tensors that `save` would write for the model."""
     whole = engine.unsharded_state() | engine.untaken
     entries = {name: (tuple(value.shape), value.dtype) for name, value in whole.items()}
     for unit in engine.units:
@@ -116,7 +118,7 @@ def pairs_of(manifest: Manifest, optimizers: Sequence[ShardedOptimizer]) -> Pair
 
 
 def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:
-    """Parameters that nobody has, as they are frozen, and that this optimizer had in its first group."""
+    """Parameters without an optimizer (frozen ones) that the saved optimizer has in its first group."""
     names, groups = names_of(optimizer.engine), saved_groups(saved)
     first = set(groups[0]["params"]) if groups else set()
     return [parameter for parameter in optimizer.groups.adoptable() if names[id(parameter)] in first]
@@ -143,7 +145,7 @@ def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: Sha
 
 
 def _holds(stored: torch.dtype, now: torch.dtype, allow_rounding: bool) -> bool:
-    """Whether every value of the first is one of the second (or may become one)."""
+    """Whether dtype `now` can represent all values of `stored`, or may round them (`allow_rounding`)."""
     return stored == now or (_floats(stored, now) and (allow_rounding or torch.promote_types(stored, now) == now))
 
 

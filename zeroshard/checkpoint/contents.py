@@ -1,13 +1,13 @@
-"""What one rank has to write: its intervals of main and of the optimizer's state, and what is not sharded.
+"""Lists what one rank writes into a checkpoint: its intervals of main and of optimizer state, and unsharded values.
 
-model/<parameter>               main where there is one (fp32, whether held as weights, as a master or as bf16 and
-                                remainder), else the frozen weights; by the ranks of one replica, each its shard
-model/<buffer>                  rank 0's; so are parameters that OPTIMIZER_ONLY has not taken yet
-optimizer/..., scalar/..., number/..., value/...   the optimizer's state (`saved_state.py`): by whoever holds the
-                                elements, or steps the whole parameter; where nobody does (it is frozen), the ranks
-                                take turns
-rank/<r>/state                  JSON as bytes: random numbers of that rank, and buffers and `extra` where that rank
-                                has others than rank 0
+model/<parameter>               main (fp32, whether held as weights, as a master or as bf16 and remainder), or frozen
+                                weights; written by the ranks of one replica, each its shard
+model/<buffer>                  written by rank 0; so are parameters that OPTIMIZER_ONLY has not taken yet
+optimizer/..., scalar/..., number/..., value/...   the optimizer's state (`saved_state.py`): written by the rank that
+                                holds the elements, or owns the whole parameter; for frozen parameters the ranks take
+                                turns
+rank/<r>/state                  JSON as bytes: the random state of that rank; and its buffers and `extra`, if they
+                                differ from rank 0's
 extra/..., rank/<r>/...         tensors inside these
 """
 
@@ -35,7 +35,7 @@ Optimizers = ShardedOptimizer | Sequence[ShardedOptimizer] | None
 
 
 class Stateful(Protocol):
-    """Schedulers, loss scalers, data loaders, averages of weights, ..."""
+    """An object that `extra` accepts: a scheduler, loss scaler, data loader, average of weights, ..."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -46,7 +46,7 @@ Extra = Mapping[str, Stateful] | None
 
 def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
     """Raises:
-    TypeError: something else."""
+    TypeError: neither a ShardedOptimizer nor a list of them."""
     if optimizer is not None and not isinstance(optimizer, (torch.optim.Optimizer, Sequence)):
         raise InvalidType(
             f"expected a ShardedOptimizer, or a list of them, found an object of type {type(optimizer).__name__}"
@@ -63,7 +63,7 @@ def as_list(optimizer: Optimizers) -> list[ShardedOptimizer]:
 
 def expect_of_engine(optimizers: Sequence[ShardedOptimizer], engine: Engine) -> None:
     """Raises:
-    ValueError: an optimizer of another model."""
+    ValueError: an optimizer belongs to another model."""
     for one in optimizers:
         if one.engine is not engine:
             raise InvalidValue(f"the optimizer belongs to another handle, {one.handle}: pass these two together")
@@ -71,7 +71,7 @@ def expect_of_engine(optimizers: Sequence[ShardedOptimizer], engine: Engine) -> 
 
 def expect_stateful(extra: Extra) -> None:
     """Raises:
-    ValueError: something without `state_dict` and `load_state_dict`."""
+    ValueError: an object has no `state_dict` and `load_state_dict`."""
     for name, one in (extra or {}).items():
         if isinstance(one, type) or not all(callable(getattr(one, f, None)) for f in ("state_dict", "load_state_dict")):
             raise InvalidValue(
@@ -89,7 +89,7 @@ def model_items(engine: Engine) -> Iterator[Item]:
     mesh = engine.collectives.mesh
     for unit in engine.units:
         dtype = unit.main.dtype
-        if mesh.world.rank == 0:  # names and shapes of what has no elements
+        if mesh.world.rank == 0:  # parameters without elements: in no shard, so rank 0 writes name and shape
             for slot in unit.layout.slots:
                 if not slot.world:
                     yield Item(f"model/{slot.name}", slot.shape, dtype, Interval(0, 0), _nothing)
@@ -115,10 +115,10 @@ def _nothing(interval: Interval) -> Tensor:
 
 
 def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
-    """The state that this rank holds, without what its replicas write.
+    """The state that this rank writes: what it holds, if it is in the first replica.
 
     Raises:
-        ValueError: state that is neither a dense tensor nor a plain value.
+        ValueError: an item is neither a dense tensor nor a plain value.
     """
     mesh = optimizer.engine.collectives.mesh
     for stepper in optimizer.steppers if mesh.replicate.rank == 0 else ():
@@ -131,7 +131,7 @@ def optimizer_items(optimizer: ShardedOptimizer) -> Iterator[Item]:
 
 
 def state_item(entry: StateEntry) -> Item:
-    """An entry of the state under the name that it has in a file."""
+    """An entry of the state, with its name in the file."""
     if isinstance(entry, StateChunk):
         name = _state_name("scalar" if entry.is_scalar else "optimizer", entry)
         return Item(name, entry.shape, entry.dtype, entry.interval, entry.read)
@@ -142,14 +142,15 @@ def state_item(entry: StateEntry) -> Item:
 
 
 def _state_name(kind: str, entry: StateEntry) -> str:
-    """See `saved_state.py`."""
+    """The name of an entry in the file; see `saved_state.py`."""
     if not isinstance(entry.key, str) or "/" in entry.key:
         raise InvalidValue(f"optimizer state {entry.key!r} of {entry.parameter}: its name must be a text without '/'")
     return f"{kind}/{entry.key}/{entry.parameter}"
 
 
 def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Hyper-parameters of each group (those that are plain values), by the names of the parameters; loss scale."""
+    """The values of an optimizer in the manifest: for each group its class, parameter names and those hyper-parameters
+    that are plain values; and the loss scaler's state."""
     groups = []
     for group, of_class in zip(optimizer.param_groups, optimizer.groups.classes.of_groups, strict=True):
         options = {}
@@ -158,7 +159,7 @@ def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> d
             try:
                 options[key] = encode(plain, no_tensors, key) if key != "params" else None
             except ValueError:
-                continue  # a function, say: it is configuration
+                continue  # not a plain value (a function for example): configuration, not state
         options.pop("params")
         params = [names[id(parameter)] for parameter in group["params"]]
         groups.append({"class": of_class.__name__, "params": params, "options": options})

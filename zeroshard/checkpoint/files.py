@@ -1,4 +1,4 @@
-"""The calls of the file system that checkpoints are written with, each in one place: tests let any of them fail."""
+"""The file system calls that write checkpoints, each in one function, so that tests can make any of them fail."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def make_folder(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """A descriptor of a new file; one that exists, or a link, is refused."""
-    # O_EXCL and O_NOFOLLOW: nothing that is there already is written to, nor what a link leads to.
+    """A descriptor of a new file; raises if the path exists, also as a link."""
+    # O_EXCL and O_NOFOLLOW: never write to an existing file, or to the target of a link.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write(file: int, data: bytes | memoryview) -> int:
-    """Bytes written: perhaps not all of them."""
+    """Write, and return the number of bytes written, which may be less than given."""
     return os.write(file, data)
 
 
@@ -59,7 +59,7 @@ def write_all(file: int, data: bytes | memoryview) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """A new file with this content, on the disk when this returns."""
+    """Write a new file; it is durable when this returns."""
     file = create(path)
     try:
         write_all(file, data)
@@ -69,7 +69,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """The folder and those above it, each on the disk when this returns; nothing where it is there already."""
+    """Make the folder and missing parents; each is durable when this returns. No effect if it exists."""
     if not path.is_dir():
         make_folders(path.parent)
         make_folder(path)
@@ -77,7 +77,7 @@ def make_folders(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk when this returns."""
+    """Make the names in a folder durable (renames and new files in it)."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(file)
@@ -86,7 +86,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """With all that is in it; links are removed, not followed."""
+    """Remove a folder and everything in it; links are removed, not followed."""
     for entry in list(os.scandir(path)):
         if entry.is_dir(follow_symlinks=False):
             remove_folder(Path(entry.path))
@@ -96,12 +96,13 @@ def remove_folder(path: Path) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """A descriptor that holds the folder until it is closed or the process ends; None where another one does."""
+    """A descriptor that locks the folder until it is closed or the process ends; None if another process has locked
+    it."""
     import fcntl  # not on every platform that imports zeroshard
 
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # The system releases it however the process ends; a file that says "in use" would survive a kill.
+        # The system releases this lock however the process ends; a lock file would survive a kill.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
@@ -112,11 +113,11 @@ def lock_folder(path: Path) -> int | None:
 
 
 def free_bytes(path: Path) -> int:
-    """What an ordinary user may still write there."""
+    """Bytes that a user without privileges can still write there."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
 
 def bytes_on_disk(path: Path, num_bytes: int) -> int:
-    """What a file of that size takes there: whole blocks."""
+    """Bytes that a file of that size takes there, in whole blocks."""
     return round_up(num_bytes, os.statvfs(path).f_frsize or 1)

@@ -1,9 +1,9 @@
-"""The folder that holds the steps: which ones there are, which is the latest, what is kept, what is left over.
+"""The directory of steps: lists them, finds the latest, publishes new ones, and removes old or incomplete ones.
 
 step-12/                    a committed step: never written to again
 latest                      "step-12 <check>"
-step-13.tmp-<id>/           being written; removed when that fails, or by the next save
-step-12.old-<id>/           the step-12 that a new step-12 replaces; valid until that one is in place
+step-13.tmp-<id>/           being written; removed if that fails, else by the next save
+step-12.old-<id>/           the step-12 that a new step-12 replaces; valid until the new one has its name
 .trash-step-3-<id>/         being removed
 """
 
@@ -34,7 +34,7 @@ def step_name(step: int) -> str:
 
 def expect_step(step: object) -> None:
     """Raises:
-    ValueError: no number that a step can have."""
+    ValueError: not a valid step number."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
         raise InvalidValue(f"step must be an integer from 0, found {step!r}")
 
@@ -50,7 +50,7 @@ def step_of(name: str) -> int | None:
 
 
 def steps(directory: Path | str) -> dict[int, Path]:
-    """Committed steps, in order, and where each lies. A directory that does not exist holds none."""
+    """Committed steps, in order -> their folders. Empty if the directory does not exist."""
     found: dict[int, Path] = {}
     for name in sorted(_names(Path(directory)), reverse=True):  # "step-3" comes last and wins over "step-3.old-..."
         step = step_of(name)
@@ -60,11 +60,11 @@ def steps(directory: Path | str) -> dict[int, Path]:
 
 
 def find(directory: Path, step: int | None) -> Path:
-    """The folder of that step; of the latest one for None: what `latest` names, else the highest. The directory itself,
-    where that is the folder of a step.
+    """The folder of that step; None: of the latest step (the one that the file `latest` names, else the highest). If
+    `directory` is itself the folder of a step: `directory`.
 
     Raises:
-        CheckpointError: no such step, with those that there are; a damaged `latest`.
+        CheckpointError: there is no such step (the message lists the existing ones); or `latest` is damaged.
     """
     if (directory / MANIFEST_NAME).is_file():  # the folder of a step
         if step not in (None, step_of(directory.name)):
@@ -84,7 +84,7 @@ def find(directory: Path, step: int | None) -> Path:
 
 
 def _why_none(directory: Path) -> str:
-    """Why no checkpoint is found there."""
+    """The reason why no checkpoint is found there, for the error message."""
     if directory.is_file():
         return (
             "is a file, and a checkpoint is a folder: for a file of torch.save call "
@@ -101,10 +101,10 @@ def _why_none(directory: Path) -> str:
 
 
 def latest(directory: Path) -> int | None:
-    """The step that was saved last, or None where nothing says so.
+    """The step that the file `latest` names; None if there is no such file.
 
     Raises:
-        CheckpointError: a damaged file.
+        CheckpointError: the file is damaged.
     """
     path = directory / LATEST
     try:
@@ -127,6 +127,7 @@ def set_latest(directory: Path, step: int, unique: str) -> None:
     temporary = directory / f".{LATEST}.tmp-{unique}"
     name = step_name(step)
     try:
+        # A new file and a rename, so that no reader, and no crash, finds a file that is half written.
         files.write_new(temporary, f"{name} {digest_of(name.encode())}\n".encode())
         files.replace(temporary, directory / LATEST)
     except BaseException:
@@ -137,17 +138,20 @@ def set_latest(directory: Path, step: int, unique: str) -> None:
 
 
 def publish(temporary: Path, step: int, unique: str) -> None:
-    """Give a complete folder its name. A step of that name is moved aside first, and removed by `sweep`. The caller
-    syncs the directory."""
+    """Rename a complete temporary folder to its final name. An existing step of that name is moved aside first, and
+    removed by `sweep` later. The caller must sync the directory."""
     directory = temporary.parent
     final = directory / step_name(step)
     aside = directory / f"{step_name(step)}.old-{unique}"
+    # The entries of the folder must be on disk before it gets its final name: otherwise a step could lack files after a
+    # power failure.
     files.sync_folder(temporary)
-    lock = files.lock_folder(final) if final.exists() else None  # a sweep between the two renames leaves it alone
+    # Locked, so that another process's `sweep` between the two renames does not remove the old step.
+    lock = files.lock_folder(final) if final.exists() else None
     try:
         if final.exists():
-            # Two renames, as rename(2) does not replace a folder that is not empty. Between them `.old-` counts as the
-            # step.
+            # Two renames, as rename(2) does not replace a folder that is not empty. After a crash between them, the
+            # `.old-` folder counts as the step (`steps`), and `sweep` gives it its name back.
             files.rename(final, aside)
         try:
             files.rename(temporary, final)
@@ -161,8 +165,8 @@ def publish(temporary: Path, step: int, unique: str) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what dead saves and removals have left, and give a step that was moved aside its name back where nothing
-    has replaced it. Folders that a living save holds stay."""
+    """Remove what interrupted saves and removals have left. A step that was moved aside and not replaced gets its name
+    back. Folders that are locked by a running save are not touched."""
     known = steps(directory)
     for name in _names(directory):
         path = directory / name
@@ -183,17 +187,17 @@ def sweep(directory: Path) -> None:
 
 
 def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
-    """Remove old steps, and whatever dead saves have left over. Not collective: one rank calls it.
+    """Remove old steps, and what interrupted saves have left. Not collective: call it on one rank.
 
     Args:
-        keep_last: how many of the newest stay. What `latest` names stays as well.
-        keep_every: steps that are multiples of it stay, too.
+        keep_last: how many of the newest steps to keep. The step that `latest` names is kept, too.
+        keep_every: also keep steps that are multiples of this number.
 
     Returns:
-        The steps that are gone.
+        The steps that were removed.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: one of the numbers is below 1.
     """
     directory = Path(directory)
     to_prune(directory, keep_last=keep_last, keep_every=keep_every)
@@ -214,7 +218,7 @@ def to_prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | Non
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first: what is half gone must not look like a checkpoint."""
+    """Remove a folder; rename it first, so that a partly removed folder does not look like a checkpoint."""
     trash = folder
     if not folder.name.startswith(".trash-"):
         trash = folder.parent / f".trash-{folder.name}-{new_id()}"

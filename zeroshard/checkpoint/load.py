@@ -1,4 +1,4 @@
-"""`load`: a committed step into any plan, on any number of ranks, in any format of main; `verify`: every byte of it."""
+"""`load` restores a committed step under any plan, number of ranks and format of main; `verify` checks every byte."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ from zeroshard.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did. `missing`: not in the checkpoint, and as before; `unexpected`: in it, and not used; both empty
-    when strict. `bytes_read`: by this rank (once to check them, and once again)."""
+    """The result of `load`.
+
+    Attributes:
+        step: the step that was loaded.
+        path: its folder.
+        missing: names that the checkpoint lacks: their values have not been changed. Empty if `strict`.
+        unexpected: names that only the checkpoint has: not used. Empty if `strict`.
+        bytes_read: by this rank in the second reading (the first one only checks).
+    """
 
     step: int
     path: Path
@@ -52,25 +59,26 @@ def load(
     strict: bool = True,
     allow_rounding: bool = False,
 ) -> Loaded:
-    """Load the state of `directory/step-N`. Collective, between a step and the next backward.
+    """Load the state of `directory/step-N`. Collective; call it between a step and the next backward.
 
-    Each rank reads the blocks that hold its own intervals, a block (1 MiB) at a time, and checks the digest of each
-    before anything is changed. Random numbers are those of the same rank at the time of the save, where there was
-    such a rank.
+    Each rank reads only the blocks (1 MiB each) that contain its own intervals, and checks the digest of every block
+    before anything is changed. The random state is that of the same rank at the time of the save, if there was such a
+    rank.
 
     Args:
-        optimizer: those that were given to `save`, in that order; None leaves optimizers as they are.
         directory: that of `save`, or the folder of a step in it.
-        step: None for the latest.
-        extra: the objects that were given to `save`; None leaves them as they are.
-        strict: raise where names or optimizer classes differ (nothing has been changed then); else load what fits.
-        allow_rounding: values may be rounded to a narrower dtype (fp32 main to bf16 weights that are their own main).
+        handle: of the model.
+        optimizer: the optimizers that were given to `save`, in the same order; None: do not load any.
+        step: which step; None: the latest.
+        extra: the objects that were given to `save`; None: do not load any.
+        strict: True: raise if names or optimizer classes differ, before anything is changed. False: load what fits.
+        allow_rounding: True: values may be rounded to a narrower dtype (fp32 main to bf16 weights that are main).
 
     Raises:
-        CheckpointError: on every rank: no such step; names, shapes or dtypes that do not fit (nothing has been
-            changed); a damaged file, with its name (nothing has been changed).
-        TypeError: the model in place of its handle; an optimizer that is none of ours.
-        ValueError: on every rank: something in `extra` without `state_dict` and `load_state_dict`.
+        CheckpointError: on every rank, before anything is changed: there is no such step; names, shapes or dtypes do
+            not fit; a file (named in the message) is damaged.
+        TypeError: `handle` is not a handle; `optimizer` is not a ShardedOptimizer.
+        ValueError: on every rank: an object in `extra` has no `state_dict` and `load_state_dict`.
         RuntimeError: gradients are waiting for a step.
     """
     expect_handle(handle, "zeroshard.load(directory, handle, optimizer)")
@@ -90,7 +98,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Load:
-    """The steps of a load, in their order. All are collective; until the second reading nothing is changed."""
+    """The phases of a load, in order. All are collective. Nothing is changed before the second reading."""
 
     engine: Engine
     optimizers: list[ShardedOptimizer]
@@ -98,7 +106,7 @@ class _Load:
     directory: Path
 
     def find(self, step: int | None) -> tuple[Path, str]:
-        """The folder that rank 0 has chosen; and a new id."""
+        """The folder, which rank 0 has chosen; and a new id for the meeting."""
         _, ((name, unique), *_) = on_all_ranks(
             self.engine, "load", partial(self._find, step), (InvalidState, InvalidValue)
         )
@@ -115,7 +123,8 @@ class _Load:
 
     @contextmanager
     def opened(self, folder: Path, *, strict: bool, allow_rounding: bool) -> Iterator[tuple[Reader, Compatibility]]:
-        """The same step on all ranks, and what of it fits; whatever must and does not has been found."""
+        """Open the step on all ranks and compare it with the model. Raises if ranks see different steps, or if it does
+        not fit."""
         with ExitStack() as stack:
 
             @phase("load: compare")
@@ -132,8 +141,9 @@ class _Load:
             yield opened
 
     def restore_sharded(self, reader: Reader, meeting: Meeting) -> None:
-        """Every rank reads what it needs: once to find any damage before anything is changed, and once to keep it. A
-        failure lets the others stop. Then weights follow main."""
+        """Restore main and optimizer state: every rank reads its part twice, first to find damage before anything is
+        changed, then to set the values. A rank that fails stops the others. Then weights that rest in full are
+        gathered."""
         pairs = pairs_of(reader.manifest, self.optimizers)
 
         @phase("load: restore")
@@ -153,7 +163,7 @@ class _Load:
         self.engine.gatherer.settle()
 
     def restore_the_rest(self, reader: Reader) -> None:
-        """What is not sharded."""
+        """Restore values that are not sharded."""
 
         @phase("load: restore what is whole")
         def restore_what_is_whole() -> None:
@@ -163,7 +173,7 @@ class _Load:
 
 
 def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> None:
-    """If it fails, the other ranks stop; if another rank has failed, this one stops."""
+    """Run `work`. If it fails, stop the other ranks; if another rank has failed, return early."""
     try:
         work()
     except Stopped:
@@ -174,8 +184,9 @@ def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> None:
 
 
 def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:
-    """The newest step that is whole, every byte of it verified: the latest, else those below it, else those above (of
-    an earlier try). With what is wrong with each that was passed over. Not collective; needs no model."""
+    """The newest step of which every byte can be verified: the latest, else an earlier one, else a later one (from a
+    previous run). Returns its manifest (None: there is none) and the problems of the steps that were rejected. Not
+    collective; needs no model."""
     directory, problems = Path(directory), []
     known = folders.steps(directory)
     latest = max(known, default=0)
@@ -197,7 +208,7 @@ def verify(path: Path | str) -> Manifest:
     """Check every byte of a step folder (`.../step-12`) against its digests. Not collective; needs no model.
 
     Raises:
-        CheckpointError: what is damaged, in which files.
+        CheckpointError: lists all damaged files.
     """
     with Reader(Path(path)) as reader:
         reader.check_everything()

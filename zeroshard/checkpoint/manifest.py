@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where, as frozen records; to JSON, and back with every number checked.
+"""The manifest of a checkpoint: its tensors and where they lie, as frozen records; encoded as JSON, and checked.
 
     {"digest": "<of the text after it>", "manifest": {
         "format": 1, "step": 12, "id": "...", "versions": {...},
@@ -11,7 +11,7 @@ A chunk is an interval of a flattened tensor: elements [start, stop), at `offset
 one digest for each BLOCK_BYTES. The chunks of a tensor are disjoint and cover it. Every byte of every file belongs to
 its header or to one chunk, so the digests cover everything; the manifest's own digest covers them.
 
-What is read here may have been damaged, or made by an enemy: whatever it is, it is either valid or a CheckpointError.
+The bytes read here may be damaged, or made by an attacker: they are either valid, or raise a CheckpointError.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 def expect_readable(num_bytes: int, what: str = "has") -> None:
-    """Before it is written: nobody commits what nobody can read again.
+    """Called before a manifest is written, so that no manifest is committed that `Reader` would refuse.
 
     Raises:
-        CheckpointError: with the number.
+        CheckpointError: it is too large.
     """
     if num_bytes > MAX_MANIFEST_BYTES:
         raise CheckpointError(
@@ -62,13 +62,13 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 
 def digest_in(data: bytes) -> str:
-    """What an encoded manifest says of itself."""
+    """The digest that an encoded manifest contains."""
     return data[len(_PREFIX) : len(_PREFIX) + 32].decode()
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A safetensors file: `header_bytes` with the eight of its length, `digest` over these."""
+    """A safetensors file. `header_bytes`: including the eight bytes of its length. `digest`: of these bytes."""
 
     name: str
     num_bytes: int
@@ -88,7 +88,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A whole tensor; its chunks in order."""
+    """A whole tensor, with its chunks in order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,8 +101,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's note. `values`: what is not a tensor (see `values.py`). Of these "tied" is checked here: further
-    name of a parameter -> the one under which it is stored."""
+    """See the module's note. `values`: values that are no tensors (see `values.py`). The value "tied" is checked here:
+    further name of a parameter -> the name under which it is stored."""
 
     step: int
     id: str
@@ -113,12 +113,12 @@ class Manifest:
 
     @property
     def tied(self) -> dict[str, str]:
-        tied: dict[str, str] = self.values.get("tied", {})  # before it was written, there was none
+        tied: dict[str, str] = self.values.get("tied", {})  # older checkpoints have no "tied"
         return tied
 
     @property
     def of_model(self) -> dict[str, str]:
-        """Name of a parameter or buffer -> that of its tensor."""
+        """Name of a parameter or buffer -> name of its tensor in the manifest."""
         return {name.removeprefix("model/"): name for name in self.tensors if name.startswith("model/")}
 
     def encode(self) -> bytes:
@@ -140,7 +140,7 @@ class Manifest:
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Raises:
-        CheckpointError: bytes that `encode` cannot have made."""
+        CheckpointError: the bytes cannot be the result of `encode`."""
         start = len(_PREFIX) + 32 + len(_MIDDLE)
         text = data[start : len(data) - len(_SUFFIX)]
         digest = data[len(_PREFIX) : len(_PREFIX) + 32]
@@ -184,7 +184,7 @@ def encode_tensor(entry: TensorEntry) -> dict[str, Any]:
 
 def decode_tensor(name: str, entry: Any) -> TensorEntry:
     """Raises:
-    CheckpointError: a shape, a dtype or a chunk that cannot be."""
+    CheckpointError: the shape, the dtype or a chunk is invalid."""
     entry = typed(entry, dict, f"tensor {short(name)}")
     shape = sizes(entry.get("shape"), f"tensor {short(name)}")
     dtype = DTYPES.get(typed(entry.get("dtype"), str, "dtype"))
@@ -233,7 +233,7 @@ def _file(entry: Any) -> FileEntry:
 
 
 def _expect_covered(files: Sequence[FileEntry], tensors: dict[str, TensorEntry]) -> None:
-    """Header and chunks lie in a file one after the other, and fill it."""
+    """Check that header and chunks cover each file without gaps and overlaps."""
     parts: list[list[tuple[int, int]]] = [[(0, file.header_bytes)] for file in files]
     for name, entry in tensors.items():
         for chunk in entry.chunks:

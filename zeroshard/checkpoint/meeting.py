@@ -1,16 +1,17 @@
-"""Ranks report to rank 0 and hear its verdict through the process group's store: no collective, so any thread may do
-it while the main thread trains.
+"""The meeting of a save or load: ranks report to rank 0 and read its verdict, through the process group's store.
 
     rank      write ... report(part or error) ------------------------> verdict, acknowledge
     rank 0    write ... report -> gather (all parts, or the first error) -> conclude -> announce
 
-Of more than `_FOLLOWERS` ranks, each first rank of so many gathers the reports of these, and passes them on as one.
-Whoever waits is told by the last one that it waits for: its bell is rung (`comm/bell.py`). Without a watch there are no
-bells, and it asks now and then.
+It uses no collective, so that a background thread may run it while the main thread trains. With more than `_FOLLOWERS`
+ranks, the first rank of each `_FOLLOWERS` gathers their reports and passes them on as one. A waiting rank is woken by
+the last rank that it waits for: that rank rings its bell (`comm/bell.py`). Without a watch there are no bells, and the
+waiting rank polls.
 
-Every rank keeps counting while it works. One whose count stands still for `timeout` seconds has died or hangs, and is
-named. After an error `beat` raises on the ranks that still work, so that they stop within a moment. The more ranks
-there are, the more slowly each counts: all together they make a thousand calls a second.
+Every rank increments a counter (its heartbeat) while it works. If a counter does not change for `timeout` seconds, its
+rank has died or hangs, and the error names it. After an error, `beat` raises on the ranks that still work, so that they
+stop soon. The interval between heartbeats grows with the number of ranks, so that all together make about a thousand
+calls per second.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ _FOLLOWERS = 64
 _RANKS_AT_FULL_PACE = 256
 
 Report = list[Any]
-"""[rank, its part, what it says has gone wrong ("" for nothing), whether it was silent]."""
+"""[rank, its part, its error ("" for none), whether it was silent and another rank reports for it]."""
 
 
 class Stopped(Exception):
-    """Another rank has failed: this one is to stop."""
+    """Another rank has failed, so this one must stop."""
 
 
 @dataclass
 class _Count:
-    """Of another rank, as it was last seen to change."""
+    """Another rank's heartbeat counter, and the time at which it was last seen to change."""
 
     value: int
     changed: float
 
 
 class Meeting:
-    """One for each save or load; `unique` is its name, the same on every rank. Without `collectives`, one process is
-    alone, and needs no process group."""
+    """The meeting of one save or load. `unique`: its name, the same on every rank and different for each meeting, as it
+    is part of the store keys. Without `collectives`: for one process without a process group."""
 
     def __init__(self, collectives: Collectives | None, unique: str) -> None:
         self.rank, self.size, self._timeout = 0, 1, 0.0
@@ -69,11 +70,11 @@ class Meeting:
         self._last_beat = 0.0
         slower = max(1.0, self.size / _RANKS_AT_FULL_PACE)
         self._pace = max(BEAT_SECONDS, min(BEAT_SECONDS * slower, self._timeout / 4))
-        self._mine = [f"beat-{self.rank}"]  # keys that this rank has put in the store
-        self._reports: list[Report] = []  # of this rank and, where it gathers them, of others
+        self._mine = [f"beat-{self.rank}"]  # keys that this rank has set, for `forget`
+        self._reports: list[Report] = []  # of this rank and of the ranks whose reports it gathers
 
     def beat(self) -> None:
-        """Called between two pieces of work.
+        """Count a heartbeat, if one is due. Call it regularly while working.
 
         Raises:
             Stopped: another rank has failed.
@@ -86,7 +87,8 @@ class Meeting:
                 raise Stopped
 
     def report(self, part: Any = None, error: str = "") -> None:
-        """This rank has done its part, or failed; `part` is JSON-able. The first of some ranks waits for these."""
+        """Report that this rank has done its part, or failed. `part`: JSON-able. The first of every `_FOLLOWERS` ranks
+        waits here for the reports of the others, so that rank 0 need not read them all."""
         if error:
             self.stop()
         self._reports = [[self.rank, part, error, False]]
@@ -100,16 +102,17 @@ class Meeting:
             self._be_counted(f"reports-{leader}-{leads}", len(awaited), leader, at_once=bool(error))
 
     def stop(self) -> None:
-        """Let the others stop."""
+        """Make `beat` raise on the other ranks."""
         self._store.set("stop", "1")
 
     def gather(self) -> list[Any]:
-        """The parts of all ranks. Rank 0, once it has reported.
+        """The parts of all ranks. Called on rank 0, after its own `report`.
 
         Raises:
-            CheckpointError: the first rank that failed, or has not been heard of.
+            CheckpointError: names the first rank that failed, or sent no heartbeat for the timeout.
         """
         self._take_reports(self._leaders())
+        # By rank, not by arrival: the message names the lowest failed rank.
         self._reports.sort(key=lambda report: report[0])
         for rank, _, error, is_silent in self._reports:
             if error:
@@ -117,8 +120,8 @@ class Meeting:
         return [part for _, part, _, _ in self._reports]
 
     def let_stop(self) -> None:
-        """All ranks have stopped, or have had a moment to. Rank 0, after an error, before it removes what they
-        wrote."""
+        """Stop all ranks, and wait until they have stopped, for at most the grace period. Called on rank 0 after an
+        error, before it removes the ranks' files."""
         self.stop()
         known = {rank for rank, *_ in self._reports}
         missing = [rank for rank in (*self._followers(0), *self._leaders()) if rank not in known]
@@ -127,21 +130,22 @@ class Meeting:
             time.sleep(0.005)
 
     def announce(self, error: str) -> None:
-        """How it ended. Rank 0; waits a moment until the others know, and then leaves nothing in the store."""
+        """Announce the result. Called on rank 0. Waits, for at most the grace period, until the other ranks have read
+        it; then removes all keys."""
         self._put("verdict", error)
         self._ring(self._ranks[1:])
         waiting, end = self._waiting(), time.monotonic() + GRACE_SECONDS
         while self.size > 1 and self._store.add("known", 0) < self.size - 1:
             if time.monotonic() > end:
-                return  # whoever comes later finds it
+                return  # keys stay, so that a slow rank still finds the verdict
             waiting(end - time.monotonic())
         self.forget()
 
     def verdict(self) -> str:
-        """How it ended: "" or an error. The other ranks.
+        """Wait for the result: "" or an error. Called on all ranks but rank 0.
 
         Raises:
-            CheckpointError: rank 0 has not been heard of.
+            CheckpointError: rank 0 has sent no heartbeat for the timeout.
         """
         waiting, counts = self._waiting(), dict[int, _Count]()
         while not self._store.check(["verdict"]):
@@ -155,7 +159,7 @@ class Meeting:
         return verdict
 
     def forget(self) -> None:
-        """Remove what this rank has put in the store; the first one also what any of them may have."""
+        """Delete the keys that this rank has set; rank 0 also deletes the keys that several ranks set."""
         keys = [*self._mine, *(["stop", "known", "reports-0-True"] if self.rank == 0 else [])]
         keys += [f"reports-{self.rank}-False"] * (self.rank % _FOLLOWERS == 0)
         self._mine = []
@@ -166,7 +170,8 @@ class Meeting:
     # Reports ---------------------------------------------------------------------------------------------------------
 
     def _take_reports(self, ranks: Sequence[int]) -> None:
-        """Of these, as long as they are heard of. Once something has gone wrong, for a moment only."""
+        """Wait for the reports of these ranks, as long as they send heartbeats. After an error, for at most the grace
+        period."""
         missing, counts = list(ranks), dict[int, _Count]()
         waiting, end = self._waiting(), float("inf")
         while missing and time.monotonic() <= end:
@@ -192,8 +197,8 @@ class Meeting:
         return range(_FOLLOWERS, self.size, _FOLLOWERS)
 
     def _waiting(self) -> Callable[[float], None]:
-        """To call between two looks: returns when this rank's bell has been rung since the last call, or after so many
-        seconds; where there is no bell, after a moment."""
+        """A function to call between two looks at the store: it returns when this rank's bell has rung since the last
+        call, or after the given seconds; without a bell, after a short pause."""
         bell = self._watch.bell if self._watch is not None else None
         heard, pause = bell.count if bell is not None else 0, 0.001
 
@@ -209,7 +214,7 @@ class Meeting:
         return wait
 
     def _be_counted(self, key: str, awaited: int, by: int, *, at_once: bool = False) -> None:
-        """The last of so many ranks rings for the one that waits for all of them."""
+        """Count this rank's arrival. The last of the `awaited` ranks rings the bell of rank `by`, which waits."""
         if self._store.add(key, 1) == awaited or at_once:
             self._ring([self._ranks[by]])
 
@@ -222,7 +227,7 @@ class Meeting:
             self.beat()
 
     def _is_silent(self, rank: int, counts: dict[int, _Count]) -> bool:
-        """`counts`: as they were seen before."""
+        """Whether the rank has sent no heartbeat for the timeout. `counts`: as seen at the last calls; updated."""
         now, value = time.monotonic(), self._store.add(f"beat-{rank}", 0)
         count = counts.setdefault(rank, _Count(value, now))
         if value != count.value:
@@ -233,7 +238,8 @@ class Meeting:
         return f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs"
 
     def _put(self, key: str, value: Any) -> None:
-        """In parts, if it is long: the first one, under `key`, says how many others there are, and comes last."""
+        """Set a value, split into parts if it is long."""
+        # The first part, under `key`, contains the number of the others. It is set last: who finds it finds all.
         text = json.dumps(value)
         first, *others = [text[i : i + _PART] for i in range(0, len(text), _PART)]
         for index, part in enumerate(others):

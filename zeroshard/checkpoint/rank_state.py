@@ -1,4 +1,4 @@
-"""What is not sharded: values with tensors in them, encoded, and what each rank has of its own, and back."""
+"""Encodes and decodes values that are not sharded: trees with tensors in them, and the state of single ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zeroshard.layout.interval import Interval
 
 
 def whole(name: str, value: Tensor) -> Item:
-    """A tensor that this rank writes all of."""
+    """An item for a tensor that this rank writes completely."""
     flat = value.detach().reshape(-1)
     return Item(name, tuple(value.shape), value.dtype, Interval(0, value.numel()), lambda part: flat[part.slice])
 
 
 def number(name: str, value: bool | int | float) -> Item:
-    """A Python number as a tensor."""
+    """An item for a Python number, stored as a tensor."""
     dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise InvalidValue(f"{name} is {value}, which needs more than 64 bits")
@@ -36,12 +36,12 @@ def number(name: str, value: bool | int | float) -> Item:
 
 
 def blob(name: str, value: Any) -> Item:
-    """JSON as a tensor of bytes."""
+    """An item for a JSON-able value, stored as a tensor of bytes."""
     return whole(name, torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
 
 
 class EncodedState:
-    """Values as JSON, and the tensors inside them under names that begin with `prefix`."""
+    """A value encoded as JSON, and the tensors inside it under names that begin with `prefix`."""
 
     def __init__(self, prefix: str, value: Any, where: str) -> None:
         self._prefix = prefix
@@ -58,7 +58,7 @@ class EncodedState:
             yield whole(name, tensor)
 
     def digest(self) -> str:
-        """Of the values, wherever they are stored."""
+        """A digest of the value, independent of `prefix`."""
         total = hashlib.sha256(json.dumps(self.values).replace(self._prefix, "").encode())
         for tensor in self.tensors.values():
             total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -67,7 +67,7 @@ class EncodedState:
 
 
 def read_blob(reader: Reader, name: str, what: str) -> Any:
-    """What `blob` has stored under that name.
+    """The value that `blob` has stored under that name.
 
     Raises:
         CheckpointError: `what` is damaged.
@@ -80,7 +80,7 @@ def read_blob(reader: Reader, name: str, what: str) -> Any:
 
 
 def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
-    """What is stored for one rank alone; empty where there was no such rank."""
+    """The values that are stored for one rank; empty if there was no such rank."""
     name = f"rank/{rank}/state"
     if name not in reader.manifest.tensors:
         return {}
@@ -91,7 +91,7 @@ def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, numpy (if it has been imported) and torch, on the CPU and on this rank's GPU."""
+    """The random state of Python, of numpy (if it has been imported), and of torch on the CPU and this rank's GPU."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()

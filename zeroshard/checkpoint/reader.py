@@ -1,4 +1,4 @@
-"""Reading a committed step: the manifest, and any interval of any tensor, every block checked against its digest."""
+"""Reads a committed step: the manifest, and any interval of any tensor; every block is checked against its digest."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Reader:
     """An open step folder; files are opened when they are first needed. Use it in a `with` statement.
 
     Attributes:
-        manifest: decoded and checked; `digest`: its own.
-        num_bytes: read so far, of files (not of the manifest).
+        manifest: decoded and checked.
+        digest: the manifest's own digest.
+        num_bytes: how many bytes of files (without the manifest) have been read.
 
     Raises (in all methods):
-        CheckpointError: with the file that is missing, damaged, of another size, or not a plain file.
+        CheckpointError: names a file that is missing, damaged, of another size, or not a plain file.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -45,8 +46,8 @@ class Reader:
         self.num_bytes = 0
         self._open: dict[int, int] = {}
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        self._held: tuple[int, int] | None = None  # file and offset of what is in `_block`
-        self._checked: dict[tuple[int, int], int] = {}  # the same, of all read so far: a sum of what had its digest
+        self._held: tuple[int, int] | None = None  # file and offset of the block in `_block`
+        self._checked: dict[tuple[int, int], int] = {}  # file and offset -> a quick sum of each block that was verified
         with checking(folder / MANIFEST_NAME):
             if folder.is_symlink():
                 raise OSError("it is a link")
@@ -69,8 +70,8 @@ class Reader:
         return self.manifest.tensors[name]
 
     def read(self, name: str, interval: Interval, receive: Callable[[Interval, Tensor], None]) -> None:
-        """Give `receive` the elements of `interval` of a flattened tensor: parts of it, each with its values [numel],
-        valid during the call. Only the blocks that hold them are read."""
+        """Read elements `interval` of a flattened tensor. `receive` is called with consecutive parts of it and their
+        values [numel], which are valid only during the call. Only blocks that contain these elements are read."""
         entry = self.entry(name)
         first = bisect_right(entry.chunks, interval.start, key=lambda chunk: chunk.interval.stop)
         for chunk in entry.chunks[first:]:
@@ -86,7 +87,7 @@ class Reader:
         return flat.view(entry.shape)
 
     def read_into(self, name: str, interval: Interval, out: Tensor) -> None:
-        """The elements `interval` of a flattened tensor; `out`: [interval.numel], on any device."""
+        """Read elements `interval` of a flattened tensor into `out`, [interval.numel], on any device."""
 
         def copy(part: Interval, values: Tensor) -> None:
             out[part.relative_to(interval.start).slice] = values.to(out.device)
@@ -94,7 +95,7 @@ class Reader:
         self.read(name, interval, copy)
 
     def check_everything(self) -> None:
-        """Every byte of every file against its digest. All damaged files are named."""
+        """Check every byte of every file against its digest. The error names all damaged files."""
         problems: dict[int, str] = {}
         chunks = [(chunk, entry.dtype) for entry in self.manifest.tensors.values() for chunk in entry.chunks]
         for number in range(len(self.manifest.files)):
@@ -127,10 +128,11 @@ class Reader:
             receive(part, self._block[:num_bytes].view(dtype)[part.relative_to(block.start).slice])
 
     def _hold(self, number: int, offset: int, num_bytes: int, digest: str) -> None:
-        """The block in memory, checked; the last one is kept: neighbours often lie in the same."""
+        """Read a block into `_block`, and check it. The last block is kept, as neighbouring intervals often share
+        one."""
         if self._held == (number, offset):
             return
-        # First: a read that fails leaves the block half overwritten.
+        # Before the read: if it fails, the block is partly overwritten.
         self._held = None
         file = self._file(number)
         place = bytes_of(self._block[:num_bytes])
@@ -139,8 +141,8 @@ class Reader:
             files.fill(file, place, offset)
         self.num_bytes += num_bytes
         quick = _sum_of(self._block[:num_bytes])
-        # A block is read twice, before anything is changed and then to keep it. The second time a sum of what had its
-        # digest is enough: it finds a file that was replaced in between, and costs a tenth.
+        # A load reads a block twice. In the second reading, the sum of the verified block is compared instead of the
+        # digest: it finds a file that was replaced in between, at a tenth of the cost.
         if self._checked.get((number, offset)) != quick:
             if digest_of(place) != digest:
                 at = f"bytes {offset} to {offset + num_bytes}"
@@ -149,7 +151,7 @@ class Reader:
         self._held = number, offset
 
     def _file(self, number: int) -> int:
-        """A descriptor of the file: of the right size, and its header has the right digest."""
+        """A descriptor of the file, whose size and header have been checked."""
         if number not in self._open:
             entry = self.manifest.files[number]
             path = self.folder / entry.name
@@ -167,6 +169,6 @@ class Reader:
 
 
 def _sum_of(block: Tensor) -> int:
-    """Ten times as quick as a digest, for what is read a second time."""
+    """A checksum for the second reading, ten times as fast as a digest."""
     words = block.numel() // 8 * 8
     return int(block[:words].view(torch.int64).sum()) + int(block[words:].sum())

@@ -1,4 +1,4 @@
-"""From an open checkpoint into a model and its optimizers: what is sharded, interval by interval, and the rest."""
+"""Restores an open checkpoint into a model and its optimizers: sharded values by intervals, then the unsharded ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from zeroshard.storage.unit import Unit
 
 @phase("load: preflight")
 def preflight(reader: Reader, engine: Engine, pairs: Pairs, meeting: Meeting) -> None:
-    """Read, and so check, all that this rank is going to restore.
+    """The first reading: read and check everything that this rank is going to restore.
 
     Raises:
-        CheckpointError: damage.
-        Stopped: another rank has found some.
+        CheckpointError: a file is damaged.
+        Stopped: another rank has found damage.
     """
     rank, tensors = engine.collectives.mesh.world.rank, reader.manifest.tensors
 
@@ -62,7 +62,8 @@ def preflight(reader: Reader, engine: Engine, pairs: Pairs, meeting: Meeting) ->
 
 
 def restore_weights(reader: Reader, engine: Engine, meeting: Meeting) -> None:
-    """Main, and frozen weights, of this rank. The weights of the others follow main later."""
+    """Restore main and frozen weights of this rank. Weights that rest in full are gathered later."""
+    # Count on every rank, also ranks that restore nothing of a unit: `edits` must stay the same on all ranks.
     for unit in engine.units:
         unit.edits += 1
     for name, unit, fragment in _weights_of_this_rank(reader, engine):
@@ -82,7 +83,7 @@ def _set_part(unit: Unit, origin: int, meeting: Meeting, param: Interval, values
 
 
 def restore_optimizer(reader: Reader, optimizer: ShardedOptimizer, saved: Any, meeting: Meeting) -> None:
-    """State of what this rank steps, and of all that is frozen."""
+    """Restore the state of parameters that this rank steps, and of all frozen ones."""
     optimizer.adopt(adopted(optimizer, saved))
     found = SavedOptimizer(reader, optimizer, meeting.beat)
     optimizer.waiting.clear()
@@ -97,7 +98,7 @@ def restore_optimizer(reader: Reader, optimizer: ShardedOptimizer, saved: Any, m
 
 
 def _unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
-    """Parameters of an optimizer that are frozen: their state waits, in full."""
+    """The frozen parameters of an optimizer, whose state is kept in full until they train."""
     done = stepped(optimizer.steppers)
     return [p for group in optimizer.param_groups for p in group["params"] if p not in done]
 
@@ -106,8 +107,9 @@ def _unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
 
 
 def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> None:
-    """Buffers, hyper-parameters, loss scales, `extra`, random numbers. Where ranks had their own, and there are as many
-    as then, each takes its own, else rank 0's; random numbers go to every rank that there was."""
+    """Restore buffers, hyper-parameters, loss scales, `extra` and random state. If buffers or `extra` differed between
+    ranks, each rank takes its own if the number of ranks is the same, else rank 0's. A rank takes the random state of
+    the same rank, if there was one."""
     world, values = engine.collectives.mesh.world, reader.manifest.values
     own = rank_state(reader, world.rank)
     same = own if values.get("world_size") == world.size else {}
@@ -123,8 +125,7 @@ def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> 
         for group, saved_group in zip(optimizer.param_groups, saved_groups(saved), strict=False):
             if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
                 _set_options(group, decode(saved_group["options"], reader.tensor))
-        # An update that raised half way has left a mixture of old and new values (`Agreement.updating`): all are new
-        # now.
+        # A failed update may have left main partly updated (`Agreement.updating`): now all of it has been replaced.
         optimizer.agreement.half_done = False
         optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
     if extra:
@@ -141,5 +142,5 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         now = group.get(key)
         if isinstance(now, (Tensor, int, float)) and not isinstance(value, (int, float, type(None))):
             raise CheckpointError(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
-        # A learning rate that is a tensor stays one; a new one: groups may share theirs.
+        # A learning rate that is a tensor stays a tensor. A new one, not `fill_`: groups may share the old one.
         group[key] = torch.full_like(now, value) if isinstance(now, Tensor) and value is not None else value

@@ -1,4 +1,4 @@
-"""`save`: a committed step on disk, or the same error on every rank; now, or while training goes on."""
+"""`save` writes a committed step, or raises the same error on every rank; at once, or while training goes on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Saving:
-    """A save that goes on (or is done). `step`: which."""
+    """A save in progress, or done. `step`: its number."""
 
     def __init__(self, step: int, work: Callable[[], None]) -> None:
         self.step = step
@@ -67,10 +67,10 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until the step is committed.
+        """Wait until the step is committed.
 
         Raises:
-            CheckpointError: it is not; the same on every rank.
+            CheckpointError: the save has failed; with the same text on every rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -80,13 +80,13 @@ class Saving:
             raise self._error
 
     def finish(self) -> None:
-        """As `wait`; an error is raised only if no `wait` has raised it."""
+        """Like `wait`, but raises an error only if no `wait` has raised it before."""
         if not self._seen:
             self.wait()
 
     def start(self, *, background: bool) -> None:
         if background:
-            # Not a daemon: the interpreter does not exit before it is done.
+            # Not a daemon: the interpreter must not exit before the save is done.
             self._thread = threading.Thread(target=self._run, name=f"zeroshard save {self.step}", daemon=False)
             atexit.register(self._at_exit)
             self._thread.start()
@@ -98,10 +98,10 @@ class Saving:
             self._work()
         except BaseException as error:
             self._error = error
-        self._work = _nothing  # lets go of the copies
+        self._work = _nothing  # frees the copies of the values
 
     def _at_exit(self) -> None:
-        """Nobody has asked how it went: a failure ends the process with a status that says so."""
+        """At exit without a `wait`: if the save has failed, end the process with an exit status of 1."""
         if self._error is not None:
             with suppress(Exception):
                 print(f"zeroshard: a save in the background failed: {self._error}", file=sys.stderr)
@@ -121,27 +121,30 @@ def save(
     extra: Extra = None,
     background: bool = False,
 ) -> Saving:
-    """Write `directory/step-N`. Collective, between a step and the next backward.
+    """Write `directory/step-N`. Collective; call it between a step and the next backward.
 
-    Each rank writes what it holds; nothing is gathered. A step of that number that is there already is replaced when
-    the new one is complete.
+    Each rank writes what it holds; nothing is gathered. An existing step of that number is replaced when the new one is
+    complete.
 
     Args:
-        directory: the same for all ranks, on a file system that all of them see.
-        optimizer: a ShardedOptimizer, several of them, or None for the weights alone.
-        extra: name -> object with `state_dict()` and `load_state_dict()`: schedulers, loss scalers of your own, the
-            position in the data. Values are what `values.py` lists. Where ranks have different ones, each is kept.
-        background: copy the values, return, and write while training goes on. At most one such save is under way: the
+        directory: the same for all ranks, on a file system that all ranks share.
+        handle: of the model.
+        optimizer: a ShardedOptimizer, a list of them, or None for the weights alone.
+        step: the number of the step.
+        extra: name -> object with `state_dict()` and `load_state_dict()`: schedulers, your own loss scalers, the
+            position in the data. `io/values.py` lists the values that may be in a state dict. If ranks have different
+            values, each rank's are stored.
+        background: True: copy the values, return, and write while training goes on. There is at most one such save: the
             next `save`, `load` or `handle.close()` waits for it, and raises its error.
 
     Returns:
-        Something to `wait()` for; done already, unless in the background.
+        An object to `wait()` for; done already, unless `background`.
 
     Raises:
-        CheckpointError: on every rank, with the first rank's reason: nothing has been saved, nothing is left over, the
-            steps that were there are there.
-        ValueError: on every rank: what cannot be stored.
-        TypeError: the model in place of its handle; an optimizer that is none of ours.
+        CheckpointError: on every rank, with the first failed rank's reason. Nothing has been saved, no files are left
+            behind, and existing steps have not been changed.
+        ValueError: on every rank: a value cannot be stored.
+        TypeError: `handle` is not a handle; `optimizer` is not a ShardedOptimizer.
         RuntimeError: gradients are waiting for a step.
     """
     expect_handle(handle, "zeroshard.save(directory, handle, optimizer, step=...)")
@@ -161,13 +164,13 @@ def save(
 def on_all_ranks(
     engine: Engine, what: str, work: Callable[[], tuple[T, Any]], kinds: tuple[type[Exception], ...] = ()
 ) -> tuple[T, list[Any]]:
-    """`work` gives something to keep, and something JSON-able for all ranks to know. If it raises on one, all raise a
-    CheckpointError, or the same where it is one of `kinds`. Collective."""
+    """Run `work` on every rank; see `comm/together.py:tell_together`. An error becomes a CheckpointError on all ranks,
+    unless it is one of `kinds`. Collective."""
     return tell_together(engine.collectives, what, work, errors=(CheckpointError, *kinds), patient=True)
 
 
 def work_on_all_ranks(engine: Engine, what: str, work: Callable[[], T]) -> T:
-    """The same where nobody has to know anything: what is exchanged does not grow with the number of ranks."""
+    """Like `on_all_ranks`, without exchanging values, so that the exchange does not grow with the number of ranks."""
     told = tell_together(
         engine.collectives, what, lambda: (work(), None), errors=(CheckpointError,), patient=True, tell=False
     )
@@ -176,7 +179,7 @@ def work_on_all_ranks(engine: Engine, what: str, work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class _Own:
-    """What this rank has found to save."""
+    """The values that this rank may have to save."""
 
     values: dict[str, Any]
     items: list[Item]
@@ -186,7 +189,7 @@ class _Own:
 
 @dataclass(frozen=True)
 class _Save:
-    """What this rank does until its values are fixed."""
+    """The collective part of a save: everything until the values are fixed."""
 
     engine: Engine
     optimizers: list[ShardedOptimizer]
@@ -195,29 +198,33 @@ class _Save:
     step: int
 
     def prepare(self, *, copy: bool) -> Job:
-        """What is left: to write and to commit, through files and the store alone. Collective.
+        """Prepare the save, and return the rest of it: writing and committing, which use only files and the store.
+        Collective.
 
         Args:
-            copy: the values of this moment, as training goes on meanwhile.
+            copy: True: copy all values now, as training will change them.
         """
         world = self.engine.collectives.mesh.world
-        # 1. Everybody can, and wants the same step. Who has values of its own beside the sharded ones?
+        # 1. All ranks can save, and save the same step. Which ranks have unsharded values that differ from rank 0's?
         own, found = on_all_ranks(self.engine, "save", self._collect, (InvalidValue, InvalidState))
         if len({of_rank[0] for of_rank in found}) > 1:
             raise InvalidValue(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
         unique = found[0][1]
         same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
-        # 2. Everybody knows to the byte what it will write.
+        # 2. Every rank plans its file, to the byte.
         file, sizes = on_all_ranks(self.engine, "save", partial(self._plan, own, same, unique, copy), (InvalidValue,))
         values = {**own.values, "extra": own.extra.values, "world_size": world.size}
         base = Manifest(self.step, unique, (), {}, values, versions())
-        # 3. There is room.
+        # 3. Rank 0 checks the free space, and makes the folder.
         lock = work_on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
+        # Nothing in the job may be a collective: in the background it runs on a thread beside training, and ranks would
+        # issue the collectives of the two threads in different orders. Ranks meet in the store instead.
         return Job(temporary_folder(self.directory, base), file, base, Meeting(self.engine.collectives, unique), lock)
 
     @phase("save: collect")
     def _collect(self) -> tuple[_Own, list[Any]]:
-        """And for all to know: the step, a new id, digests of what ranks may have different values of."""
+        """This rank's values; and for the exchange: the step, a new id, and digests of values that may differ between
+        ranks."""
         folders.expect_step(self.step)
         self.engine.expect_no_gradients("save")
         expect_stateful(self.extra)
@@ -237,8 +244,8 @@ class _Save:
 
     @phase("save: plan")
     def _plan(self, own: _Own, same: list[bool], unique: str, copy: bool) -> tuple[FilePlan, list[int]]:
-        """And for all to know: bytes of the file, and of its part of the manifest. `same`: whether `extra` and the
-        buffers are those of rank 0."""
+        """The plan of this rank's file; and for the exchange: bytes of the file, and of its part of the manifest.
+        `same`: whether `extra`, and whether the buffers, equal rank 0's."""
         rank = self.engine.collectives.mesh.world.rank
         items = [*own.items, *self._unsharded(rank, own, same)]
         metadata = file_metadata(self.step, unique, rank)
@@ -246,7 +253,7 @@ class _Save:
         return plan, [plan.num_bytes, size_of_part(plan, rank)]
 
     def _unsharded(self, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
-        """Rank 0's `extra` and buffers; of the others what differs from these; everybody's random numbers."""
+        """`extra` and buffers, on rank 0 and on ranks where they differ from rank 0's; and the rank's random state."""
         alone: dict[str, Any] = {}
         if rank == 0:
             yield from own.extra.items()
@@ -268,4 +275,4 @@ class _Save:
 
 
 def _nothing() -> None:
-    """What is left to do."""
+    """Replaces the work of a save that is done."""

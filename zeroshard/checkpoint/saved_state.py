@@ -1,9 +1,9 @@
-"""An optimizer's state as a manifest names it: what there is of each parameter, to be read when it is needed.
+"""The optimizer state in a checkpoint: its names in the manifest, and reading it per parameter on demand.
 
-optimizer/<state>/<parameter>   a tensor of many elements, or the value for the only one
-scalar/<state>/<parameter>      a tensor of one number for a parameter (counts of steps)
-number/<state>/<parameter>      the same, as a plain Python number
-value/<state>/<parameter>       None, a text, a list, ...: JSON as bytes
+optimizer/<state>/<parameter>   a tensor with a value per element
+scalar/<state>/<parameter>      a tensor with one number for the whole parameter (step counts)
+number/<state>/<parameter>      a Python number
+value/<state>/<parameter>       None, a string, a list, ...: JSON as bytes
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ KINDS = ("optimizer", "scalar", "number", "value")
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """One entry of a parameter's state: its `kind` (see the module's note), and under which name it is stored."""
+    """One entry of a parameter's state: its kind (see the module's note), its key, and the name of its tensor in the
+    manifest."""
 
     kind: str
     key: str
@@ -39,7 +40,7 @@ class SavedEntry:
 
 
 def saved_entries(manifest: Manifest) -> dict[str, list[SavedEntry]]:
-    """Parameter -> the state that the checkpoint has of it."""
+    """Parameter -> the entries of its state in the checkpoint."""
     found: dict[str, list[SavedEntry]] = {}
     for name in manifest.tensors:
         kind, *rest = name.split("/", 2)
@@ -49,7 +50,7 @@ def saved_entries(manifest: Manifest) -> dict[str, list[SavedEntry]]:
 
 
 def saved_optimizers(manifest: Manifest) -> list[Any]:
-    """What is stored of each: see `contents.optimizer_values`."""
+    """The values of each optimizer in the manifest: see `contents.optimizer_values`."""
     saved = manifest.values.get("optimizers")
     return saved if isinstance(saved, list) else []
 
@@ -58,7 +59,7 @@ def saved_groups(saved: Any) -> list[dict[str, Any]]:
     """The param groups of one optimizer in a manifest.
 
     Raises:
-        CheckpointError: they are not what `contents.optimizer_values` gives.
+        CheckpointError: they do not have the form of `contents.optimizer_values`.
     """
     groups = saved.get("groups") if isinstance(saved, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -72,10 +73,10 @@ def saved_groups(saved: Any) -> list[dict[str, Any]]:
 
 
 def plain_value(reader: Reader, entry: SavedEntry) -> Any:
-    """What is no tensor.
+    """A value that is no tensor.
 
     Raises:
-        CheckpointError: bytes that are no JSON.
+        CheckpointError: the bytes are no valid JSON.
     """
     if entry.kind == "number":
         return reader.tensor(entry.tensor).item()
@@ -88,7 +89,8 @@ def names_of(engine: Engine) -> dict[int, str]:
 
 
 class StateKinds:
-    """What the state of a parameter is made of (see `inner.is_elementwise_state`), whether or not somebody steps it."""
+    """Which items of a parameter's state are elementwise (see `inner.is_elementwise_state`), also for frozen
+    parameters."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
@@ -109,7 +111,7 @@ class StateKinds:
 
 
 class SavedOptimizer:
-    """The state that a checkpoint has of the parameters of an optimizer, in the dtypes that they have here."""
+    """The saved state of the parameters of an optimizer, in the dtypes that the optimizer uses here."""
 
     def __init__(self, reader: Reader, optimizer: ShardedOptimizer, tick: Callable[[], None]) -> None:
         """`tick`: called after each read, and may raise."""
@@ -125,7 +127,7 @@ class SavedOptimizer:
         options, kinds, name = self._kinds.options(parameter), self._kinds[parameter], self._names[id(parameter)]
         main_dtype = self._main_dtypes.get(id(parameter)) or precision_for(parameter.dtype, None).main_dtype
         main = self._reader.manifest.tensors.get(f"model/{name}")
-        on_device = bool(options.get("capturable") or options.get("fused"))  # as torch keeps its counts of steps
+        on_device = bool(options.get("capturable") or options.get("fused"))  # where torch keeps step counts then
         state: dict[str, Any] = {}
         for entry in self._entries.get(name, []):
             if entry.kind in ("number", "value"):
@@ -133,9 +135,9 @@ class SavedOptimizer:
                 continue
             stored = self._reader.manifest.tensors[entry.tensor]
             elementwise = entry.kind == "optimizer"
-            if stored.numel == 1:  # whoever wrote it may not have known what it is
+            if stored.numel == 1:  # the writer may not have known the form, so ask the class
                 elementwise = kinds.get(entry.key, elementwise)
-            if elementwise:  # moments are kept as main is
+            if elementwise:  # moments that had main's dtype get main's dtype here
                 same = main is not None and stored.dtype == main.dtype
                 state[entry.key] = self._tensor(entry, stored.shape, main_dtype if same else stored.dtype)
             else:

@@ -1,10 +1,9 @@
-"""One rank's safetensors file: planned to the byte beforehand, written block by block, with the digests of what was
-written.
+"""Writes one rank's safetensors file: planned to the byte beforehand, then written block by block, with digests.
 
     | length of the header, 8 bytes | header: JSON, padded with spaces | chunk | chunk | chunk | ...
 
-The format is https://github.com/huggingface/safetensors: what is written here is read by that library, each chunk as a
-flat tensor named `<tensor>[<start>:<stop>]`.
+The format is https://github.com/huggingface/safetensors. That library can read the file: each chunk is a flat tensor
+named `<tensor>[<start>:<stop>]`.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
 from zeroshard.layout.interval import Interval, round_up
 
 SYNC_BYTES = 256 << 20
-"""Written between two fsyncs: no single call takes so long that a rank seems to have stopped."""
+"""Bytes between two fsyncs, so that no single fsync takes so long that the rank seems to have stopped."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Elements `interval` of the flattened tensor `name`, which this rank is to write.
+    """Elements `interval` of the flattened tensor `name`, which this rank writes.
 
     Attributes:
         shape: of the whole tensor.
-        read: interval inside `interval` -> its values now, [numel], on any device; valid until the next call.
+        read: interval inside `interval` -> its current values, [numel], on any device; valid until the next call.
 
     Raises:
-        ValueError: a dtype that safetensors files do not have.
+        ValueError: safetensors files do not have this dtype.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Item:
             yield Interval(start, min(start + step, part.stop))
 
     def copied(self) -> Item:
-        """The same with the values of this moment."""
+        """The same item with a copy of the current values, on the CPU."""
         values = torch.empty(self.interval.numel, dtype=self.dtype)
         origin = self.interval.start
         for block in self.blocks():
@@ -72,7 +71,8 @@ class Item:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What a file will be. `header`: with the eight bytes of its length. `chunks`: one for each item, digests empty."""
+    """The plan of a file. `header`: including the eight bytes of its length. `chunks`: one per item, without
+    digests."""
 
     items: tuple[Item, ...]
     header: bytes
@@ -88,10 +88,10 @@ class FilePlan:
 
     @classmethod
     def of(cls, items: Iterable[Item], file: int, metadata: dict[str, str], *, whole: bool = False) -> FilePlan:
-        """Wide dtypes first, so that everything is aligned; empty items take part with their names alone. `whole`: the
-        items are whole tensors, and the file lists them by their own names and shapes, the empty ones too."""
-        # safetensors needs no alignment, but a reader that maps the file does: wide dtypes first keep every tensor
-        # aligned.
+        """Plan a file of these items. Empty items are not in the file, only in the manifest. `whole`: items are whole
+        tensors, and the file lists all of them by their own names and shapes."""
+        # Wide dtypes first: safetensors does not require alignment, but this keeps every tensor aligned for readers
+        # that map the file.
         ordered = tuple(sorted(items, key=lambda item: -item.dtype.itemsize))
         header: dict[str, object] = {"__metadata__": metadata}
         end = 0
@@ -131,7 +131,8 @@ class FilePlan:
 
 @phase("save: write")
 def write_file(path: Path, plan: FilePlan, tick: Callable[[], None]) -> tuple[FileEntry, list[str]]:
-    """Write and sync; returns the entry and the digest of each block. `tick`: called between blocks, and may raise."""
+    """Write and sync a file. Returns its entry and the digest of each block. `tick`: called between blocks; may
+    raise."""
     digests = []
     file = files.create(path)
     try:

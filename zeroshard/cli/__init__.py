@@ -1,1 +1,1 @@
-"""The command line."""
+"""The `zeroshard` command line."""

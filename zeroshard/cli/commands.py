@@ -1,4 +1,4 @@
-"""The commands for checkpoints: look, verify, exchange, prune. One process; no process group, no model, no trainer."""
+"""The checkpoint commands: inspect, verify, export, import, prune. They need one process and no process group."""
 
 import json
 import re
@@ -21,11 +21,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10,
 
 
 class Damaged(click.ClickException):
-    """A checkpoint, or what was to become one, is not what it should be."""
+    """A checkpoint, or a file to be imported as one, is damaged; exit code 1."""
 
 
 class Command(click.Command):
-    """Reports in one line what is damaged, and what was asked for that cannot be."""
+    """A command that reports a damaged checkpoint, a failed read or write and a bad argument in one line."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -47,7 +47,8 @@ class Size(click.ParamType[int]):
 
 
 def printable(text: object) -> str:
-    """Names may come from anybody, and a terminal obeys what it is sent."""
+    """`text` with escaped control characters: names in a checkpoint may come from anybody, and could contain escape
+    sequences that the terminal would carry out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -69,7 +70,7 @@ def _with_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find(path: Path, step: int | None) -> Path:
-    """The step folder that `path` is, or holds."""
+    """The step folder at `path`: `path` itself, or the given (by default the latest) step in the directory `path`."""
     if (path / MANIFEST_NAME).exists() or (folders.step_of(path.name) is not None and not folders.steps(path)):
         if not path.is_dir():
             raise click.ClickException(f"there is no folder {path}")
@@ -106,7 +107,11 @@ def inspect(path: Path, step: int | None, tensors: bool, as_json: bool) -> None:
 
 
 def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
-    """As JSON. What is damaged, but for the bytes of tensors, is a CheckpointError."""
+    """The content of a step as values for JSON. Reads no tensor data, so damage there is not found.
+
+    Raises:
+        CheckpointError: the manifest or a file's header is damaged.
+    """
     manifest, values = reader.manifest, reader.manifest.values
     kinds: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
@@ -175,7 +180,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    """An empty line, the columns' names and the rows; numbers to the right."""
+    """Print an empty line, the column names and the rows; numbers are aligned right."""
     cells = [columns, *(tuple(f"{v:,}" if isinstance(v, int) else printable(v) for v in row) for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     numbers = [bool(rows) and isinstance(value, (int, float)) for value in (rows[0] if rows else columns)]

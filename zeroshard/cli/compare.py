@@ -1,4 +1,4 @@
-"""`zeroshard plan --compare RUN`: what was planned for a run beside what it has recorded."""
+"""`zeroshard plan --compare RUN`: prints the planned bytes of a run beside the bytes that it has recorded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from zeroshard.planning.fit import in_units
 
 
 def compare(run: Path) -> None:
-    """Of the last step of a run of `zeroshard train`.
+    """Print planned and recorded bytes at the last step of a run of `zeroshard train`.
 
     Raises:
-        ValueError: a folder that has no such run, or one that is damaged or has not come to a step yet.
+        ValueError: the folder contains no such run, a damaged one, or one that has not done a step yet.
     """
     record, step = _last_step(run), _saved_step(run)
     described, config = described_by_the_trainer(run / "config.toml")
@@ -84,7 +84,7 @@ def _saved_step(run: Path) -> Path | None:
 
 
 def _ranks_of(step: Path | None) -> int:
-    """As the checkpoint says."""
+    """The world size recorded in the checkpoint; 1 without a checkpoint."""
     if step is None:
         return 1
     found = Manifest.decode((step / MANIFEST_NAME).read_bytes()).values.get("world_size")

@@ -57,7 +57,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _refuse(problem: str, arguments: list[str]) -> int:
-    """One line on stderr; of ranks of the trainer, in its way."""
+    """Print the problem as one line on stderr and return the exit code 2. Ranks that `train` has started report it to
+    the starting process, which prints it once."""
     if arguments[:1] == ["train"]:
         from zeroshard.train.launch import refuse
 
@@ -87,7 +88,8 @@ def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
 
 
 class _Train(click.Command):
-    """Besides its own options `--section.name` for every field, and the short names in `SHORT`."""
+    """A command with an option `--section.name` for every field of the configuration, besides its own options, and
+    with the short names in `SHORT`. The fields are added when the command runs, so that others need no pydantic."""
 
     complete = False
 
@@ -151,14 +153,16 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
         return 0
     prepare(config.data)  # here a mistake in --data is reported once, not by every rank
     arguments = list(context.obj)
-    if not config.run.out:  # what is started again must find it
+    if not config.run.out:
+        # Chosen here, once: the default name contains the time, so ranks that are started again would use another
+        # folder and not find their checkpoints.
         arguments += ["--out", default_folder()]
     return start_ranks(nproc, arguments, config.parallel.max_restarts)
 
 
 def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
-    """The run to go on with, and whether the folder may hold one that has saved nothing yet. Ranks that a launcher has
-    started again go on with their own."""
+    """The folder of the run to continue (None: a new run), and whether the output folder may contain a run that has
+    saved nothing yet. Ranks that a launcher has restarted continue their own run, whatever `--resume` says."""
     from zeroshard.train.config import UserError
     from zeroshard.train.launch import times_restarted
 

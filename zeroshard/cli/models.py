@@ -1,6 +1,6 @@
-"""A model for a plan, by what a command line can say: a run's configuration, `module:factory`, a transformers config.
+"""Builds the model for `zeroshard plan` from a run's configuration, a transformers config or `module:factory`.
 
-It is built on the meta device: no weights, whatever its size.
+It is built on the meta device, so no weights are allocated, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Described:
-    """A model, and what else its description says.
+    """A model on the meta device, with the settings that its description contains.
 
     Attributes:
-        units: as the trainer, or transformers, divides it; None: by size.
-        group_of: parameter -> param group of the trainer's optimizer.
-        micro_batches: of the trainer's configuration.
-        workload: sequences, tokens of each (None: as long as the model takes) -> a micro-batch. None: not known.
+        units: how the trainer or transformers divides the model into units; None: by size.
+        group_of: (name, parameter) -> param group of the trainer's optimizer.
+        micro_batches: from the trainer's configuration.
+        reduce_every_micro_batch: from the trainer's configuration.
+        workload: (sequences, tokens of each; None: as many as the model takes) -> one micro-batch. None if the model's
+            inputs are not known.
     """
 
     model: nn.Module
@@ -50,15 +52,16 @@ class Described:
 
 
 def describe(text: str, inputs: str | None = None) -> Described:
-    """
+    """Build the model that `text` names, on the meta device.
+
     Args:
-        inputs: `module:function`, called with sequences and tokens of each, for the inputs of a model of
-            `module:factory`: a tensor, a tuple or a dict.
-        text: a TOML file of the trainer, a `config.json` of transformers or the folder that has one, or
+        text: a TOML file of the trainer, a `config.json` of transformers or the folder that contains one, or
             `module:factory`, a function without arguments that builds the model.
+        inputs: for `module:factory`: `module:function`, called with the number of sequences and the tokens of each,
+            which returns the inputs of the model: a tensor, a tuple or a dict.
 
     Raises:
-        ValueError: none of these, or it cannot be built.
+        ValueError: `text` is none of these, or the model cannot be built.
     """
     path = Path(text)
     if path.is_dir():
@@ -76,10 +79,10 @@ def describe(text: str, inputs: str | None = None) -> Described:
 
 
 def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
-    """A configuration of the trainer's, and what it describes.
+    """The model and settings of a configuration file of the trainer, and the configuration itself.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not such a configuration, or the extra `train` is not installed.
     """
     with _needing("the trainer's model", "zeroshard[train]"):
         from zeroshard.train.config import UserError, resolve
@@ -105,7 +108,7 @@ def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
 
 
 def _by_dimensions(name: str, parameter: nn.Parameter) -> bool:
-    """As the trainer groups them: only matrices decay."""
+    """The trainer's param group of a parameter: True for matrices, which have weight decay. As in `make_optimizer`."""
     return parameter.dim() >= 2
 
 
@@ -151,7 +154,7 @@ def _workload_of(inputs: Callable[[int, int | None], Any]) -> Callable[[int, int
 
 
 def _loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Of a call of the model: what it returns as loss, or the mean of the first tensor."""
+    """Call the model and return a scalar loss: its output's `loss`, or the mean of its first differentiable tensor."""
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     else:
@@ -167,7 +170,7 @@ def _built_by(text: str) -> nn.Module:
 
 
 def _imported(text: str) -> Callable[..., Any]:
-    """`module:function`."""
+    """The function that `module:function` names; the current directory is searched first, as `python -m` does."""
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""`zeroshard plan`: tables of what a model will hold, send and write, for many configurations side by side."""
+"""`zeroshard plan`: prints, for many configurations, the bytes that each rank will hold, send and write."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def plan(model: str | None, run: Path | None, **options: Any) -> None:
     ]
     choices = {"plans": options["plans"], "precisions": options["precisions"]}
     if options["budget"]:
-        # The units that the model names are one choice among others here.
+        # If the configuration names units, `fit` tries no other sizes. So leave the model's own units out.
         free = [replace(one, units=units if options["units"] else None) for one in several]
         _show_fit([fit(described.model, options["budget"], one, **choices) for one in free], **options)
         return
@@ -116,9 +116,10 @@ def plan(model: str | None, run: Path | None, **options: Any) -> None:
 
 
 def _units(text: str | None, model: Any) -> UnitPolicy:
-    """
+    """The value of `--units`: a size in bytes, or a class of the model's modules.
+
     Raises:
-        ValueError: neither a size nor a class of the model's modules.
+        ValueError: it is neither.
     """
     if text is None:
         return None
@@ -140,9 +141,10 @@ def _workload(
     machine: str | None,
     **_: Any,
 ) -> Workload | None:
-    """
+    """The micro-batch that `--batch` and its related options describe; None without `--batch`.
+
     Raises:
-        ValueError: options of a batch without one; a model whose inputs are not known.
+        ValueError: related options without `--batch`, or a model whose inputs are not known.
     """
     if batch is None:
         if tokens or recompute or modules or machine:
@@ -197,7 +199,7 @@ def _show(
 
 
 def _units_of(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """Name, sizes, and when a rank has all of it."""
+    """For each unit its name, elements, full size, size on this rank, and when this rank has it in full."""
     training = forecast.training
     for unit in training.units:
         itemsize = unit.spec.weight_dtype.itemsize
@@ -215,7 +217,7 @@ def _show_times(forecasts: list[Forecast], machine: str) -> None:
 
 
 def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: Any) -> None:
-    """What fits, and what does not with its reason."""
+    """Print the configurations that fit, then those that do not with the reason."""
     candidates = [candidate for of_one in found for candidate in of_one]
     if as_json:
         said = [
@@ -245,7 +247,7 @@ def _of_trace(forecast: Forecast) -> dict[str, Any] | None:
 
 
 def _named(forecast: Forecast) -> tuple[Any, ...]:
-    """The first columns."""
+    """The values of the columns in `_TABLE`."""
     chosen = forecast.configuration
     mesh = f"{chosen.replicas} x {chosen.num_shards}" if chosen.replicas > 1 else chosen.ranks
     return as_plan(chosen.plan).name, chosen.precision or "", mesh, chosen.optimizer, _units_in_words(forecast)
@@ -266,7 +268,7 @@ def _sizes(forecast: Forecast) -> Iterator[int]:
 
 
 def _what(forecast: Forecast) -> str:
-    """What is in the bytes."""
+    """Says whether the bytes include activations."""
     if forecast.trace is None:
         return "without activations"
     return "with activations and inputs, without what kernels allocate for themselves"

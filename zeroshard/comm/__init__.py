@@ -1,1 +1,1 @@
-"""All that travels between ranks: process groups, collectives, their transports, and the watch over them."""
+"""Communication between ranks: process groups, collectives, their transports, and the watch that finds failed ranks."""

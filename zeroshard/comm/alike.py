@@ -1,11 +1,11 @@
 """Whether all ranks have the same number, found by a sum over the ranks.
 
-    of each rank    1     w     w * w
-    summed          n    sum w   sum w * w         all alike: n * (sum w * w) = (sum w)^2
+    each rank       1     w     w * w
+    the sums        n    sum w   sum w * w         all alike: n * (sum w * w) = (sum w)^2
 
-Equality holds in Cauchy-Schwarz's inequality only where all w are the same; in whole numbers, nothing is rounded. A
-number has `_WORDS` such w of 16 bits, so that squares of 2^31 ranks fit into int64. What this takes does not grow with
-the number of ranks, and every rank finds the same answer.
+The Cauchy-Schwarz inequality becomes an equality only if all w are the same, and integers are not rounded. A number is
+split into `_WORDS` words w of 16 bits, so that the sum of the squares of 2^31 ranks fits into int64. The cost does not
+grow with the number of ranks, and every rank computes the same answer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _BITS = 16
 _MASK = (1 << _BITS) - 1
 _WORDS = 3
 BITS = _BITS * _WORDS
-"""Of a number; more are left out."""
+"""How many bits of a number are compared; higher bits are ignored."""
 WIDTH = 1 + 2 * _WORDS
 
 
 def as_terms(numbers: Tensor) -> Tensor:
-    """[n, WIDTH] int64 for a sum over the ranks, of [n] int64; a number below 0 does not count."""
+    """The terms that each rank adds to the sum, [n, WIDTH] int64, for `numbers` [n] int64. A negative number takes no
+    part in the comparison: all its terms are 0."""
     told = (numbers >= 0).to(torch.int64)
     shifts = torch.arange(0, BITS, _BITS, device=numbers.device)
     words = (numbers.unsqueeze(1) >> shifts & _MASK) * told.unsqueeze(1)
@@ -32,10 +33,10 @@ def as_terms(numbers: Tensor) -> Tensor:
 
 
 def are_alike(sums: Sequence[int]) -> bool:
-    """Whether those ranks that count have the same number.
+    """Whether all ranks that take part in the comparison have the same number.
 
     Args:
-        sums: [WIDTH] over all ranks.
+        sums: [WIDTH], the terms of one number, summed over all ranks.
     """
     count, words, squares = sums[0], sums[1 : 1 + _WORDS], sums[1 + _WORDS : WIDTH]
     return all(count * square == word * word for word, square in zip(words, squares, strict=True))

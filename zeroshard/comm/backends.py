@@ -1,7 +1,7 @@
-"""Which devices a process group moves tensors of, and which of them this rank is to use.
+"""Which types of device a process group can communicate, and which device this rank uses.
 
-A group has one backend for each type of device: "cpu:gloo,cuda:nccl", as `init_process_group()` and DeviceMesh make it.
-It is the model's device that says which one is meant.
+A group has one backend per type of device, "cpu:gloo,cuda:nccl" for example: `init_process_group()` and DeviceMesh make
+such groups. The device of the model decides which backend is used.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Type of device -> name of the backend that moves its tensors. (gloo takes the place of a backend for CUDA where
-    there is no other, but moves no CUDA tensors between two ranks.)"""
+    """Type of device -> name of the backend that moves its tensors. (A group of gloo alone lists gloo for CUDA too, but
+    gloo cannot send CUDA tensors from rank to rank, so that entry is left out.)"""
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
     return {device: backend for device, _, backend in pairs if backend != "gloo" or device == "cpu"}
 
 
 def has_tagged_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether many messages with tensors of that device may be under way between two ranks, told apart by tags: then
-    ranks exchange slices themselves (`pairwise_transport.py`). A group does not say so; of gloo it is known, and of
-    every other nothing but its collectives is used."""
+    """Whether two ranks may have many point-to-point messages with tensors of that device in flight, told apart by
+    tags. Then ranks exchange slices by messages (`pairwise_transport.py`). torch has no query for this: it is true of
+    gloo, and of every other backend only the collectives are used."""
     return backends_of(group).get(device.type) == "gloo"
 
 
 def moves_nothing(group: dist.ProcessGroup) -> bool:
-    """Whether it is torch's fake one: its collectives return at once, and make up what they would have received."""
+    """Whether this is torch's fake backend: its collectives return at once, and nothing is received."""
     return "fake" in backends_of(group).values()
 
 
 def device_for(group: dist.ProcessGroup, model: torch.device | None) -> torch.device:
-    """Where a group's tensors are to be: where the model is, if the group moves such tensors, else where those are that
-    it does move. `model`: None where it is on no device yet."""
+    """The device for tensors that this group communicates: the model's device if the group has a backend for it, else a
+    device that it has a backend for. `model`: None if the model is on no device yet."""
     movable = backends_of(group)
     if model is not None and model.type in movable:
         return model
@@ -54,7 +54,7 @@ def device_for(group: dist.ProcessGroup, model: torch.device | None) -> torch.de
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The time after which a collective of this group gives up."""
+    """The timeout of this group's collectives."""
     try:
         timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # a backend without such options
@@ -63,11 +63,11 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Every rank uses the same type of device, the one that is current, and none uses another's. Collective, by way of
-    the store: a collective on the wrong device would not come back.
+    """Check that all ranks use the same type of device, each its current device, and no two the same one. Collective,
+    through the store: a collective of the group would hang if a device is wrong.
 
     Raises:
-        ValueError: on every rank alike.
+        ValueError: on every rank, with the same message.
     """
     names = set(backends_of(group).values())
     if names <= {"gloo"} or moves_nothing(group) or dist.get_world_size(group) == 1:
@@ -92,7 +92,7 @@ def _not_current(device: torch.device) -> str:
 
 
 def _hardware(device: torch.device) -> str:
-    """What no other device anywhere is called; empty for a CPU, which ranks may share."""
+    """A name that is unique to this device in the whole cluster; empty for a CPU, which ranks may share."""
     if device.type == "cpu":
         return ""
     properties = getattr(torch, device.type).get_device_properties(device)
@@ -100,7 +100,7 @@ def _hardware(device: torch.device) -> str:
 
 
 def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
-    """What is wrong with these (type, hardware, problem) of each rank, or nothing."""
+    """What is wrong with the ranks' devices, in words; "" if nothing is. `found`: (type, hardware, problem) by rank."""
     first: dict[str, int] = {}
     for rank, (device_type, hardware, problem) in enumerate(found):
         if problem:
@@ -123,9 +123,11 @@ def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
 def _judged_by_first(
     group: dist.ProcessGroup, own: Sequence[str], judge: Callable[[Sequence[tuple[str, ...]]], str]
 ) -> str:
-    """What `judge` says of that of every rank, in their order: asked by the first rank, and told to all. (If each read
-    what all others have written, the store would have to serve the square of their number.)"""
+    """What `judge` returns for the values of all ranks, in rank order. Rank 0 of the group calls it and writes the
+    result for the others. (If every rank read the values of all ranks, the store would serve n * n reads.)"""
     rank, store = dist.get_rank(group), PrefixStore("zeroshard/devices", _get_process_group_store(group))
+    # Not a collective of the group: NCCL would create a communicator on whatever devices are current, and these may be
+    # wrong.
     # Each rank counts its own rounds: the keys of an earlier call must not answer this one.
     number = store.add(f"round-{rank}", 1)
     store.set(f"{number}-{rank}", json.dumps(own))

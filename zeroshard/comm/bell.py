@@ -1,7 +1,7 @@
-"""A thread that waits for a key of a store, so that nobody has to ask again and again whether it is there.
+"""A thread that waits for a key of a store, so that no rank has to poll the store for it.
 
-A `TCPStore` keeps the question until the key comes: that takes no call and no time meanwhile. (Its daemon answers a
-question as soon as there is an answer; the connection is this thread's own.) Other stores are asked now and then.
+On a `TCPStore` the thread makes one blocking wait on a connection of its own: the server answers when the key is set,
+and no call is made in between. Other stores are polled.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, cast
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _WITHOUT_END = timedelta(days=20)
-"""A question that is given up is a warning on stderr; milliseconds are counted in 32 bits."""
+"""A store wait that times out prints a warning to stderr, so this is nearly as long as 32 bits of milliseconds
+allow."""
 
 
 def connection_of_its_own(store: Any) -> Store:
-    """To the same store: another thread may be waiting on the other one."""
+    """Another connection to the same store: a thread may be blocked in a wait on the first one."""
     try:
         # A TCPStore holds a lock for the length of each call: while one thread waits for a key, no other one could
         # write a heartbeat through the same connection.
@@ -29,7 +30,7 @@ def connection_of_its_own(store: Any) -> Store:
 
 
 def can_wait(store: Any) -> bool:
-    """Whether a wait for a key costs nothing, and ends when the key comes."""
+    """Whether the store has a blocking wait that ends as soon as the key is set."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, TCPStore)
@@ -37,17 +38,17 @@ def can_wait(store: Any) -> bool:
 
 class Bell:
     """Attributes:
-    blocks: whether a wait costs nothing, and ends when the key comes.
+    blocks: whether the thread blocks in the store until the key is set; else it polls.
     gone: the store has closed the connection.
-    count: how often it has been rung.
+    count: how often the key has been set and handled.
     """
 
     def __init__(self, store: Store, prefix: str, key: str, heard: Callable[[Store], None], pause: float) -> None:
         """
         Args:
-            store: a connection of its own.
-            heard: called each time the key is there, which is removed then.
-            pause: seconds, where the store has to be asked.
+            store: a connection that only this thread uses.
+            heard: called by the thread each time the key was found (and removed).
+            pause: seconds between two polls, for stores without a blocking wait.
         """
         self.gone, self.blocks = False, can_wait(store)
         self.count, self._changed = 0, threading.Condition()
@@ -57,12 +58,12 @@ class Bell:
         self._thread.start()
 
     def wait(self, count: int, seconds: float) -> None:
-        """Until it has been rung more often than `count` times, for so long. Any thread."""
+        """Wait until the bell has rung more than `count` times, for at most `seconds`. Any thread may call it."""
         with self._changed:
             self._changed.wait_for(lambda: self.count > count, seconds)
 
     def close(self) -> None:
-        """The next time is the last: where it blocks, whoever calls this sets the key then, and joins the thread."""
+        """The next ring ends the thread. If the bell blocks, the caller must then set the key, and `join`."""
         self._closed.set()
 
     def join(self, patience: float) -> None:
@@ -73,7 +74,9 @@ class Bell:
         try:
             while not self._closed.is_set():
                 if self._comes():
-                    self._store.delete_key(self._key)  # before anything is looked at: what comes later rings again
+                    # Delete the key before `_heard` reads the store: a notice written after that read sets the key
+                    # again. Deleted afterwards, such a notice would be lost.
+                    self._store.delete_key(self._key)
                     if not self._closed.is_set():
                         self._heard(self._store)
                         self._tell()

@@ -1,4 +1,7 @@
-"""Which rank a timed-out wait was for, and why it did not come, from the others' heartbeats. No store, no clock."""
+"""Finds, from the other ranks' heartbeats, which rank a timed-out wait was for, and why it did not come.
+
+Reads neither the store nor the clock.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from zeroshard.comm.processes import Who
 GIVING_UP = "giving up"
 OUTSIDE = "outside of the program's own lines"
 STILL_SECONDS = 1.5
-"""A rank that has not been heard of for so long stands still, or cannot be heard."""
+"""A rank without a new heartbeat for this long has stopped, or cannot be reached."""
 COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
@@ -22,15 +25,15 @@ UNEVEN = "Where ranks have inputs for different numbers of steps, use `with hand
 
 @dataclass
 class Seen:
-    """What has been heard of another rank, at some moment.
+    """What this rank knows of another rank from its heartbeats.
 
     Attributes:
-        beats: how often it has said that it runs.
-        where: its main thread.
-        position: what it waits for, if for long.
-        changed: when it had last said something new, as far as somebody has looked.
-        looked: when that was.
-        left: whether its work is done.
+        beats: the number of its last heartbeat.
+        where: the place of its main thread in the program.
+        position: the collective that it waits for, if it has been waiting for long.
+        changed: the time (monotonic) at which a new heartbeat was last found.
+        looked: the time of the last look.
+        left: whether it has ended its work without an error.
     """
 
     beats: int
@@ -41,9 +44,9 @@ class Seen:
     left: bool = False
 
     def note(self, now: float, beats: int, where: str = "", position: Position | None = None) -> None:
-        # Silence counts only while somebody looks: a rank that nobody has read for a minute may have beaten all the
-        # time.
-        if beats != self.beats or now - self.looked > STILL_SECONDS:  # or nobody has looked for a while
+        # Silence counts only between two looks that are close together: if this rank has not looked for a minute, the
+        # other one may have written heartbeats all the time.
+        if beats != self.beats or now - self.looked > STILL_SECONDS:
             self.changed = now
         self.beats, self.where, self.position, self.looked = beats, where, position, now
 
@@ -57,8 +60,8 @@ class Seen:
 
 
 def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list[str]:
-    """A line for each rank that has left, ended or stands still, and for each host of which nothing is heard; if there
-    is none, one for each rank: where it is. Said by `rank`."""
+    """A line for each rank that has left, ended or stopped, and for each host without heartbeats; if there is none, a
+    line for each rank that says where it is. `rank`: this rank."""
     me, lines, elsewhere, unheard = who[rank], [], [], dict[tuple[str, str], list[int]]()
     for other, seen in others.items():
         theirs = who[other]
@@ -93,7 +96,7 @@ def _is_whole_host_silent(host: Who, who: Mapping[int, Who], others: Mapping[int
 
 
 def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where: Mapping[int, str]) -> str:
-    """Ranks that wait for each other without end: what each waits for, and where it is."""
+    """The message for ranks that wait for each other without end: what each waits for, and where it is."""
     sentences, some_left = [], False
     for rank in ranks:
         if rank in positions:

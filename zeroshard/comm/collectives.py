@@ -1,10 +1,10 @@
-"""What is exchanged among the ranks of a mesh: each collective is logged, and the watch knows where this rank is.
+"""The collectives of a mesh: each is logged, and the watch is told which one this rank is in.
 
-How the bytes go says a transport (`transports.py`). Not all of a buffer has to move: `Portions` say what of each shard
-does.
+A transport (`transports.py`) moves the bytes. `Portions` say which intervals of each shard take part; the rest of a
+buffer does not move.
 
-Everything returns a `Pending` at once. A group of one has nothing to move and returns a finished one: there is no
-other special path for a single rank.
+Collectives on full buffers return a `Pending` at once. A group of one rank has nothing to move and returns a finished
+`Pending`: there is no other special path for a single rank.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from zeroshard.layout.sums import in_shards
 
 SOME_EXCHANGE = "an exchange among all ranks"
 _TOGETHER_BYTES = 1 << 20
-"""Of tensors that are broadcast as one: each broadcast costs a round trip, however little it moves."""
+"""Small tensors are broadcast together, up to this many bytes: each broadcast costs a round trip, however small."""
 
 
 class Collectives:
     """The collectives of one mesh, logged.
 
     Attributes:
-        transport: how whole buffers go. Small rows, and sums over replicas, go by its fallback.
-        device: where control data travels, and tensors are expected.
-        samples: of what has been gathered.
-        orders: inside of a join, for the ranks that have run out of inputs.
+        transport: moves full buffers. Small rows, and sums over replicas, use its fallback.
+        device: of control data, and of all tensors passed in.
+        samples: of gathered weights, to compare between ranks.
+        orders: inside a join, tells the followers (ranks without inputs) what comes next; else None.
     """
 
     def __init__(self, mesh: Mesh, log: CommLog) -> None:
@@ -79,7 +79,7 @@ class Collectives:
             self._try_to_share()
 
     def _try_to_share(self) -> None:
-        """Read each other's memory, where every rank can."""
+        """Switch to shared memory if every rank can read every other rank's."""
         self.transport = (
             SharedTransport.between(self.mesh.world, self.transport, self.exchange_objects) or self.transport
         )
@@ -87,7 +87,7 @@ class Collectives:
 
     @property
     def shared(self) -> SharedMemory | None:
-        """What all ranks can read, where they can: buffers allocated in it do not move."""
+        """Memory that all ranks of the host can read, or None. Buffers allocated in it need not be sent."""
         return self.transport.memory
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -95,11 +95,11 @@ class Collectives:
         return self.transport.allocate(num_bytes, device)
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory that peers map."""
+        """Whether the tensor lies in memory that peers map."""
         return self.transport.is_shared(tensor)
 
     def map_peers(self) -> None:
-        """Map what the peers have allocated so far, where they read each other's memory. Collective."""
+        """Map what the peers have allocated so far, if ranks read each other's memory. Collective."""
         self.transport.map_peers(self.exchange_objects)
 
     # Full buffers -----------------------------------------------------------------------------------------------
@@ -114,13 +114,14 @@ class Collectives:
         acknowledge: bool = False,
         portions: Portions | None = None,
     ) -> Pending:
-        """SHARDED -> REPLICATED, in place. `full` [numel]: the own shard is filled in, the others arrive.
+        """SHARDED -> REPLICATED, in place. The caller has filled in the own shard of `full` [numel]; the other shards
+        are received.
 
         Args:
-            source: [numel / d], the same values where they rest, if that is not inside `full`.
-            portions: what arrives; the rest of `full` is the same on all ranks already.
-            acknowledge: the own shard will be written to before the ranks meet again; call `release` first. (Weights
-                are written by a step, and a step begins with an exchange among all ranks.)
+            source: [numel / d], the values of the own shard where they rest, if they do not rest inside `full`.
+            portions: the intervals that are received; the rest of `full` is the same on all ranks already.
+            acknowledge: True if the own shard will be written to before the next exchange among all ranks: call
+                `release` before that write. (Weights are written by a step, and a step begins with such an exchange.)
         """
         if phase not in ("forward", "backward"):
             self._expect_followed(f"a gather of unit {unit} ({phase})")
@@ -148,15 +149,15 @@ class Collectives:
         phase: str,
         portions: Portions | None = None,
     ) -> Pending:
-        """PARTIAL -> SHARDED: `out` becomes the sum over ranks of the own shard of `full`, divided.
+        """PARTIAL -> SHARDED: `out` becomes the sum over ranks of the own shard of `full`, divided by the divisor.
 
         Args:
-            full: [numel], this rank's terms. Nothing may write to it until the result has been waited for. (The
-                backend's own collectives may leave other values in the shards of others.)
-            out: [numel / d], `full`'s dtype; may be the own shard inside `full` (then it happens in place).
-            portions: what is summed; the rest of `out` stays as it is.
+            full: [numel], this rank's terms. Nothing may write to it until the result has been waited for. (Native
+                collectives may leave partial sums in the shards of the other ranks.)
+            out: [numel / d], `full`'s dtype; may be the own shard inside `full` (an in-place sum).
+            portions: the intervals that are summed; the rest of `out` is not changed.
 
-        Under a 2-D mesh the shard is then summed over its replicas as well, before it is divided.
+        On a 2-D mesh the shard is then summed over its replicas as well, before the division.
         """
         axis, replicas = self.mesh.reduce, self.mesh.replicate
         moved = portions or everything(full.numel(), axis.size)
@@ -178,7 +179,9 @@ class Collectives:
         return Pending(self, (), partial(self._sum_over_replicas, pending, sum_, reduction, unit, phase)).at_place(at)
 
     def _sum_over_replicas(self, pending: Pending, of_shards: Sum, reduction: Reduction, unit: str, phase: str) -> None:
-        """When `of_shards` is there: of its result, by a reduction and a gather."""
+        """Once `of_shards` is complete, sum its result over the replicas: by a reduction and a gather."""
+        # `release`, not `wait`: only `pending` has the peers' acknowledgements, and the caller's `release` of the outer
+        # `Pending` promises that the peers have read `full`.
         pending.release()
         axis, out, moved, itemsize = self.mesh.replicate, of_shards.out, of_shards.portions, reduction.wire.itemsize
         of_own = Portions.of(moved.inside(of_shards.axis.rank), out.numel(), axis.size)
@@ -191,7 +194,8 @@ class Collectives:
         gathering.wait()
 
     def acknowledge(self) -> Pending:
-        """This rank has read all that its peers on the shard axis have given it. Waited for, so have they."""
+        """Tell the peers on the shard axis that this rank has read all their shared weights. When the result has been
+        waited for, the peers have read this rank's."""
         axis = self.mesh.shard
         key = f"read {self._name}"
         at = Wait(key, HERE.begin(key), axis.ranks, "the ranks that read its weights")
@@ -214,11 +218,12 @@ class Collectives:
             return self.transport.all_to_all(axis, out, data, received, sent).at_place(at)
 
     def broadcast(self, tensors: Sequence[Tensor], axis: Axis | None = None, source: int = 0) -> None:
-        """The values of rank `source` of an axis (all ranks), in place. Not logged: it belongs to no step."""
+        """Copy the values of rank `source` of an axis (default: all ranks) to all its ranks, in place. Not logged: it
+        belongs to no step."""
         axis = axis or self.mesh.world
         for batch in _batches(tensors) if axis.size > 1 else ():
             dense = [tensor.contiguous() for tensor in batch]
-            parts = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # gloo knows no 8-bit floats
+            parts = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # bytes: gloo has no 8-bit floats
             data = torch.cat(parts) if len(parts) > 1 else parts[0]
             self.transport.broadcast(axis, data, source)
             for tensor, copy, part, found in zip(
@@ -232,33 +237,33 @@ class Collectives:
     # Small things -----------------------------------------------------------------------------------------------
 
     def add_up(self, numbers: Tensor, what: str = SOME_EXCHANGE) -> Tensor:
-        """Sums over all ranks of the mesh, on the host: the same on all of them. What this costs does not grow with
-        the number of ranks, but for the depth of a tree. One wait for the device, if the numbers fit into a packet.
+        """Sums over all ranks of the mesh, int64 [n] on the host, equal on all ranks. The cost grows with the number of
+        ranks only by the depth of a tree. One wait for the device if the numbers fit into a packet.
 
         Args:
             numbers: int64 [n].
-            what: this is for, in words: the call that every rank must make.
+            what: the purpose in words: the call that every rank must make.
 
         Raises:
-            Elsewhere: on all ranks: they are not in the same exchange.
-            Uneven: on all ranks: they are, with rows of different lengths.
+            Elsewhere: on all ranks, if the ranks are in different exchanges.
+            Uneven: on all ranks, if they are in the same exchange with rows of different lengths.
         """
         at = self._begin_exchange(what)
         sums = self._meet(what, numbers.nbytes, numbers[:ROOM], at)
         return sums if numbers.numel() <= ROOM else torch.cat([sums, self._sum(numbers[ROOM:].clone(), at)])
 
     def are_alike(self, value: Any, what: str = SOME_EXCHANGE) -> bool:
-        """Whether all ranks have the same JSON-able value: a sum over the ranks, of a digest. `what`: as above."""
+        """Whether all ranks have the same JSON-able value, by a sum of digests over the ranks. `what`: as above."""
         number = number_of(json.dumps(value).encode())
         return are_alike(self.add_up(as_terms(on_device([number], self.device))[0], what).tolist())
 
     def count(self, of_this_rank: int, what: str = SOME_EXCHANGE) -> int:
-        """The sum over all ranks of one number. `what`: as above."""
+        """The sum of one number over all ranks. `what`: as above."""
         return int(self.add_up(on_device([of_this_rank], self.device), what)[0])
 
     def exchange(self, row: Tensor, what: str = SOME_EXCHANGE) -> Tensor:
-        """`row` [n] of every rank of the mesh, as [world, n], equal on all of them. It grows with the number of ranks:
-        where a sum, or a comparison, will do, take that.
+        """`row` [n] of every rank of the mesh, as [world, n], equal on all ranks. The cost grows with the number of
+        ranks: use `add_up` or `are_alike` where they suffice.
 
         Args, Raises: as `add_up`.
         """
@@ -294,7 +299,9 @@ class Collectives:
         return self._begin("exchange", self.mesh.world, what)
 
     def _meet(self, what: str, num_bytes: int, numbers: Tensor, at: Wait) -> Tensor:
-        """The sums of some numbers, once all ranks are known to be at the same place."""
+        """The sums of some numbers. Raises if the ranks are not in the same exchange."""
+        # Every exchange begins with one packet of the same size. So the sum below always completes, and a rank that is
+        # in another exchange is found before bytes of two different exchanges are mixed.
         sums = self._sum(pack(what, num_bytes, numbers), at)
         if not is_one_place(sums):
             heads = self._from_all(head_of(what, num_bytes).to(self.device), at)
@@ -304,7 +311,7 @@ class Collectives:
         return sums[PACKET - ROOM :][: numbers.numel()]
 
     def _sum(self, numbers: Tensor, at: Wait) -> Tensor:
-        """Over all ranks, on the host. `numbers` are written to."""
+        """Sums over all ranks, on the host. Overwrites `numbers`."""
         world, transport = self.mesh.world, self.transport.fallback
         if world.size > 1:
             sent = transport.sent_to_add_up(numbers.nbytes, world.size)
@@ -312,14 +319,16 @@ class Collectives:
             with span("exchange(control)"):
                 pending = transport.add_up(world, numbers).at_place(at)
             pending.wait()
-        # A wait for NCCL's work returns at once: the host would stand where it reads the sums, unseen by the watch.
+        # `wait()` of NCCL work returns at once; the host blocks in `.cpu()`. Outside of `waiting`, the watch would not
+        # see that this rank waits.
         with HERE.waiting(at):
             return numbers.cpu().mul_(self.mesh.stands_for)
 
     def _from_all(self, data: Tensor, at: Wait) -> Tensor:
         """uint8 [n] of every rank, as [world, n]."""
         world = self.mesh.world
-        rows = data.expand(world.size, -1).contiguous()  # a fake backend sends nothing: then all are as this one's
+        # Every row starts as a copy of the own one: a fake backend receives nothing, and the rows must still parse.
+        rows = data.expand(world.size, -1).contiguous()
         if world.size > 1 and rows.numel():
             full = rows.view(-1)
             own = in_shards(full, world.size)[world.rank]
@@ -334,12 +343,12 @@ class Collectives:
         return rows
 
     def give_order(self, what: str, *arguments: Any) -> None:
-        """This rank is about to do so; see `orders.py`."""
+        """Tell the followers of a join that this rank is about to do `what`; see `orders.py`."""
         if self.orders is not None:
             self.orders.give(what, *arguments)
 
     def name_of_join(self) -> str:
-        """The same on all ranks, and another for each."""
+        """A name for a join: the same on all ranks, and different for each join."""
         return f"{self._name} {HERE.begin(f'join {self._name}')}"
 
     def _expect_followed(self, what: str) -> None:
@@ -347,22 +356,23 @@ class Collectives:
             self.orders.refuse(what)
 
     def wait_for_all(self) -> None:
-        """Until every rank has come here, however long one of them works alone (a collective gives up after its
-        timeout): as long as the watch hears of it. Without a watch it returns at once."""
+        """Wait until every rank has called this. There is no timeout as long as the watch sees heartbeats of the
+        missing ranks. Without a watch it returns at once."""
         self._expect_followed("a wait for all ranks")
         world = self.mesh.world
         wait_for_all(world.ranks, self._name)
 
     def _begin(self, kind: str, axis: Axis, text: str) -> Wait:
-        """A collective begins here."""
+        """Count a collective that begins here, for the watch."""
+        # Ranks are compared by these numbers: every rank must count every collective, so count before any return.
         key = f"{kind} {self._name}"
         return Wait(key, HERE.begin(key), axis.ranks, text)
 
     def expect_grid(self) -> None:
-        """Shards and replicas fit together. Collective.
+        """Check that shard groups and replicate groups fit together. Collective.
 
         Raises:
-            ValueError: groups whose ranks are in different orders.
+            ValueError: the groups list their ranks in different orders.
         """
         if self.mesh.replicate.size > 1:
             problem = problem_of(dict(self.exchange_objects(self.mesh.place())))
@@ -370,8 +380,8 @@ class Collectives:
                 raise InvalidValue(f"mesh: {problem}")
 
     def meet_at(self, point: str) -> None:
-        """All ranks come to the same point of the program. One that gathers or reduces meanwhile raises, as do those
-        that are here, where collectives are announced (on gloo; elsewhere they wait). Collective.
+        """Check that all ranks are at the same point of the program. Collective. If a rank gathers or reduces instead,
+        that rank and the ranks here raise, if collectives are announced (gloo); with other backends they wait.
 
         Raises:
             RuntimeError: a peer is elsewhere.
@@ -385,7 +395,8 @@ class Collectives:
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, without empty ones; what is small travels together."""
+    """The tensors in order, without empty ones, in batches of at most `_TOGETHER_BYTES` on one device. A larger tensor
+    is a batch of its own."""
     batch: list[Tensor] = []
     num_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The log of what was communicated."""
+"""The log of collectives and of the bytes sent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class CommEvent(NamedTuple):
-    """One collective as this rank issued it. `bytes`: what the rank sends, (d - 1) / d of the full buffer. (Where parts
-    of it do not take part, ranks may send different amounts.)"""
+    """One collective as this rank issued it. `bytes`: what this rank sends, (d - 1) / d of the full buffer. (If only
+    portions of the buffer take part, ranks may send different amounts.)"""
 
     op: str
     unit: str
@@ -21,7 +21,7 @@ class CommEvent(NamedTuple):
 
 @dataclass
 class CommLog:
-    """What was communicated. `entries` holds the most recent events (bounded), the totals hold all of them."""
+    """The log of one handle's collectives. `entries` holds the most recent 100,000 events; the totals count all."""
 
     entries: deque[CommEvent] = field(default_factory=lambda: deque(maxlen=100_000))
     total_bytes: int = 0
@@ -29,7 +29,7 @@ class CommLog:
     digests: dict[str, int] = field(default_factory=dict)
 
     def record(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> None:
-        """`common`: a number that is the same on every rank, where they send different amounts."""
+        """`common`: a number that is the same on every rank, for the digest, if ranks send different amounts."""
         self.entries.append(CommEvent(op, unit, phase, num_bytes))
         self.total_bytes += num_bytes
         self.digests[op] = zlib.crc32(
@@ -41,11 +41,11 @@ class CommLog:
         self.entries.clear()
 
     def bytes(self, op: str | None = None) -> int:
-        """Bytes sent by the remembered events, of one kind or of all."""
+        """Bytes sent in `entries`, by collectives of one kind or of all kinds."""
         return sum(event.bytes for event in self.entries if op in (None, event.op))
 
     @property
     def digest(self) -> int:
-        """One number for the order and the sizes of all collectives so far, each kind on its own: ranks that issue
-        the same ones have the same number."""
+        """One number for the order and the sizes of all collectives so far. Ranks that issue the same collectives have
+        the same number. The order is kept per kind: gathers and reductions may interleave differently."""
         return zlib.crc32(json.dumps(self.digests, sort_keys=True).encode())

@@ -36,7 +36,7 @@ from zeroshard.io.logger import tell
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
-"""Names of the two axes: plain, and as PyTorch's pages and torchtitan have them."""
+"""Accepted names of the two axes: our own, and those that PyTorch's documentation and torchtitan use."""
 
 
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> torch.device:
@@ -46,16 +46,16 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         model.to(device)
 
     Args:
-        backend: "gloo" or "nccl"; by default gloo for CPU tensors and, where CUDA is available, NCCL for CUDA's.
-        timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the ranks that wait
-            (gloo). NCCL cannot raise there: torch's watchdog writes to the log and ends the process.
+        backend: "gloo" or "nccl"; by default gloo for CPU tensors and, if CUDA is available, NCCL for CUDA tensors.
+        timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the waiting ranks
+            (gloo). With NCCL the call cannot raise: torch's watchdog logs the timeout and ends the process.
 
     If `torch.distributed` is initialised already, its group and timeout are kept. In both cases a watch starts: when a
     rank fails, the other ranks exit within seconds instead of waiting for the timeout.
 
     Returns:
-        Where this rank's model and data belong: the current CUDA device where the group moves CUDA tensors, else the
-        CPU. On CUDA, `init` has made it the current one, by LOCAL_RANK, unless the group was there before.
+        The device for this rank's model and data: the current CUDA device if the group has a backend for CUDA, else the
+        CPU. Unless the group existed before, `init` has made CUDA device LOCAL_RANK the current one.
 
     Raises:
         ValueError: a timeout that is not positive.
@@ -73,11 +73,11 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:
-    # With both, a model that stays on the CPU of a machine with GPUs trains as well.
+    # Both backends: a model that stays on the CPU of a machine with GPUs can be trained as well.
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in backend:
-        # Before the group exists: NCCL makes a communicator on the device that is current, which is GPU 0 on every
-        # rank.
+        # Must come before the group is created: NCCL makes its communicator on the current device, which by default is
+        # GPU 0 on every rank.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -89,8 +89,9 @@ def _join(backend: str | None, timeout: timedelta) -> None:
 
 
 def _store_of_this_attempt() -> Store | None:
-    """For ranks that the elastic launcher has started again: its store still holds the addresses of those that have
-    ended (pytorch/pytorch#135712). All ranks know the same number of the attempt only where there is one launcher."""
+    """The store for ranks that the elastic launcher has restarted, with a prefix per attempt: the launcher's store
+    still holds the addresses of the ended processes (pytorch/pytorch#135712). None for the first attempt, and with
+    several launchers: only with one launcher do all ranks have the same attempt number."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or not watch.has_one_launcher(int(os.environ["WORLD_SIZE"])):
         return None
@@ -112,13 +113,13 @@ class Axis:
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks, in the axis' own count."""
+        """The other ranks, as ranks of this axis."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
-        """(from whom to receive, to whom to send), one round after the other, until all have what all have. In round n
-        everybody sends to the rank n places ahead: no rank receives from two at once."""
+        """(rank to receive from, rank to send to) of each round of an exchange between all ranks. In round n every rank
+        sends to the rank n places ahead, so no rank receives from two ranks at once."""
         steps = range(1, self.size)
         return tuple(((self.rank - step) % self.size, (self.rank + step) % self.size) for step in steps)
 
@@ -131,9 +132,9 @@ class Axis:
 class Mesh:
     """`shard` x `replicate`, and `world`: all ranks of both.
 
-    `reduce` has the members of `shard`. On NCCL it is a communicator of its own: gathers keep one order among
-    themselves on all ranks, and so do reductions, but not the two together (a rank on which a parameter stays unused
-    reduces that unit later). `device`: of the tensors that the groups move.
+    `reduce` has the ranks of `shard`. On NCCL it is a separate communicator. Gathers have the same order on all ranks,
+    and so do reductions, but the two may interleave differently: a rank on which a parameter is unused reduces that
+    unit later. `device`: of the tensors that the groups communicate.
     """
 
     shard: Axis
@@ -144,32 +145,34 @@ class Mesh:
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether ranks can exchange slices by messages of their own (gloo); else the backend's collectives do it."""
+        """Whether ranks can exchange slices by point-to-point messages (gloo); else the backend's collectives are
+        used."""
         return has_tagged_messages(self.world.group, self.device)
 
     @cached_property
     def stands_for(self) -> int:
-        """How many ranks the numbers of this one stand for: a fake backend sends nothing, and all are as this one."""
+        """The factor for sums over the ranks: the world size on a fake backend, which sends nothing (every rank counts
+        as a copy of this one), else 1."""
         return self.world.size if backends_of(self.world.group).get(self.device.type) == "fake" else 1
 
-    @cached_property  # every step asks
+    @cached_property  # read in every step
     def one_of_each_shard(self) -> list[int]:
-        """Among the rows of all ranks, those of the own shard axis: of several replicas one."""
+        """Indices into the rows of all ranks: those of the own shard axis, so that each shard counts once."""
         position = {rank: index for index, rank in enumerate(self.world.ranks)}
         return [position[rank] for rank in self.shard.ranks]
 
     @classmethod
     def of(cls, mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | None = None) -> Mesh:
-        """From a process group (None: the default one) or a `DeviceMesh`: one axis, or two named "replicate" and
-        "shard", or "dp_replicate" and "dp_shard" (unnamed: in this order, as for FSDP's hybrid sharding). Collective
-        where a group has several backends, or moves other tensors than the CPU's.
+        """From a process group (None: the default one) or a `DeviceMesh` with one axis, or with two axes named
+        "replicate" and "shard", or "dp_replicate" and "dp_shard" (unnamed: in this order, as for FSDP's hybrid
+        sharding). Collective if a group has several backends, or a backend for other devices than the CPU.
 
         Args:
-            device: where the model is; None where it is on no device yet.
+            device: of the model; None if the model is on no device yet.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
-            ValueError: a mesh of more than two axes, or with other names; a device that the ranks cannot use so.
+            ValueError: a mesh of more than two axes, or with other names; ranks whose devices do not fit together.
         """
         if not dist.is_initialized():
             raise InvalidState("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
@@ -190,26 +193,26 @@ class Mesh:
             device = device_for(group, device)
         expect_usable(world.group, device)
         # [Note: two communicators]
-        # NCCL runs what is issued on one communicator in the order of issue (NVIDIA/nccl#574), so gathers and
-        # reductions on one would need one order of both on all ranks. With two there is a hazard of another kind: a
-        # kernel of one may keep the GPU while it waits for a peer that waits in the other (NVIDIA/nccl#195). This has
-        # not been tried on GPUs.
+        # NCCL runs the operations of one communicator in the order of issue (NVIDIA/nccl#574). On one communicator,
+        # gathers and reductions together would need the same order on all ranks. Two communicators have another hazard:
+        # a kernel of one may occupy the GPU while it waits for a peer that waits in the other (NVIDIA/nccl#195). This
+        # has not been tried on GPUs.
         own_reduce_group = shard.size > 1 and not has_tagged_messages(shard.group, device)
         reduce = Axis.of(_new_group(shard.ranks, shard.group, device)) if own_reduce_group else shard
         return cls(shard, replicate, world, reduce, device)
 
     def place(self) -> tuple[int, Place]:
-        """The global rank of this process, and its place."""
+        """The global rank of this process, and its `Place`."""
         return self.shard.ranks[self.shard.rank], (list(self.shard.ranks), list(self.replicate.ranks))
 
 
 Place = tuple[list[int], list[int]]
-"""Of a rank in a mesh: the global ranks of its shard axis and of its replicate axis, each in the group's order."""
+"""The global ranks of a rank's shard axis and of its replicate axis, each in the group's order."""
 
 
 def problem_of(places: Mapping[int, Place]) -> str:
-    """What is wrong with a mesh in which the ranks have these places. The members of a replicate group must hold the
-    same shard, and those of a shard group be the same replica."""
+    """What is wrong with a mesh in which the ranks have these places, in words; "" if nothing is. The members of a
+    replicate group must hold the same shard, and the members of a shard group must belong to the same replica."""
     for rank, (shard, replicate) in places.items():
         for other in set(replicate) & set(places):
             theirs = places[other][0]
@@ -231,7 +234,7 @@ def problem_of(places: Mapping[int, Place]) -> str:
 
 
 def _dims(names: Sequence[str] | None) -> tuple[int, int]:
-    """Which axis of two replicates, and which shards."""
+    """(index of the replicate axis, index of the shard axis) of a 2-D mesh."""
     names = names or ("replicate", "shard")
     for replicate, shard in ((0, 1), (1, 0)):
         if names[replicate] in REPLICATE and names[shard] in SHARD:
@@ -243,7 +246,7 @@ def _dims(names: Sequence[str] | None) -> tuple[int, int]:
 
 
 def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The default group where it has just these ranks and the same backends, else a new one like `like`."""
+    """The default group if it has exactly these ranks and the same backends, else a new group like `like`."""
     default = _default_group()
     same_backends = dist.get_backend_config(default) == dist.get_backend_config(like)
     if sorted(ranks) == list(range(dist.get_world_size())) and same_backends:
@@ -258,13 +261,13 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """With the backends and the timeout of `like`, in the order of `ranks`."""
-    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may not have it
+    """A new group with the backends and the timeout of `like`, in the order of `ranks`."""
+    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may lack it
     group = dist.new_group(
         list(ranks),
         backend=dist.get_backend_config(like),
         timeout=timeout_of(like, device),
-        # Only the members call this. Without it every rank of the world would have to, also those outside of the mesh.
+        # Only the members call this function. Without this flag `new_group` would wait for every rank of the world.
         use_local_synchronization=True,
         **order,
     )

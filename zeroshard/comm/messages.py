@@ -1,4 +1,4 @@
-"""What ranks say to each other beside the data: which unit this is, where it lies, and that it has been read (gloo)."""
+"""Messages between ranks beside the data (gloo): which unit comes next, where it lies, and that it has been read."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _TAGS = {
     "announce all_gather": 7,
     "announce reduce_scatter": 8,
 }
-"""Point-to-point tags: messages of one kind arrive in order, kinds do not wait for each other."""
+"""Point-to-point tags. Messages of one kind arrive in order; messages of different kinds do not wait for each other."""
 
 
 _ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
 
 
 def labels(unit: str) -> list[str]:
-    """All that there are of one."""
+    """All labels of one unit."""
     return [label(unit, phase) for phase in ("", *_ON_REQUEST)]
 
 
 def label(unit: str, phase: str = "") -> str:
-    """Of which unit it is, in a message: weights and gradients for the training, or something that was asked for."""
+    """The name of an exchange in a message: the unit, and what a call has asked for ("" is training itself)."""
     return f"unit {unit}{f' ({_ON_REQUEST[phase]})' if phase in _ON_REQUEST else ''}"
 
 
 @dataclass(eq=False)
 class Announcement:
-    """What this rank has announced to all others of an axis (a `label`, or a point of the program, and how many bytes),
-    and what they announce.
+    """What this rank has announced to its peers on an axis, and what they announce: a `label` or a point of the
+    program, a number of bytes, and a location.
 
     Attributes:
-        messages: of the peers, by their rank in the axis.
-        works: not yet waited for.
+        messages: received from the peers, by their rank in the axis.
+        works: sends and receives that have not been waited for.
     """
 
     axis: Axis
@@ -64,8 +64,8 @@ class Announcement:
     works: list[Any]
 
     def arrive(self) -> None:
-        # Removed before it is waited for: each wait for a gloo message consumes one completion, so that a second wait
-        # for the same work would last until the timeout.
+        # Remove a work before waiting for it, so that an error cannot lead to a second wait: each wait for a gloo
+        # message consumes one completion, and a second wait for the same work would last until the timeout.
         while self.works:
             self.works.pop().wait()
 
@@ -75,13 +75,13 @@ class OutOfOrder(Error, RuntimeError):
 
 
 class Messages:
-    """Of one rank of a mesh.
+    """The messages of one rank of a mesh.
 
     Attributes:
         rank: of this process in the world.
         name: of the mesh, the same on all its ranks.
-        failed: whether something was waited for in vain.
-        pipes: by which small messages go, where all ranks are on one host; None: all go by gloo.
+        failed: whether a wait has failed. Then the ranks no longer expect the same messages.
+        pipes: carry the small messages if all ranks are on one host; None: all messages go through gloo.
     """
 
     def __init__(self, rank: int, name: str) -> None:
@@ -93,8 +93,8 @@ class Messages:
         self._not_compared: dict[str, deque[Announcement]] = {}
 
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
-        """Say to all peers what this is about, how many bytes of it and where to read it, if they can; and receive the
-        same of them."""
+        """Tell all peers which exchange begins (`about`), how many bytes it has, and where to read them (shared
+        memory); and start to receive the same from the peers."""
         mine = torch.tensor([*location, num_bytes, self._number_of(about)], dtype=torch.int64)
         messages = {rank: torch.empty_like(mine) for rank in axis.peers}
         works = [self.receive(axis, message, rank, f"announce {kind}") for rank, message in messages.items()]
@@ -104,14 +104,15 @@ class Messages:
         return announced
 
     def compare(self, announced: Announcement) -> None:
-        """Wait for what the peers announce, and for what they have announced of the same kind before: who is on another
-        path is noticed at the first one that differs, before anybody waits for something that will never come.
+        """Wait for the peers' announcements of this exchange and of all earlier ones of its kind, and compare them with
+        this rank's. So ranks on different paths raise at the first difference, instead of waiting for data that will
+        never come.
 
         Raises:
             OutOfOrder: a peer is at another unit.
         """
         not_compared = self._not_compared[announced.kind]
-        # In the order in which they were announced: messages of one kind arrive in order, whichever is waited for
+        # In the order of announcement: messages of one kind arrive in order, even if a later exchange is waited for
         # first.
         while announced in not_compared:
             first = not_compared.popleft()
@@ -138,13 +139,13 @@ class Messages:
 
     @contextmanager
     def failing(self, at: Wait | None = None) -> Iterator[None]:
-        """An error inside means that the ranks no longer expect the same messages.
+        """Mark the messages as failed if the body raises: the ranks no longer expect the same messages.
 
         Args:
-            at: what is waited for inside, for the watch.
+            at: what the body waits for, for the watch.
 
         Raises:
-            LostPeer: in place of an error of gloo's, where the watch knows whose end has caused it.
+            LostPeer: in place of an error of gloo, if the watch knows which rank's end has caused it.
         """
         before = HERE.begin_wait(at)
         try:
@@ -154,24 +155,29 @@ class Messages:
             ours = isinstance(error, OutOfOrder) or not isinstance(error, RuntimeError)
             lost = None if ours else watch.explain(error)
             if lost is not None:
-                raise lost from None  # gloo's own words would come first, and say less
+                raise lost from None  # else gloo's message would be printed first, and it names no rank
             raise
         finally:
             HERE.end_wait(before)
 
     def introduce(self, *abouts: str) -> None:
-        """What a message may be about."""
+        """Register what a message may be about, so that its number can be turned into words."""
         for about in abouts:
             self._number_of(about)
 
     def acknowledge(self, axis: Axis) -> list[Any]:
-        """Say to all peers that their memory has been read; the works are done when they have said so too."""
+        """Tell all peers that this rank has read their memory. The works are done when the peers have said the same."""
         tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
         works = [self.receive(axis, tokens[rank], rank, "read") for rank in axis.peers]
         return works + [self.send(axis, tokens[axis.rank], rank, "read") for rank in axis.peers]
 
     def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-        """To a rank of an axis: a work to wait for. `kind`: one of `_TAGS`."""
+        """Send to a rank of an axis. Returns a work to wait for.
+
+        Args:
+            rank: in the axis.
+            kind: one of `_TAGS`.
+        """
         pipes = self._pipes_for(tensor)
         try:
             if pipes is not None:
@@ -181,7 +187,12 @@ class Messages:
             raise watch.explain(error) or error from None
 
     def receive(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
-        """From a rank of an axis, which sends as many bytes: a work to wait for."""
+        """Receive from a rank of an axis, which must send exactly `tensor.nbytes`. Returns a work to wait for.
+
+        Args:
+            rank: in the axis.
+            kind: one of `_TAGS`.
+        """
         pipes = self._pipes_for(tensor)
         try:
             if pipes is not None:
@@ -191,12 +202,14 @@ class Messages:
             raise watch.explain(error) or error from None
 
     def _pipes_for(self, tensor: Tensor) -> Pipes | None:
-        # Sender and receiver must choose alike, so by what both of them know.
+        # Sender and receiver must choose the same way, so choose only by what both of them know: the size.
         return self.pipes if tensor.nbytes <= MOST_BYTES else None
 
     def _channel(self, axis: Axis, kind: str) -> int:
         key = axis.ranks, kind
         if key not in self._channels:
+            # The meshes of a group share its pipes, so a channel must be unique over meshes. Not `hash()`: it differs
+            # between processes.
             text = f"{self.name} {axis.ranks} {kind}"
             self._channels[key] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         return self._channels[key]

@@ -1,4 +1,4 @@
-"""Native: the backend's own reduce-scatter, all-gather and all-to-all, in place (NCCL and others)."""
+"""The native transport: the backend's own reduce-scatter, all-gather and all-to-all, in place (NCCL and others)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class NativeTransport(Transport):
-    """Needs nothing of a group but these collectives, started without waiting. Nothing is announced: a backend keeps
-    the order of its collectives, and says nothing about where a peer is.
+    """Uses only these collectives of a group, all asynchronous. Nothing is announced: the backend runs collectives in
+    order, but does not say where a peer is.
 
-    Where not everything takes part, each portion goes by a `broadcast` or a `reduce` of its own: this needs no extra
-    memory, and no padding to equal chunks.
+    If only some portions take part, each portion has a `broadcast` or `reduce` of its own: this needs no extra memory
+    and no padding to equal chunks.
     """
 
     name = "native"
@@ -53,7 +53,8 @@ class NativeTransport(Transport):
         else:
             terms, own = full, sum_.out if moved.is_whole else in_shards(full, axis.size)[axis.rank]
         if moved.is_whole:
-            # In place on NCCL (`own` inside of `terms`); it may leave partial sums in the shards of the others.
+            # In place on NCCL (`own` is inside of `terms`). It may leave partial sums in the other ranks' shards of
+            # `terms`: nothing may read these afterwards.
             works = [_reduce_scatter(own, terms, group=axis.group, async_op=True)]
         else:
             works = [
@@ -64,13 +65,13 @@ class NativeTransport(Transport):
         return Pending(self, works, lambda: sum_.put(parts(own, moved.inside(axis.rank))))
 
     def _reduce_narrow(self, sum_: Sum) -> Pending:
-        """By all-to-all, and added up here."""
+        """Send the terms in the narrower dtype by all-to-all, and add them up on this rank."""
         axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
         own = moved.numel_of(axis.rank)
-        # Not the backend's reduce-scatter: it would add in `wire`, and bf16 sums lose what fp32 gradients are there
-        # for.
+        # Not the backend's reduce-scatter: it would add in `wire`, and sums in bf16 would lose the precision of fp32
+        # gradients.
         scratch = sum_.reduction.scratch
-        room, rest = carve(scratch, 1, full.numel(), wire)  # the sum so far comes here when what is sent has left
+        room, rest = carve(scratch, 1, full.numel(), wire)  # `totals_in` reuses these bytes once the terms are sent
         sent = room[0][: moved.total]
         received, _ = carve(rest, axis.size, own, wire)
         terms = [part for intervals in moved.of_shard for part in parts(full, intervals)]
@@ -86,7 +87,7 @@ class NativeTransport(Transport):
         self, axis: Axis, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Pending:
         if not data.numel() and moves_nothing(axis.group):
-            return Pending()  # torch's fake group makes what arrives of what is sent, and refuses where that is nothing
+            return Pending()  # torch's fake group derives the output from the input, and fails if the input is empty
         sizes = list(received), list(sent)
         return Pending(self, [dist.all_to_all_single(out, data, *sizes, group=axis.group, async_op=True)])
 
@@ -95,7 +96,7 @@ class NativeTransport(Transport):
 
     @staticmethod
     def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
-        return 2 * num_bytes * (num_ranks - 1) // num_ranks  # of a ring or a tree; how, the backend chooses
+        return 2 * num_bytes * (num_ranks - 1) // num_ranks  # of a ring or a tree: the backend chooses the algorithm
 
     @staticmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:

@@ -1,20 +1,20 @@
-"""What the ranks write to the store for each other: that they run and where, that their work is done, who failed first.
+"""The keys that ranks write to the store for each other: heartbeats, ended work, and which rank failed first.
 
 | key | value | written |
 |---|---|---|
 | who-R | the process of rank R | once |
-| come | how many ranks have come | once by each |
-| seats-H, seat-H-n | how many ranks have come on host H, and the n-th of them | once by each |
-| beat-R | how often, where it is, what it waits for (for long), what it had begun (at the end) | see `Pace` |
-| looker | the rank that looks at all others | when a rank has been waiting for long, or in vain |
-| looks | how often somebody has asked all ranks where they are | before such a look |
-| bell-R | nothing: rank R waits for this key, and looks at `failure` and `looks` when it comes | with these |
-| first | a cause, by the rank that was the first to claim it | once |
+| come | how many ranks have started | once by each |
+| seats-H, seat-H-n | how many ranks have started on host H, and the n-th of them | once by each |
+| beat-R | heartbeat number, place, what R waits for (if for long), collectives begun (at the end) | see `Pace` |
+| looker | the rank that reads the heartbeats of all others | when a rank has waited for long, or timed out |
+| looks | how often all ranks have been asked where they are | before such a look |
+| bell-R | no content: rank R blocks on this key, then reads `failure` and `looks` | with these |
+| first | a cause, by the first rank that claimed it | once |
 | failure | a cause: all ranks leave | when the first rank has printed its traceback |
-| come-K | how many ranks have come to the wait K, and how often | as they come |
+| come-K | how many ranks have come to the wait K, summed over all its uses | as they come |
 
-No rank asks the store again and again whether there is news: it waits for its bell. So a store serves a call of each
-rank at its pace, and one rank that looks at all others in one call.
+No rank polls the store for news: it blocks on its bell. So the store serves one heartbeat per rank and pace, and one
+rank that reads all heartbeats in one call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from zeroshard.comm.processes import Who
 
 
 class Cause(NamedTuple):
-    """Why all ranks leave, as a sentence in two parts.
+    """Why all ranks leave, as subject and predicate of a sentence.
 
     Attributes:
-        whose: fault it is: a rank's, the launcher's (None) or nobody's ("").
-        what: has become of it.
+        whose: the subject: a rank, the launcher (None), or "" if `what` is the whole sentence.
+        what: what happened.
     """
 
     whose: int | str | None
@@ -48,13 +48,13 @@ class Cause(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """A rank says that it runs.
+    """A heartbeat.
 
     Attributes:
-        number: of the times that it has looked around.
-        where: its main thread is.
-        position: what it waits for, if for long.
-        left: how many collectives of each kind it had begun; None before its work is done.
+        number: counts the rounds of the rank's watch.
+        where: the place of its main thread in the program.
+        position: what it waits for, if it has been waiting for long.
+        left: how many collectives of each kind it had begun when its work ended; None before that.
     """
 
     number: int
@@ -72,13 +72,15 @@ class Beat(NamedTuple):
 
 
 class Notices:
-    """Of one rank. Each method is a job for the line to the store."""
+    """Reads and writes of one rank. Each method runs on the thread of the `StoreLine`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
 
     def come(self, store: Store, who: Who) -> None:
-        """The one exchange of hosts and processes: five calls, however many ranks there are."""
+        """Register this rank's process and host: five calls, independent of the number of ranks."""
+        # The order matters: a rank that finds `who-R` reads `beat-R` with a get that blocks until the key exists, and a
+        # rank that finds `come` complete looks for new seats only once more.
         self.beat(store, Beat(0, "at the start", None))
         store.set(f"who-{self._rank}", json.dumps(who.as_list()))
         host = _name(who)
@@ -89,15 +91,15 @@ class Notices:
         return store.add("come", 0) >= self._world_size
 
     def on_host_of(self, store: Store, who: Who, known: int) -> list[int]:
-        """Ranks that have come there after the first `known` ones."""
+        """The ranks that have started on the host of `who`, except for the first `known` ones."""
         host = _name(who)
         keys = [f"seat-{host}-{number}" for number in range(known + 1, store.add(f"seats-{host}", 0) + 1)]
-        while keys and not store.check(keys):  # counted, and not written yet
+        while keys and not store.check(keys):  # the counter is raised before the key is written
             keys.pop()
         return [int(rank) for rank in _all_of(store, keys)]
 
     def who(self, store: Store, ranks: Sequence[int]) -> dict[int, Who]:
-        """Of those that have come."""
+        """The processes of those `ranks` that have started."""
         keys = [f"who-{rank}" for rank in ranks]
         if not store.check(keys):
             ranks = [rank for rank in ranks if store.check([f"who-{rank}"])]
@@ -108,7 +110,7 @@ class Notices:
         store.set(f"beat-{self._rank}", beat.encode())
 
     def last_beats(self, store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
-        """Of ranks that have come."""
+        """The last heartbeats of `ranks`, which must have started: the read blocks until the keys exist."""
         ranks = list(ranks)
         found = _all_of(store, [f"beat-{rank}" for rank in ranks])
         return {rank: Beat.decode(data) for rank, data in zip(ranks, found, strict=True)}
@@ -124,22 +126,23 @@ class Notices:
         return f"bell-{self._rank}"
 
     def ring(self, store: Store, ranks: Iterable[int]) -> None:
-        """Let these ranks look at the store."""
+        """Wake these ranks, so that they read `failure` and `looks`."""
         keys = [f"bell-{rank}" for rank in ranks]
         if keys:
-            cast(Any, store).multi_set(keys, ["1"] * len(keys))  # in one call
+            cast(Any, store).multi_set(keys, ["1"] * len(keys))
 
     def call(self, store: Store, ranks: Iterable[int]) -> None:
-        """Ask these ranks to say where they are, now and for a while."""
+        """Ask these ranks to write heartbeats now, and at a faster pace for a while."""
+        # The counter first: a rank that is woken reads it at once.
         store.add("looks", 1)
         self.ring(store, ranks)
 
     def calls(self, store: Store) -> int:
-        """How often somebody has."""
+        """How often ranks have been asked by `call`."""
         return store.add("looks", 0)
 
     def may_look(self, store: Store) -> bool:
-        """Whether this rank is the one that looks at all others: the first that asks, until it says that it is done."""
+        """Whether this rank is the one that reads all heartbeats: the first that asks, until it calls `has_looked`."""
         me = str(self._rank)
         return store.compare_set("looker", "", me).decode() == me
 
@@ -149,28 +152,30 @@ class Notices:
     # Failures --------------------------------------------------------------------------------------------------------
 
     def claim(self, store: Store, cause: Cause) -> bool:
-        """Whether nobody has claimed to be the first before."""
+        """Whether this rank is the first to claim a cause. Only the first cause is reported."""
         text = json.dumps(cause)
         return store.compare_set("first", "", text).decode() == text
 
     def announce(self, store: Store, cause: Cause) -> None:
         store.set("failure", json.dumps(cause))
-        self.ring(store, range(self._world_size))  # its own, too: it is to end, if it does not by itself
+        # `failure` before the bells: a rank that is woken reads it at once. This rank's own bell rings, too, so that
+        # its watch ends the process if the program does not end by itself.
+        self.ring(store, range(self._world_size))
 
     def failure(self, store: Store) -> Cause | None:
-        """What the rank that failed first has said."""
+        """The cause that the rank that failed first has announced, if any."""
         return Cause(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
 
     def count(self, store: Store, key: str, by: int) -> int:
-        """How often ranks have come to a wait, after `by` more."""
+        """Add `by` to the number of arrivals at a wait, and return the sum."""
         return store.add(f"come-{key}", by)
 
 
 def _name(who: Who) -> str:
-    """Of a host, in a key; of a rank whose host cannot be told its own."""
+    """The part of a key that stands for a host. If `who.host` is "" (unknown), the host name alone decides."""
     return f"{zlib.crc32(f'{who.host} {who.name}'.encode()):x}"
 
 
 def _all_of(store: Store, keys: list[str]) -> list[bytes]:
-    """In one call."""
+    """The values of `keys`, in one call to the store."""
     return store.multi_get(keys) if keys else []

@@ -1,7 +1,8 @@
-"""What ranks that have run out of inputs hear of those that go on: which collective comes next (`join.py`).
+"""Orders tell ranks that have run out of inputs which collective comes next (`join.py`).
 
-One rank that goes on, the *leader*, writes every order into the store before it acts; the *followers* read them in that
-order, and act as well. Collectives that no order can tell of are refused while there are followers.
+The *leader*, one of the ranks with inputs, writes an order to the store before each collective. The *followers*, the
+ranks without inputs, read the orders and take part. Collectives for which there is no order raise while there are
+followers.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from zeroshard.errors import InvalidState
 
 
 class Orders:
-    """Of one join, on one rank.
+    """The orders of one join, on one rank.
 
     Attributes:
-        followers: ranks (of the mesh) that have run out of inputs; known since the last meeting.
-        leader: the first of the others.
-        rank: this one.
+        followers: ranks (of the mesh) that have run out of inputs, as of the last meeting.
+        leader: the first rank that still has inputs; -1 if there is none.
+        rank: this rank.
     """
 
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        """`name`: the same on all ranks, and another for each join. `ranks`: global ones."""
+        """`name`: the same on all ranks, and different for each join. `ranks`: global ranks, by rank of the mesh."""
         self.rank, self.followers, self.leader = rank, tuple[int, ...](), -1
         self._store, self._name, self._ranks = PrefixStore(f"zeroshard/join/{name}", store), name, ranks
         self._timeout = timeout.total_seconds()
-        self._next = 0  # in the list of orders at hand
+        self._next = 0  # index in the current list of orders
         self._lists = 0
         self._is_told = False
 
     def meet(self, followers: Sequence[int]) -> None:
-        """All ranks have met: these follow from now on, and a new list of orders begins."""
-        # Not earlier: a slow follower may still be reading. That it has come to this meeting shows that it is done.
-        if self.rank == self.leader:  # everybody has read the old one
+        """Called on every rank after all ranks have met: sets the followers and begins a new list of orders."""
+        # Delete old orders only here: a slow follower may still be reading them, and its coming to this meeting shows
+        # that it has read them all.
+        if self.rank == self.leader:
             for number in range(self._next):
                 self._store.delete_key(self._key(number))
         self.followers = tuple(followers)
@@ -49,16 +51,18 @@ class Orders:
         self._lists, self._next = self._lists + 1, 0
 
     def give(self, what: str, *arguments: Any) -> None:
-        """By the leader, before it does so itself; nothing on other ranks, or inside of what has been told."""
+        """Write an order. The leader calls it before it does `what` itself. No effect on other ranks, and inside
+        `told`."""
         if self.followers and self.rank == self.leader and not self._is_told:
             self._store.set(self._key(self._next), json.dumps([what, *arguments]))
             self._next += 1
 
     def take(self) -> list[Any]:
-        """The next one. By a follower.
+        """Wait for the next order, on a follower.
 
         Raises:
-            RuntimeError: nothing has been heard of the leader for the timeout of a collective.
+            LostPeer: the watch has lost the leader.
+            RuntimeError: without a watch: no order came within the timeout of a collective.
         """
         wait = Wait(
             f"orders {self._name}", self._next, (self._ranks[self.leader],), "a join, for the others' next step"
@@ -85,7 +89,7 @@ class Orders:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Inside, everything is part of an order that has been given."""
+        """Inside, everything is part of an order that has been given: nothing gives further orders."""
         before, self._is_told = self._is_told, True
         try:
             yield
@@ -100,12 +104,12 @@ class Orders:
 
     @property
     def speaks(self) -> bool:
-        """There are followers, and what comes now is not part of an order."""
+        """Whether there are followers, and the next collective is not part of an order that has been given."""
         return bool(self.followers) and not self._is_told
 
     def refuse(self, what: str) -> None:
         """Raises:
-        RuntimeError: there are followers, who would not take part in this."""
+        RuntimeError: there are followers, which would not take part in `what`."""
         if self.speaks:
             ranks = ", ".join(str(self._ranks[rank]) for rank in self.followers)
             raise InvalidState(
@@ -115,13 +119,13 @@ class Orders:
 
 
 class Voice:
-    """Of one handle among those of a join: its orders carry its number.
+    """Gives the orders of one handle in a join (which may have several): each order carries the handle's number.
 
     Attributes:
         names: id of an optimizer's agreement -> its number, the same on all ranks.
         scalers: id of an optimizer's loss scaler -> the number of the optimizer.
-        version: of the reduced gradients, as backward has left them.
-        before_forward: to be called before each forward of the model.
+        version: the version of the reduced gradients when backward ended.
+        before_forward: called before each forward of the model.
     """
 
     def __init__(self, orders: Orders, number: int, before_forward: Callable[[], None]) -> None:
@@ -141,10 +145,10 @@ class Voice:
         self._orders.refuse(what)
 
     def scalers_used(self, used: Sequence[object]) -> list[int]:
-        """By their numbers.
+        """The numbers of these loss scalers.
 
         Raises:
-            RuntimeError: one that is no optimizer's own, and a follower does not know.
+            RuntimeError: there are followers, and a scaler belongs to no optimizer: followers do not know it.
         """
         if self._orders.speaks and any(id(scaler) not in self.scalers for scaler in used):
             raise InvalidState(
@@ -154,13 +158,15 @@ class Voice:
         return [self.scalers.get(id(scaler), -1) for scaler in used]
 
     def note_step(self, version: object) -> None:
-        """A step has used its gradients, on all ranks: those of other optimizers are as backward has left them."""
+        """A step has consumed its gradients, on all ranks. The other optimizers' gradients have not been edited, so
+        `version` is the new reference."""
         if self.version is not None:
             self.version = version
 
     def expect_no_edits(self, version: object) -> None:
         """Raises:
-        RuntimeError: somebody has changed reduced gradients, and a follower has not."""
+        RuntimeError: there are followers, and reduced gradients were edited since backward: a follower has not made
+        the same edit."""
         if self._orders.speaks and self.version not in (None, version):
             raise InvalidState(
                 "join: p.grad has been changed, and a rank that has run out of inputs cannot do the same: use "

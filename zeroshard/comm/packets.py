@@ -1,13 +1,12 @@
-"""What ranks say first in an exchange among all of them: what it is for, how long their row is, and the numbers to be
-added up so far as they fit.
+"""The packet that begins every exchange among all ranks: a digest of its purpose and row length, and numbers to sum.
 
-    | which exchange this is (`alike.py`) | numbers |
+    | digest of the head, as terms of a sum (`alike.py`) | numbers, as far as they fit |
 
-All packets have one size, and are added up over the ranks. So ranks that are in different exchanges (one alone asks for
-a norm, the others step) find it out from the sum, before anybody takes the bytes of one thing for those of another.
-Then, and only then, each tells the others its head:
+All packets have the same size and are summed over the ranks. If ranks are in different exchanges (one rank asks for a
+norm while the others step), the sum shows it, before bytes of one exchange are taken for bytes of another. Only then do
+the ranks send each other their heads, for the error message:
 
-    | what it is for (text) | bytes of the row |
+    | purpose (text) | bytes of the row |
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from zeroshard.errors import Error
 
 _TEXT_BYTES, _SIZE_BYTES = 104, 8
 ROOM = 505
-"""Numbers: those of a step fit, mostly. What is longer follows, once all are known to be at the same place."""
+"""How many numbers fit into a packet: usually all numbers of a step. The rest follows in a second sum, once all ranks
+are known to be in the same exchange."""
 PACKET = WIDTH + ROOM
-"""int64. Sums of 4 KiB take no longer than those of one number."""
+"""Length of a packet, in int64. A sum of 4 KiB takes no longer than a sum of one number."""
 ROOM_BYTES = 192
-"""Of an object, beside its size."""
+"""How many bytes of a JSON object are sent in the first message, beside its size."""
 
 
 class Elsewhere(Error, RuntimeError):
@@ -35,15 +35,16 @@ class Elsewhere(Error, RuntimeError):
 
 
 class Uneven(Error, RuntimeError):
-    """The ranks are in the same exchange, with rows of different lengths. All of them have heard so, and can go on."""
+    """The ranks are in the same exchange, with rows of different lengths. All ranks raise, and can go on."""
 
 
 def pack(what: str, num_bytes: int, numbers: Tensor) -> Tensor:
-    """[PACKET] int64, where the numbers are.
+    """A packet, [PACKET] int64, on the device of `numbers`.
 
     Args:
-        num_bytes: of the row.
-        numbers: int64 [n], at most ROOM.
+        what: the purpose of the exchange.
+        num_bytes: of the row that follows.
+        numbers: int64 [n], n <= ROOM.
     """
     head = on_device(_terms(what, num_bytes), numbers.device)
     return torch.cat([head, numbers, numbers.new_zeros(ROOM - numbers.numel())])
@@ -55,26 +56,26 @@ def is_one_place(sums: Tensor) -> bool:
 
 
 def packet_sizes(num_numbers: int) -> list[int]:
-    """Bytes of each packet in a sum of so many numbers."""
+    """Bytes of each message in a sum of `num_numbers` numbers."""
     return [8 * PACKET, *([8 * (num_numbers - ROOM)] if num_numbers > ROOM else [])]
 
 
 def on_device(numbers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [n]. Nothing waits for what the device has to do before."""
+    """int64 [n] on the device. The host does not wait for the device's queued work."""
     on_host = torch.tensor(numbers, dtype=torch.int64)
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def head_of(what: str, num_bytes: int) -> Tensor:
-    """uint8, all of one size."""
+    """The head as uint8 [_TEXT_BYTES + _SIZE_BYTES]."""
     return torch.frombuffer(bytearray(_head(what, num_bytes)), dtype=torch.uint8)
 
 
 def differences(packets: Tensor, ranks: tuple[int, ...]) -> Elsewhere | Uneven:
-    """What each is at.
+    """The error for ranks whose heads differ.
 
     Args:
-        packets: [ranks, ...], heads of these global ranks, which are not the same.
+        packets: uint8 [number of ranks, head size]: the heads of these global ranks, not all equal.
     """
     found = [_read(bytes(head)) for head in packets.tolist()]
     rank = next(rank for rank, head in enumerate(found) if head != found[0])
@@ -98,7 +99,7 @@ def _terms(what: str, num_bytes: int) -> tuple[int, ...]:
 
 
 def number_of(data: bytes) -> int:
-    """A digest that ranks can compare (`alike.py`)."""
+    """A digest of BITS bits, which ranks can compare (`alike.py`)."""
     return int.from_bytes(hashlib.sha256(data).digest()[: BITS // 8], "little")
 
 

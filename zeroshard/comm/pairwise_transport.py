@@ -1,7 +1,7 @@
-"""Pairwise: slices go from rank to rank as messages, straight into place (gloo).
+"""The pairwise transport: ranks send slices to each other as messages, received straight into place (gloo).
 
-gloo's own reduce-scatter and all-gather clone the whole buffer. The exchange is three to four times faster, needs no
-hidden memory, and sums in rank order, an order that we choose: `((g0 + g1) + g2) + ...`, whoever owns the shard.
+gloo's own reduce-scatter and all-gather clone the whole buffer. This exchange is three to four times faster, needs no
+hidden memory, and sums in rank order, `((g0 + g1) + g2) + ...`, whichever rank owns the shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.layout.sums import carve, parts, split_like
 
 
 class PairwiseTransport(Transport):
-    """Needs a group in which many messages may be under way at once, told apart by tags."""
+    """Needs a group in which many messages, told apart by tags, may be in flight at once."""
 
     name = "pairwise"
 
@@ -28,7 +28,7 @@ class PairwiseTransport(Transport):
         if gather.about:
             announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes)
         works = []
-        # Receives are posted before sends: what arrives goes straight into place.
+        # Each receive is posted before the send of its round, so that data arrives straight in its place.
         for source, target in axis.rounds:
             works += [self.messages.receive(axis, part, source, gather.kind) for part in parts(full, of_shard[source])]
             works += [self.messages.send(axis, part, target, gather.kind) for part in parts(full, of_shard[axis.rank])]
@@ -36,12 +36,13 @@ class PairwiseTransport(Transport):
 
     def reduce(self, sum_: Sum) -> Pending:
         # [Note: sums in rank order]
-        # ((g0 + g1) + g2) + ... on every rank, whoever owns the element: that is why all plans have the same bits. To
-        # add terms as they arrive, or the own one first, would be quicker, and would make them differ
-        # (`sum_in_rank_order`; torch's ring and tree algorithms depend on the number of ranks and on the place in the
-        # buffer).
+        # Every element is ((g0 + g1) + g2) + ..., whichever rank owns it: therefore all plans give the same bits.
+        # Adding terms as they arrive, or the own term first, would be faster, but plans would differ
+        # (`sum_in_rank_order`). The order of ring and tree algorithms depends on the number of ranks and on the place
+        # in the buffer.
         axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
-        # One term arrives where the sum goes.
+        # One peer's term is received into `out` itself, which saves its scratch. Not in place: there, `out` holds this
+        # rank's own term.
         spared = [] if sum_.is_cast or sum_.is_in_place else [sum_.places]
         num_carved = len(axis.peers) - len(spared)
         carved, rest = carve(sum_.reduction.scratch, num_carved, moved.numel_of(axis.rank), wire)
@@ -66,7 +67,8 @@ class PairwiseTransport(Transport):
         is_narrow = wire.itemsize < full.element_size() and len(axis.peers) > 1
 
         def add_up() -> None:
-            # What was cast to be sent has left by now: a sum of wide terms has room there.
+            # Runs after all sends are complete: the bytes of the terms that were cast for sending are free, and hold
+            # the running sum in the wider dtype.
             sum_.take(received, sum_.totals_in(rest) if is_narrow else received[0])
 
         return Pending(self, works, add_up, announced)
@@ -84,8 +86,9 @@ class PairwiseTransport(Transport):
         return Pending(self, works)
 
     def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
-        # Sums over the `width` ranks that end at each; every round doubles the width. The number of ranks, in binary,
-        # says which of them make the whole: of 6 = 4 + 2 ranks the last four and the two before them.
+        # `window` is the sum over the `width` ranks that end at this one; every round doubles the width. The binary
+        # digits of the number of ranks say which windows make up the whole: for 6 = 4 + 2 ranks, the last four ranks
+        # and the two before them.
         #
         #     rank        0    1    2    3    4    5
         #     width 1     a    b    c    d    e    f
@@ -107,7 +110,7 @@ class PairwiseTransport(Transport):
         return Pending(self, (), add)
 
     def _from_before(self, axis: Axis, values: Tensor, distance: int) -> Tensor:
-        """What the rank so many places before this one has; the one so many places after it gets `values`."""
+        """The values of the rank `distance` places before this one; `values` go to the rank `distance` places after."""
         received = torch.empty_like(values)
         works = [self.messages.receive(axis, received, (axis.rank - distance) % axis.size, "exchange")]
         works.append(self.messages.send(axis, values, (axis.rank + distance) % axis.size, "exchange"))

@@ -1,7 +1,7 @@
-"""Waiting for a rank that works alone for long: through the watch, and not in a collective, which would give up.
+"""Waits for a rank that works alone for long: through the watch, because a collective would time out.
 
 rank 0   verifies a checkpoint, ten minutes ...   wait_for_all
-rank 1   wait_for_all ........................... goes on: rank 0 was heard of all the time
+rank 1   wait_for_all ........................... goes on: rank 0 has sent heartbeats all the time
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from zeroshard.comm.positions import HERE, Wait, in_short
 
 
 def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
-    """Returns when every rank has called it, however long that takes, as long as those that are missing are heard of.
-    Collective. Put it after what one rank does alone for longer than the timeout of a collective. Without a watch
+    """Return when every rank has called this. There is no time limit as long as the missing ranks send heartbeats.
+    Collective. Call it after work that one rank does alone for longer than the timeout of a collective. Without a watch
     (`init` starts it) it returns at once, and the next collective waits.
 
     Args:
         ranks: global ranks; None: all.
-        name: which handle of these ranks this is for.
+        name: tells the waits of several handles of the same ranks apart.
 
     Raises:
-        LostPeer: a rank has failed, or has not been heard of for the timeout.
+        LostPeer: a rank has failed, or has sent no heartbeat for the timeout of a collective.
     """
     current = watch.current()
     if current is None:

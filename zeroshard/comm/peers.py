@@ -1,4 +1,4 @@
-"""What a rank has heard of the others: whose processes they are, where each was last, and who waits for whom."""
+"""What a rank knows of the other ranks: their processes, where each was last seen, and which rank waits for which."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from zeroshard.comm.positions import Position, knot
 from zeroshard.comm.processes import Who
 
 _SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
-"""A process that is no child of ours: we cannot know whether a signal has ended it."""
+"""A peer is not a child process of this rank, so this rank cannot read its exit status."""
 _LONGEST_PAUSE = 10.0
 
 
 class Peers:
-    """Of one rank. What takes a store is a job for the line to it; the rest is remembered.
+    """The peers of one rank. Methods that take a store run on the thread of the `StoreLine`; the others read what is
+    remembered.
 
     Attributes:
         me: this rank's process.
-        looks: whether this is the rank that looks at all others, as it has been waiting for long.
+        looks: whether this rank, having waited for long, is the one that reads all heartbeats.
     """
 
     def __init__(self, rank: int, world_size: int, notices: Notices) -> None:
@@ -40,7 +41,8 @@ class Peers:
         self._complete, self._pause, self._next = False, 0.0, 0.0
 
     def find_neighbours(self, store: Store) -> None:
-        """On this host, as they come; asked less and less often, until all ranks have come."""
+        """Find the ranks of this host as they start; asks the store less and less often, until all ranks have
+        started."""
         now = time.monotonic()
         if self._complete or now < self._next:
             return
@@ -58,7 +60,7 @@ class Peers:
         }
 
     def look(self, store: Store, ranks: Iterable[int] | None = None) -> None:
-        """Where these are, or all others: for one rank at a time."""
+        """Read the heartbeats of `ranks` (None: all others). Only one rank at a time may read all of them."""
         ranks = [rank for rank in ranks or range(self._world_size) if rank != self._rank]
         self._know(self._notices.who(store, [rank for rank in ranks if rank not in self._who]))
         beats, now = self._notices.last_beats(store, (rank for rank in ranks if rank in self._who)), time.monotonic()
@@ -70,16 +72,16 @@ class Peers:
                 self._begun[rank] = beat.left
 
     def death(self, store: Store) -> Cause | None:
-        """Of a process on this host that has ended without a report."""
+        """The cause, if a process on this host has ended without a report; else None."""
         for rank, who in self._neighbours.items():
-            # A rank that is done has written so before it ended (`Watch.close`): only the others have died.
+            # A rank whose work is done writes so before its process ends (`Watch.close`): without that, it has died.
             if who.state == "ended" and self._notices.last_beats(store, [rank])[rank].left is None:
                 died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
                 return Cause(rank, f"{died}: {_SEE_ELSEWHERE}")
         return None
 
     def decide_who_looks(self, store: Store, *, is_stuck: bool) -> None:
-        """Of those that have been waiting for long, one looks at all: the first."""
+        """Let one rank, the first that has waited for long, read all heartbeats."""
         if is_stuck:
             self.looks = self._notices.may_look(store)
         elif self.looks:
@@ -87,14 +89,14 @@ class Peers:
             self.looks = False
 
     def deadlock(self, store: Store, position: Position, where: str) -> Cause | None:
-        """This rank has been waiting for long, there, and looks at all: do ranks wait for each other without end? The
-        same must be found twice, a beat apart."""
+        """The cause, if ranks wait for each other without end. Called on the one rank that reads all heartbeats, which
+        has waited for long at `position`. The same deadlock must be found twice, one heartbeat apart."""
         self.look(store)
         left = {rank: self._begun[rank] for rank, seen in self._seen.items() if seen.left}
         positions = {rank: seen.position for rank, seen in self._seen.items() if seen.position is not None}
         positions = {**positions, self._rank: position}
-        # Positions are read one after the other, not at one instant: a rank may have moved on in between. The same knot
-        # twice, a beat apart, is no coincidence.
+        # Positions are not read at one instant: a rank may have moved on in between, which can look like a deadlock. A
+        # real one is found again at the next heartbeat.
         suspected, self._suspected = self._suspected, knot(positions, left)
         if not self._suspected or self._suspected != suspected:
             return None
@@ -102,31 +104,31 @@ class Peers:
         return Cause("", describe_knot(self._suspected, positions, places))
 
     def where(self, rank: int) -> str:
-        """Where it was when somebody last looked."""
+        """Where the rank was at this rank's last look."""
         return self._seen[rank].where if rank in self._seen else OUTSIDE
 
     def silence_of(self, rank: int) -> float:
-        """Seconds."""
+        """Seconds without a new heartbeat."""
         return self._seen[rank].silent_seconds if rank in self._seen else 0.0
 
     def number_of(self, rank: int) -> int:
-        """Of the last beat that has been seen."""
+        """The number of the last heartbeat that was read; -1 if none was."""
         return self._seen[rank].beats if rank in self._seen else -1
 
     @property
     def is_clear(self) -> bool:
-        """Whether what has been seen says already whom to blame."""
+        """Whether a rank is silent or has left: then no longer look is needed to name the cause."""
         return any(seen.is_silent or seen.left for seen in self._seen.values())
 
     def blame(self) -> list[str]:
         return blame(self._rank, self._who, self._seen)
 
     def stopped(self) -> dict[int, Who]:
-        """On this host, by a signal."""
+        """The ranks on this host that are stopped by a signal."""
         return {rank: who for rank, who in self._neighbours.items() if who.state == "stopped"}
 
     def wake(self) -> None:
-        """Whoever has been stopped by a signal is to leave, too."""
+        """Continue ranks that are stopped by a signal, so that they can end, too."""
         for who in self.stopped().values():
             with suppress(OSError):
                 os.kill(who.pid, signal.SIGCONT)

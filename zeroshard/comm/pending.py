@@ -1,4 +1,4 @@
-"""Communication under way: when its result may be used, and when what this rank gave may be written to again."""
+"""Communication in flight: when its result may be used, and when this rank may write to what it gave again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from zeroshard.comm.positions import Wait
 
 
 class Owner(Protocol):
-    """Whose communication it is: its messages are compared, its log counts the seconds."""
+    """The owner of a communication: its messages are compared, its log counts the seconds of waiting."""
 
     messages: Messages
     log: CommLog
 
 
 class Pending:
-    """`wait()` returns when the result may be used (on CUDA: by the current stream).
+    """A collective in flight. `wait()` returns when the result may be used (on CUDA: by the current stream only).
 
     Attributes:
-        at: which collective this is, for the watch.
+        at: names this collective for the watch.
     """
 
     def __init__(
@@ -33,22 +33,22 @@ class Pending:
         finish: Callable[[], Sequence[Any] | None] | None = None,
         announced: Announcement | None = None,
     ) -> None:
-        """`announced`: compared before the works are waited for; `finish`: runs after, and may return further works,
-        for `release`. Without an owner it is finished: nothing had to move."""
+        """`announced`: compared before the works are waited for. `finish`: runs after them, and may return further
+        works, which only `release` waits for. Without an owner the collective is finished: nothing had to move."""
         self._owner, self._works, self._finish, self._announced = owner, works, finish, announced
         self._acknowledgements: Sequence[Any] = ()
         self._look: Callable[[], None] | None = None
         self.at: Wait | None = None
 
     def wait(self, *, stale: bool = False) -> None:
-        """`stale`: the result will not be used. A peer may have begun to replace it, so nobody looks at it."""
+        """`stale`: the result will not be used. It is not sampled either, as peers may already be changing it."""
         look, self._look = self._look, None
         self._arrive()
         if look is not None and not stale:
             look()
 
     def _arrive(self) -> None:
-        # Taken before anything can raise: `__del__` must not wait a second time for what has failed.
+        # Clear the fields before anything can raise: `__del__` must not wait a second time for works that have failed.
         works, self._works = self._works, ()
         announced, self._announced = self._announced, None
         finish, self._finish = self._finish, None
@@ -56,8 +56,8 @@ class Pending:
             return
         start = time.perf_counter()
         with self._owner.messages.failing(self.at):
-            # Messages first: they say whether the peers are in this very collective. If they are not, what has been
-            # posted for the data belongs to another one, and to wait for it would be to wait without end.
+            # Messages first: they show whether the peers are in this collective. If they are not, the receives posted
+            # for the data never complete, and a wait for them would hang.
             if announced is not None:
                 self._owner.messages.compare(announced)
             for work in works:
@@ -67,7 +67,7 @@ class Pending:
         self._owner.log.wait_seconds += time.perf_counter() - start
 
     def then(self, look: Callable[[], None], at: Wait) -> Pending:
-        """This one, at that place; `look` is called as soon as the result may be used."""
+        """Set the place for the watch, and `look`, which is called once the result may be used. Returns self."""
         self._look, self.at = look, at
         return self
 
@@ -76,7 +76,7 @@ class Pending:
         return self
 
     def release(self) -> None:
-        """Waits until the peers have read what this rank gave, too: only then may it be written to."""
+        """Wait for the result, and until the peers have read what this rank gave: only then may it be written to."""
         self.wait()
         works, self._acknowledgements = self._acknowledgements, ()
         if self._owner is None or not works:
@@ -86,9 +86,9 @@ class Pending:
                 work.wait()
 
     def __del__(self) -> None:
-        # gloo: a message whose receive is gone has nowhere to go, and blocks its connection for everything after it,
-        # whatever the tag ("Timed out waiting ... for send operation to complete"). So a result that nobody wants is
-        # waited for all the same; but once something has failed, nobody may wait for what will never come.
+        # gloo: a message whose receive no longer exists blocks its connection for all later messages, whatever their
+        # tag ("Timed out waiting ... for send operation to complete"). So a result is waited for even if nobody uses
+        # it. But not after a failure: then the messages may never come.
         if self._owner is not None and not self._owner.messages.failed:
             with suppress(RuntimeError):
                 if self._announced is not None:

@@ -1,13 +1,14 @@
 """Small messages between the ranks of one host, through pipes.
 
-With gloo a thread of its own reads every message and then wakes the thread that waits for it. A rank that waits for a
-pipe reads it itself: one switch in place of two. And where ranks outnumber cores, gloo's thread spends much of the time
-in a busy loop: `Pair::handleEvents` tries the lock of a connection, whose holder has lost its core, and returns to an
-`epoll_wait` that returns at once.
+With gloo, a thread of gloo reads every message and then wakes the thread that waits for it. A rank that waits for a
+pipe reads it itself, which needs one thread switch instead of two. With more ranks than cores, gloo's thread also
+spends much of the time in a busy loop: `Pair::handleEvents` tries the lock of a connection whose holder has lost its
+core, and returns to an `epoll_wait` that returns at once.
 
-Each rank makes one pipe for each peer. The peer opens its writing end by way of /proc/<pid>/fd, as it maps shared
-memory. A message is a header (channel, number of bytes) and its bytes. Messages of one channel are received in the
-order in which their receives were posted, as with gloo's tags. Channels do not wait for each other.
+Each rank makes one pipe for each peer. The peer opens the pipe's writing end through /proc/<pid>/fd, in the same way as
+it maps shared memory. A message consists of a header (channel, number of bytes) and its bytes. The messages of a
+channel go to its receives in the order in which these were posted, as with gloo's tags. Channels do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from zeroshard.comm.shared_memory import Process
 from zeroshard.errors import Error, InvalidState, SystemRefused
 
 MOST_BYTES = 16 << 10
-"""Of a message. What is longer is quicker by gloo, which copies it once less."""
+"""The longest message that goes through a pipe. For longer ones gloo is faster, because it copies once less."""
 
 _HEADER = struct.Struct("=QI")
 _AT_ONCE = 1 << 16
-"""Bytes read from a pipe in one call: all that it holds, by default."""
+"""Bytes read from a pipe in one call: the default capacity of a pipe."""
 _LONG, _SHORT = 60.0, 0.01
-"""Seconds: of one poll, and between two looks of a thread that wants to write while another one polls."""
+"""Seconds: the longest poll; and how often a thread that wants to write tries again while another thread polls."""
 
 Card = list[list[int]]
-"""Of a rank: [file number, inode] of the writing end for each rank of the group; its own place is empty."""
+"""What a rank publishes: for each rank of the group [file number, inode] of the writing end; empty for itself."""
 
 
 class Sent:
-    """A message that has been written: there is nothing left to wait for."""
+    """The work of a send. The message is in the pipe already, so there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
@@ -57,22 +58,22 @@ _SENT = Sent()
 
 
 class Receive:
-    """A message that is expected, or has come."""
+    """The work of a receive. `data` is the message, None until it has arrived."""
 
     def __init__(self, pipes: Pipes, rank: int, into: Tensor) -> None:
         self._pipes, self._rank, self._into = pipes, rank, into
         self.data: bytes | None = None
 
     def wait(self) -> None:
-        """Fill the tensor.
+        """Wait for the message and copy it into the tensor.
 
         Raises:
-            PeerGone: the peer has ended, or nothing has come within the timeout.
-            RuntimeError: a message of another size.
+            PeerGone: the peer has ended, or nothing has arrived within the timeout.
+            RuntimeError: the message has another size.
         """
         self._pipes.wait_until(lambda: self.data is not None, self._rank)
         data = self.data
-        if data is None:  # a forked copy of this process: the message is the parent's
+        if data is None:  # this process is a forked copy: the message belongs to the parent
             return
         if len(data) != self._into.nbytes:
             raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
@@ -80,12 +81,13 @@ class Receive:
 
 
 class PeerGone(Error, RuntimeError):
-    """A rank has ended, has closed its pipes, or nothing comes from it."""
+    """A rank has ended, has closed its pipes, or has sent nothing within the timeout."""
 
 
 @dataclass(eq=False)
 class _Channel:
-    """Of one peer: what has come before anybody expected it, or is expected and has not come. One is empty."""
+    """A channel of one peer: messages that arrived before their receive was posted, and receives whose message has not
+    arrived. At least one of the two is empty."""
 
     early: deque[bytes] = field(default_factory=deque)
     expected: deque[Receive] = field(default_factory=deque)
@@ -93,13 +95,14 @@ class _Channel:
 
 @dataclass(eq=False)
 class _Peer:
-    """Another rank, and the files that lead from it and to it.
+    """Another rank, with the pipe from it and the pipe to it.
 
     Attributes:
-        inbox, own_end: both ends of the pipe that it writes to; `own_end` is closed when it has opened that.
-        outbox: the writing end of its own pipe.
-        rest: of what has been read: a message that has not come as a whole.
-        is_gone: it has closed its end, or does not read any more.
+        inbox: reading end of the pipe that the peer writes to.
+        own_end: writing end of that pipe, closed here once the peer has opened it.
+        outbox: writing end of the pipe that the peer reads.
+        rest: bytes read so far of a message that has not arrived completely.
+        is_gone: the peer has closed its end, or no longer reads.
     """
 
     rank: int
@@ -111,12 +114,12 @@ class _Peer:
     channels: defaultdict[int, _Channel] = field(default_factory=lambda: defaultdict(_Channel))
 
     def read(self) -> None:
-        """What is there, and whom it is for."""
+        """Read what the pipe contains now, and hand each complete message to its channel."""
         try:
             data = os.read(self.inbox, _AT_ONCE)
         except BlockingIOError:
             return
-        self.is_gone |= not data
+        self.is_gone |= not data  # read(2) returns no bytes only after the last writing end has been closed
         data, start = self.rest + data, 0
         while len(data) - start >= _HEADER.size:
             key, size = _HEADER.unpack_from(data, start)
@@ -135,22 +138,24 @@ class _Peer:
 
 
 class Pipes:
-    """Of one process, to all other ranks of a group. Any thread may send, receive and wait."""
+    """The pipes of this process to all other ranks of a group. Any thread may send, receive and wait."""
 
     def __init__(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
         """
         Args:
-            rank, ranks: global ranks: of this process, and of the group.
-            timeout: seconds that one wait lasts.
+            rank: global rank of this process.
+            ranks: global ranks of the group.
+            timeout: of one wait, in seconds.
 
         Raises:
-            OSError: there are no file numbers left.
+            OSError: the process has no file descriptors left.
         """
         self._timeout, self._pid = timeout, os.getpid()
         self._changed = threading.Condition()
-        self._polls = False  # some thread does, for all that wait
-        self._closed = ""  # why
+        self._polls = False  # whether a thread is in `poll`, on behalf of all that wait
+        self._closed = ""  # the reason, once closed
         self._files: set[int] = set()
+        # The callback gets the set, not `self`: a finalizer that refers to its object keeps it alive forever.
         weakref.finalize(self, _close_all, self._files)
         self._peers = {other: _Peer(other, *self._pipe()) for other in ranks if other != rank}
         self._wake, self._bell = self._pipe()
@@ -161,7 +166,7 @@ class Pipes:
             self._poller.register(peer.inbox, select.POLLIN)
 
     def card(self, ranks: Sequence[int]) -> Card:
-        """What the peers need to know."""
+        """What the peers need to open their writing ends, in the order of `ranks`."""
         ends = [self._peers[rank].own_end if rank in self._peers else None for rank in ranks]
         return [[] if end is None else [end, os.fstat(end).st_ino] for end in ends]
 
@@ -169,14 +174,14 @@ class Pipes:
         """Open the writing ends of the pipes that lead to the peers.
 
         Args:
-            found: by global rank: the process, and its card's entry for this rank.
+            found: global rank -> its process number and the entry of its card for this rank.
 
         Raises:
-            OSError: one of them cannot be opened.
+            OSError: a pipe cannot be opened.
         """
         for rank, (pid, (end, inode)) in found.items():
             path, name = f"/proc/{pid}/fd/{end}", f"pipe:[{inode}]"
-            # Before it is opened, and again after: see [Note: a process number is not a process].
+            # Checked before opening and again after it. See [Note: a process number is not a process].
             _expect(path, name)
             outbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._files.add(outbox)
@@ -184,15 +189,17 @@ class Pipes:
             self._peers[rank].outbox = outbox
 
     def start(self) -> None:
-        """All peers have opened their ends: from now on a pipe ends when its peer does."""
+        """Call this when all peers have opened their ends. From now on a pipe ends when its peer's process ends."""
+        # As long as this process has a writing end itself, the kernel reports no end of file when the peer dies, and
+        # waits would last until the timeout.
         for peer in self._peers.values():
             self._release(peer.own_end)
 
     def send(self, rank: int, channel: int, tensor: Tensor) -> Sent:
-        """Returns when the pipe has it.
+        """Write a message. Returns when all of it is in the pipe; the tensor may then change.
 
         Raises:
-            PeerGone: the peer has ended, or does not read.
+            PeerGone: the peer has ended, or does not read within the timeout.
         """
         if self.is_forked_copy:
             return _SENT
@@ -205,7 +212,8 @@ class Pipes:
                 try:
                     data = data[os.write(peer.outbox, data) :]
                 except BlockingIOError:
-                    # Its pipe is full. It may be writing, too, to this rank: take that in, or neither goes on.
+                    # The peer's pipe is full. The peer may itself be blocked in a write to this rank: unless this rank
+                    # reads while it waits, neither continues.
                     self._take_in(deadline, peer, writes=True)
                 except OSError as error:
                     peer.is_gone = True
@@ -213,7 +221,7 @@ class Pipes:
         return _SENT
 
     def receive(self, rank: int, channel: int, into: Tensor) -> Receive:
-        """Post a receive; `into` is filled when it is waited for."""
+        """Post a receive. `into` is filled by `wait`, not when the message arrives."""
         receive = Receive(self, rank, into)
         with self._changed:
             found = self._peers[rank].channels[channel]
@@ -224,11 +232,11 @@ class Pipes:
         return receive
 
     def wait_until(self, is_there: Callable[[], bool], rank: int) -> None:
-        """Until something has come that rank `rank` sends. At once in a forked copy of this process, whose pipes are
-        its parent's.
+        """Read from the pipes until `is_there()`, which a message of rank `rank` makes true. Returns at once in a
+        forked copy of this process, because the pipes are its parent's.
 
         Raises:
-            PeerGone: the peer has ended, or nothing has come within the timeout.
+            PeerGone: the peer has ended, or nothing has arrived within the timeout.
         """
         if is_there() or self.is_forked_copy:
             return
@@ -239,21 +247,23 @@ class Pipes:
                 self._take_in(deadline, self._peers[rank])
 
     def interrupt(self, why: str) -> None:
-        """Whoever waits here raises, in whichever thread, and so do the peers that wait for this rank."""
+        """Make all waits here raise, in every thread, and also the waits of peers for this rank."""
         if not self.is_forked_copy:
             with self._changed:
                 self._close(why)
 
     @property
     def is_forked_copy(self) -> bool:
-        """Whether this process is not the one that made them."""
-        # See [Note: forked workers]: the pipes are the parent's, and another thread of it may have held the lock.
+        """Whether this process was forked from the one that made the pipes."""
+        # See [Note: forked workers]. The pipes belong to the parent, and another of its threads may have held the lock
+        # at the fork, which then stays locked in the copy.
         return os.getpid() != self._pid
 
     # Under the lock --------------------------------------------------------------------------------------------------
 
     def _take_in(self, deadline: float, peer: _Peer, *, writes: bool = False) -> None:
-        """Wait until something can be read, or written to the peer, and read it. One thread does so for all."""
+        """Wait until something can be read (or written to the peer, if `writes`), and read it. At most one thread
+        polls, and reads for all threads that wait."""
         left = deadline - time.monotonic()
         if left <= 0:
             self._close(f"timed out after {self._timeout:.0f} s")
@@ -264,6 +274,7 @@ class Pipes:
         self._polls = True
         if writes:
             self._poller.register(peer.outbox, select.POLLOUT)
+        # Without the lock, so that other threads can post receives and send meanwhile.
         self._changed.release()
         try:
             ready = self._poller.poll(1000 * min(left, _LONG))
@@ -287,10 +298,10 @@ class Pipes:
             raise PeerGone(f"connection closed by rank {peer.rank}")
 
     def _close(self, why: str) -> None:
-        """The peers find out by the end of their pipes."""
+        """Close the writing ends, so that the peers see the end of their pipes."""
         if not self._closed:
             self._closed = why
-            os.write(self._bell, b"!")  # who polls returns
+            os.write(self._bell, b"!")  # ends the poll of the thread that is in it
             for peer in self._peers.values():
                 self._release(peer.outbox)
             self._changed.notify_all()
@@ -319,8 +330,7 @@ def _close_all(files: set[int]) -> None:
 
 @dataclass(frozen=True)
 class Connected:
-    """What the ranks of a group know of each other, once they share memory and have pipes. `processes`: by global
-    rank."""
+    """The connections of a group whose ranks share memory and have pipes. `processes`: global rank -> process."""
 
     pipes: Pipes
     processes: Mapping[int, Process]
@@ -330,27 +340,33 @@ _CONNECTED: weakref.WeakKeyDictionary[Any, Connected] = weakref.WeakKeyDictionar
 
 
 def connected(group: dist.ProcessGroup) -> Connected | None:
-    """Of all meshes of a process group, as they share its connections; None before the first."""
+    """The connections of a process group, which all its meshes share; None before its first mesh, and in a forked
+    copy of this process."""
     found = _CONNECTED.get(group)
     return None if found is None or found.pipes.is_forked_copy else found
 
 
 class Connecting:
-    """What each rank does and says while the pipes of a group are made."""
+    """The steps in which one rank connects its pipes with those of its group: `card`, `connect`, `start`."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> None:
-        """`rank`, `ranks`: global ranks: of this process, and of the group."""
+        """`rank` is the global rank of this process, `ranks` are those of the group."""
         self._group, self._rank, self._ranks = group, rank, ranks
         self._pipes: Pipes | None = None
-        with suppress(OSError):  # no file numbers are left: messages go by gloo
+        with suppress(OSError):  # no file descriptors left: then all messages go through gloo
             self._pipes = Pipes(rank, ranks, timeout_of(group, torch.device("cpu")).total_seconds())
 
     def card(self) -> Card | None:
-        """For the others; None where there is nothing to connect."""
+        """This rank's card for the other ranks; None if it could not make pipes."""
         return self._pipes.card(self._ranks) if self._pipes is not None else None
 
     def connect(self, pids: Sequence[int], cards: Sequence[Card | None]) -> bool:
-        """Whether this rank can write to all others. In the order of the ranks: process numbers, cards."""
+        """Open the pipes to all other ranks. Returns whether that worked.
+
+        Args:
+            pids: process numbers, in the order of the ranks.
+            cards: in the order of the ranks.
+        """
         place, found = self._ranks.index(self._rank), {}
         for rank, pid, card in zip(self._ranks, pids, cards, strict=True):
             if card is None:
@@ -365,7 +381,7 @@ class Connecting:
         return True
 
     def start(self, processes: Mapping[int, Process]) -> Pipes:
-        """Called where all ranks are connected: the pipes are in use from now on."""
+        """Take the pipes into use. Call it only if `connect` returned True on all ranks."""
         assert self._pipes is not None, "connected"
         self._pipes.start()
         _CONNECTED[self._group] = Connected(self._pipes, processes)
@@ -373,6 +389,6 @@ class Connecting:
 
 
 def interrupt_all(why: str) -> None:
-    """Whoever waits for a message from a pipe raises, in whichever thread."""
+    """Make every wait for a pipe in this process raise, in all threads."""
     for found in list(_CONNECTED.values()):
         found.pipes.interrupt(why)

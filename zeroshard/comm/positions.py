@@ -1,8 +1,8 @@
 """Which collectives the ranks have reached, and whether they wait for each other forever.
 
-A rank that waits says for which collective: the n-th of a kind. It *needs* every member that has not begun that one
-yet, if that member waits too or has left. Ranks that need each other in a circle, and a rank that needs one that has
-left, wait forever:
+A waiting rank reports which collective it waits for: the n-th of a kind. It *needs* every member that has not begun
+that collective and that itself waits or has left. Ranks that need each other in a circle, and a rank that needs one
+that has left, wait forever:
 
     rank 0   if rank == 0: optimizer.state_dict()    waits for gather 7;  rank 1 has begun 6
     rank 1   dist.barrier()                          waits for rank 0, which is not there
@@ -22,20 +22,20 @@ from typing import Any
 import torch.distributed as dist
 
 LONG_SECONDS = 2.0
-"""A wait that the others are told of."""
+"""A rank that has waited for this long reports its position."""
 
 _SYNCHRONISING = {
     *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
     *("all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor"),
     "reduce_scatter_single",
 }
-"""Functions of torch.distributed that come back when all members have called them."""
+"""Functions of torch.distributed that return only when all members of the group have called them."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """For the collective number `number` (from 0) of the kind `key`, among the global ranks `ranks`; `text` says it in
-    words. Of a function of torch.distributed `number` is -1."""
+    """A wait for collective number `number` (from 0) of the kind `key`, among the global ranks `ranks`; `text` names it
+    for people. For a function of torch.distributed, which is not counted, `number` is -1."""
 
     key: str
     number: int
@@ -45,7 +45,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Position:
-    """Of a rank that has been waiting for long. `begun`: how many collectives of each kind."""
+    """The position of a rank that has waited for long. `begun`: how many collectives of each kind it has begun."""
 
     wait: Wait
     begun: Mapping[str, int]
@@ -62,8 +62,7 @@ class Position:
 
 @lru_cache(maxsize=64)
 def in_short(ranks: tuple[int, ...]) -> str:
-    """What tells these ranks from others: "0-16383", "0-56:8" where each is 8 after the one before, else all of
-    them."""
+    """These ranks in short: "0-16383"; "0-56:8" for steps of 8; else a list of all."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 2 and step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}{f':{step}' * (step > 1)}"
@@ -79,7 +78,11 @@ def _in_full(text: str) -> tuple[int, ...]:
 
 @dataclass
 class Here:
-    """Of this process."""
+    """The position of this process.
+
+    Attributes:
+        begun: how many collectives of each kind this rank has begun.
+    """
 
     begun: Counter[str] = field(default_factory=Counter)
     _wait: Wait | None = None
@@ -88,18 +91,19 @@ class Here:
     _foreign: tuple[object, float] = (None, 0.0)
 
     def name_of_mesh(self, ranks: tuple[int, ...]) -> str:
-        """The same on all its ranks, and another for each: ranks build their handles in one order."""
+        """A name that is the same on all ranks of a mesh, and different for each mesh. (All ranks build their handles
+        in the same order.)"""
         self._meshes[ranks] += 1
         return f"{self._meshes[ranks]} of {in_short(ranks)}"
 
     def begin(self, key: str) -> int:
-        """The number of a collective that begins here."""
+        """Count a collective that begins here, and return its number."""
         number = self.begun[key]
         self.begun[key] = number + 1
         return number
 
     def begin_wait(self, wait: Wait | None) -> tuple[Wait | None, float]:
-        """It waits from now on (None: for nothing new). Returns what `end_wait` takes."""
+        """Note that this process waits from now on (None: no change). Returns the argument for `end_wait`."""
         before = self._wait, self._since
         if wait is not None:
             self._wait, self._since = wait, time.monotonic()
@@ -121,7 +125,8 @@ class Here:
         return self._wait
 
     def position(self, main: FrameType | None) -> Position | None:
-        """Where nothing has moved for long. `main`: of the main thread, which may wait in torch.distributed itself."""
+        """The position, if this process has waited for long; else None. `main`: the frame of the main thread, which may
+        also wait in a function of torch.distributed that this package has not called."""
         wait, since = self._wait, self._since
         if wait is None:
             wait, frame = _foreign_wait(main)
@@ -134,16 +139,16 @@ class Here:
 
 
 HERE = Here()
-"""A process is at one place at a time, whoever asks."""
+"""One per process: all handles count here."""
 
 
 def knot(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
-    """Ranks that wait for each other in a circle, or one that waits for a rank that has left, and this; in order. Empty
-    where it cannot be said that anybody waits in vain.
+    """The ranks of a deadlock, sorted: ranks that wait for each other in a circle, or a rank and the rank that it waits
+    for and that has left. Empty if no deadlock is certain.
 
     Args:
         positions: of the ranks that wait.
-        left: of the ranks that have ended their work: how many collectives of each kind they had begun.
+        left: for ranks whose work has ended: how many collectives of each kind they had begun.
     """
     needs = _needs(positions, left)
     for rank, needed in sorted(needs.items()):
@@ -157,7 +162,7 @@ def knot(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]
 
 
 def _way_back(start: int, needs: Mapping[int, Sequence[int]]) -> list[int]:
-    """A way from a rank to itself, by those that are needed."""
+    """A path from a rank back to itself along needed ranks; empty if there is none."""
     ways, seen = [[start]], set[int]()
     while ways:
         way = ways.pop()
@@ -171,12 +176,12 @@ def _way_back(start: int, needs: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _needs(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> dict[int, list[int]]:
-    """Whom each rank waits for. All that wait for the same need the same: they are looked at once."""
+    """The ranks that each rank needs. Ranks that wait for the same collective need the same: computed once for all."""
     of_waits: dict[tuple[str, int, int], list[int]] = {}
     needs = {}
     for rank, position in positions.items():
         wait = position.wait
-        key = wait.key, wait.number, id(wait.ranks)  # to hash them all takes long
+        key = wait.key, wait.number, id(wait.ranks)  # by identity: hashing thousands of ranks takes long
         if key not in of_waits:
             of_waits[key] = _needed(wait, positions, left)
         needs[rank] = of_waits[key]
@@ -184,19 +189,19 @@ def _needs(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, in
 
 
 def _needed(wait: Wait, positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
-    """Whom those that wait there wait for, as far as they wait themselves or have left."""
+    """The ranks that a rank in this wait needs: they have not begun it, and wait elsewhere or have left."""
     begun = {**{other: position.begun for other, position in positions.items()}, **left}
     if wait.number >= 0:
         return [rank for rank in wait.ranks if rank in begun and begun[rank].get(wait.key, 0) <= wait.number]
     elsewhere = [rank for rank in wait.ranks if rank not in positions or positions[rank].wait.key != wait.key]
-    return elsewhere if all(rank in begun for rank in elsewhere) else []  # else somebody is on the way
+    return elsewhere if all(rank in begun for rank in elsewhere) else []  # else a running rank may still come
 
 
 def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | None]:
-    """In a function of torch.distributed that somebody else than this engine has called."""
+    """The wait in a function of torch.distributed that the user's code has called, and its frame; or (None, None)."""
     while frame is not None:
         code = frame.f_code
-        # By the stack: nothing of torch is patched in order to hear of collectives that are not the engine's.
+        # Found on the stack, so that torch need not be patched to see collectives that are not the engine's.
         if code.co_name in _SYNCHRONISING and code.co_filename.endswith("distributed_c10d.py"):
             group = frame.f_locals.get("group")
             ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""The ranks' processes, as far as they can be seen from each other."""
+"""The ranks' processes, and whether they run, as seen from other processes of the same host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Who:
     """A rank's process.
 
     Attributes:
-        host: equal for processes that see each other by number; empty where that cannot be told.
-        pid: its number there.
-        started: when, in ticks since the machine has started: another process with the same number has another.
-        name: of the host, for people.
+        host: equal for processes that see each other's pids (same boot, same pid namespace); "" if unknown.
+        pid: process number in that namespace.
+        started: start time in clock ticks since boot: tells a later process with the same pid apart.
+        name: host name, for people.
     """
 
     host: str
@@ -34,12 +34,12 @@ class Who:
         return f"process {self.pid} on {self.name}"
 
     def is_neighbour_of(self, other: Who) -> bool:
-        """Whether the two see each other's numbers."""
+        """Whether the two processes see each other by pid."""
         return bool(self.host) and self.host == other.host and _stat(self.pid)[1] in (0, self.started)
 
     @property
     def state(self) -> str:
-        """Of a neighbour: "runs", "stopped" (by a signal) or "ended"."""
+        """The state of a neighbour: "runs", "stopped" (by a signal) or "ended"."""
         letter, started = _stat(self.pid)
         if letter in "ZX" or started != self.started:
             return "ended"
@@ -47,10 +47,10 @@ class Who:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start of a process; ("X", 0) where there is none."""
+    """State letter and start time of a process; ("X", 0) if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            # After the last ")": the name of the program, in parentheses, may contain spaces and parentheses (proc(5)).
+            # Split after the last ")": the program's name, in parentheses, may itself contain spaces and ")" (proc(5)).
             fields = file.read().rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
@@ -59,7 +59,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 def _host() -> str:
     try:
-        if os.readlink("/proc/self") != str(os.getpid()):  # /proc shows the numbers of another namespace
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc shows the pids of another namespace
             return ""
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

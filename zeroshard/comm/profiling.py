@@ -1,9 +1,9 @@
-"""Named ranges in the trace of torch's profiler: the trace reads as the source does.
+"""Named ranges for torch's profiler, one per phase and collective.
 
-    zeroshard::gather(blocks.3)              a phase: from when a module needs the unit until it is shown
-        zeroshard::all_gather(blocks.3)      a collective: what this rank does to start it
+    zeroshard::gather(blocks.3)              a phase: from when a module needs the unit until its weights are there
+        zeroshard::all_gather(blocks.3)      a collective: only its start on this rank
     zeroshard::reduce(blocks.3)
-        zeroshard::wait: reduce(blocks.5)    for a reduction that was started earlier, and whose memory is needed now
+        zeroshard::wait: reduce(blocks.5)    wait for an earlier reduction whose memory is needed now
     zeroshard::step: agree
 
 | of                | phases                                                                                          |
@@ -13,11 +13,11 @@
 | a step            | step: agree, update, updated, read from peers; of whole parameters: gradients to owners,        |
 |                   | main to owners, main to holders                                                                 |
 | between steps     | unshard, read in full, full state, load full state, state_dict, load_state_dict, park, unpark   |
-| a join            | join: gather, backward, open, reduce, end, agree, step (what this rank is told to do)           |
+| a join            | join: gather, backward, open, reduce, end, agree, step (orders that this rank carries out)      |
 | checkpoints       | save: collect, plan, write, commit; load: find, compare, preflight, restore; verify             |
 
-Every call costs one test of a flag (less than a microsecond) while no profiler runs. With one, a range costs some
-microseconds, so it is asked for per unit or per step, never per parameter.
+While no profiler runs, a range costs one test of a flag (less than a microsecond). With a profiler it costs some
+microseconds, so there are ranges per unit and per step, never per parameter.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ R = TypeVar("R")
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """A range `zeroshard::<name>`, where a profiler is on."""
+    """A context manager: the range `zeroshard::<name>` if a profiler runs, else nothing."""
     return record_function(f"zeroshard::{name}") if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 def phase(name: str | Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Each call of a function is a range of that name; or of the name that is made of its arguments."""
+    """Decorator: each call is a range. `name`: of the range, or a function of the call's arguments that returns it."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -56,5 +56,5 @@ def phase(name: str | Callable[..., str]) -> Callable[[Callable[P, R]], Callable
 
 
 def of_unit(name: str) -> Callable[..., str]:
-    """For a method whose first argument is a unit: `name(unit)`."""
+    """For `phase`, on a method whose first argument is a unit: the range is called `name(unit)`."""
     return lambda owner, unit, *_, **__: f"{name}({unit.name})"

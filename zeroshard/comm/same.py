@@ -1,5 +1,7 @@
-"""Values that every rank passes in full, and of which each keeps a part: they must be the same on all ranks, or the
-whole would be a mixture that nobody has passed."""
+"""Checks that values which every rank passes in full are the same on all ranks.
+
+Each rank keeps only a part of them: parts of different values would form a mixture that no rank has passed.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,21 @@ from zeroshard.io.values import encode
 from zeroshard.layout.digest import digest
 
 SHOWN = 5
-"""Names in a message."""
+"""How many names an error message lists."""
 
 
 def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, instead: str) -> None:
-    """Ranks compare one digest of the digests of all values, by a sum over the ranks; more only if something differs.
+    """Compare one digest of all values by a sum over the ranks, and single values only if the digests differ.
     Collective.
 
     Args:
-        values: name -> tensor, plain value, or tree of them; the same names on every rank. Other objects are not
-            compared.
-        instead: what to do where they differ; the end of the message.
+        values: name -> tensor, plain value, or tree of them; the same names on every rank. Of other objects only the
+            type is compared.
+        what: the call, for the message.
+        instead: what the user can do if they differ; the end of the message.
 
     Raises:
-        ValueError: on every rank: names that differ, and the ranks that have other values there than rank 0.
+        ValueError: on every rank: the names whose values differ, and the ranks that differ from rank 0.
     """
     mine = {name: fingerprint(value) for name, value in values.items()}
     if collectives.are_alike(mine, what):
@@ -42,7 +45,7 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
 
 
 def differing(by_rank: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Name -> the ranks that have it otherwise than rank 0, or only one of the two has it."""
+    """Name -> the ranks whose value differs from rank 0's, or is missing on one of the two."""
     names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
     ranks = {
         name: [rank for rank, theirs in enumerate(by_rank) if theirs.get(name) != by_rank[0].get(name)]
@@ -52,7 +55,8 @@ def differing(by_rank: list[dict[str, str]]) -> dict[str, list[int]]:
 
 
 def fingerprint(value: Any) -> str:
-    """Of bytes, shape and dtype of the tensors in it, and of what is plain; of anything else the type alone."""
+    """A digest of the bytes, shapes and dtypes of the tensors in `value`, and of its plain values. For other objects:
+    the name of the type."""
     if isinstance(value, Tensor):
         return _of_tensor(value)
     try:

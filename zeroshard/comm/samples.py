@@ -1,8 +1,8 @@
-"""Samples of what must be the same on every rank, so that ranks that train apart hear of it at their next step.
+"""Samples of weights that must be equal on all ranks, so that ranks whose weights differ find out at the next step.
 
-Of everything that has been gathered, and of weights that rest in full, each rank keeps the bits of a few elements:
-others each time, and the same ones on every rank, because it is the number of the gather that chooses them. The control
-exchange compares a digest of the bits (a NaN is equal to itself there), and only where it differs the samples.
+After each gather, and from weights that rest in full, every rank keeps the bits of a few elements. The number of the
+gather chooses the elements: the same ones on every rank, and different ones each time. The control exchange compares a
+digest of the bits (so a NaN equals itself). The ranks exchange the samples themselves only if the digests differ.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 _LIMIT = 256
-"""Samples between two steps; of more, the last ones count."""
+"""The most samples that are kept between two steps; later samples replace the oldest."""
 _ROW_BYTES = 128
 _ELEMENTS = 16
 _STEP = 2_654_435_761  # odd and large: the elements of one gather say little about those of the next
 _MASK = (1 << 48) - 1
 
 Listing = list[tuple[int, str, list[int]]]
-"""For each sample: the number of the gather, what it was of, and the bits."""
+"""For each sample: the number of the gather, the name of the unit, and the bits."""
 
 
 class Samples:
-    """Of one rank of a mesh, since its last step.
+    """The samples of one rank of a mesh since its last step.
 
     Attributes:
         turn: how often they have been compared.
@@ -40,22 +40,23 @@ class Samples:
         self.turn = 0
 
     def next_number(self) -> int:
-        """For what begins to arrive now; ranks that do the same count alike."""
+        """The number of a gather that starts now. Ranks that run the same gathers count the same numbers."""
         self._numbers += 1
         return self._numbers - 1
 
     def take(self, number: int, unit: str, full: Tensor) -> None:
-        """`full` [numel] is there, and should be the same on all ranks."""
+        """Take a sample of `full` [numel], which has arrived and should be equal on all ranks."""
         if not full.numel():
             return
         stride = -(-full.numel() // min(_ELEMENTS, _ROW_BYTES // full.element_size()))
         sample = full[number * _STEP % stride :: stride]
-        # Copied on the device, never read here: `.item()` would make every gather wait for the GPU.
+        # A copy on the device. Do not read the sample here: `.item()` would make the host wait for the GPU at every
+        # gather.
         self._rows[number % _LIMIT, : sample.nbytes].view(full.dtype).copy_(sample)
         self._taken[number % _LIMIT] = number, unit
 
     def digest(self) -> Tensor:
-        """0-d int64: the upper bits of a sum of products, which depend on all bits of a sample."""
+        """0-d int64: upper bits of a sum of products with odd factors; they depend on all bits of the samples."""
         total = torch.mul(self._rows.view(torch.int64), self._factors, out=self._products).sum()
         return (total >> 16) & _MASK
 
@@ -67,15 +68,15 @@ class Samples:
         return [self._rows, self._factors, self._products]
 
     def forget(self) -> None:
-        """They have been compared."""
+        """Drop the samples: they have been compared."""
         self._rows.zero_()
         self._taken.clear()
         self.turn += 1
 
 
 def first_difference(listings: list[Listing]) -> tuple[int, str] | None:
-    """The first rank that has other values of something than rank 0 has, and of what. What has not arrived everywhere
-    yet is passed over."""
+    """(rank, unit) of the first sample that differs from rank 0's. Gathers that have not completed on both ranks are
+    skipped."""
     first = {number: (unit, bits) for number, unit, bits in listings[0]}
     differences = [
         (number, rank, unit)

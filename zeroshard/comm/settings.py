@@ -1,8 +1,8 @@
-"""What a step depends on beside the gradients, alike on every rank: classes, hyper-parameters, clips, loss scales.
+"""Settings that must be equal on every rank for a step: optimizer classes, hyper-parameters, clips, loss scales.
 
-Each rank brings one number that stands for all of it to the control exchange. Only where these differ the ranks tell
-each other the values, and all raise, with what differs. (The everyday case: a scheduler that is fed each rank's own
-loss. Every part of a parameter would be stepped with another learning rate.)
+Each rank brings one digest of them to the control exchange. Only if the digests differ do the ranks exchange the
+values, and all raise with what differs. (A common case: a scheduler that reads each rank's own loss. The shards of a
+parameter would be stepped with different learning rates.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 NOT_TOLD = -1
-"""In place of a digest: this rank does what the others tell it (see `join.py`)."""
+"""In place of a digest: this rank is a follower of a join and has no settings of its own (see `join.py`)."""
 
 Items = tuple[tuple[str, Any], ...]
 Words = dict[str, str]
-"""What it is -> its value."""
+"""Name of a setting -> its value, in words."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Members:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one optimizer, plain values.
+    """The settings of one optimizer, as plain values.
 
     Attributes:
-        groups: of each param group, the class and the hyper-parameters.
-        members: and the parameters.
-        others: what has been asked for between backward and step.
-        edits: what has been done to gradients. (Once more, and they are compared once more.)
+        groups: class and hyper-parameters of each param group.
+        members: parameters of each param group.
+        others: options of calls between backward and step.
+        edits: changes made to gradients. (Another edit makes another comparison necessary.)
     """
 
     groups: tuple[Items, ...]
@@ -70,21 +70,22 @@ class Settings:
 
 @dataclass
 class SettingsReport:
-    """What one optimizer reports to the others of its settings: those of the step at hand, and those of steps that were
-    taken with others than had been compared (they were changed between `clip_grad_norm_` and `step`)."""
+    """The settings that one optimizer reports in the control exchange: those of the current step, and those of earlier
+    steps whose settings changed after the comparison (between `clip_grad_norm_` and `step`)."""
 
     compared: Settings | None = None
     _late: list[tuple[Settings, Settings]] = field(default_factory=list)  # compared, and stepped with
     _now: Settings | None = None
 
     def begin(self, now: Settings | None) -> None:
-        """They are about to be compared; None: this rank has nothing to say."""
+        """`now` is about to be compared; None: this rank has no settings to report."""
         if now is not None and now == self.compared:
-            now = self.compared  # its digest is known
+            now = self.compared  # the object whose digest is cached
         self._now = now
 
     def went_on_with(self, now: Settings | None) -> None:
-        """Without another exchange."""
+        """A step uses `now` without another exchange. If it has changed since the comparison, the next one reports
+        it."""
         if now is not None and self.compared is not None and now != self.compared:
             self._late.append((self.compared, now))
             self.compared = now
@@ -110,7 +111,7 @@ class SettingsReport:
         return late | self._now.words()
 
     def end(self) -> None:
-        """They have been compared."""
+        """The settings have been compared, and are equal."""
         now, self._now = self._now, None
         self.compared = replace(now, edits=()) if now is not None and now.edits else now
         self._late.clear()
@@ -120,8 +121,8 @@ _LATE = "after clip_grad_norm_, "
 
 
 def plain(value: Any) -> Any:
-    """A value of which `repr` is the same on every rank where it means the same: numbers as float, tensors of one
-    element as their number. What has no value to compare counts by its type."""
+    """A value whose `repr` is equal on all ranks if the setting is equal: numbers as float, one-element tensors as
+    their number. Objects that cannot be compared are replaced by the name of their type."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
@@ -136,7 +137,7 @@ def plain(value: Any) -> Any:
 
 
 def difference(by_rank: Sequence[Words]) -> str:
-    """The first thing that differs, with its value on each rank, and what to do; "" for none.
+    """The first setting that differs, with its value on each rank and advice, in words; "" if none differs.
 
     Args:
         by_rank: `SettingsReport.words` of each rank.

@@ -1,11 +1,12 @@
-"""Storages that the ranks of one host read in each other's memory: no socket, no copy on the way.
+"""Memory segments that the ranks of one host map from each other: no socket, no intermediate copy.
 
-Each is an anonymous file (memfd) that a peer maps by way of /proc/<pid>/fd. Nothing has a name in a file system, so
-nothing stays behind, however a process ends. Where this does not work (several hosts, another system, a forbidden
-/proc) the ranks notice at the start and exchange by messages.
+A segment is an anonymous file (memfd) that a peer maps through /proc/<pid>/fd. It has no name in a file system, so
+nothing is left behind, however a process ends. If this does not work (several hosts, another system, no access to
+/proc), the ranks find out at the start and exchange messages instead.
 
-A process number says nothing by itself: in containers every rank may be process 1, and /proc/1 is then its own. So each
-file is labelled with a random number of its process, its *identity*, and mapped only under the label that is expected.
+A pid alone does not identify a rank: in containers every rank may be process 1, and /proc/1 is then the reader itself.
+So the label of each file contains a random number of its process, its *identity*, and a peer maps only a file with the
+expected label.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from zeroshard.errors import SystemRefused
 
 
 class Location(NamedTuple):
-    """Where some bytes lie, for a peer. `segment` is unique in its process; `fd` is not, over time."""
+    """Where a peer finds some bytes. `segment` is unique in its process for good; an `fd` is reused after a close."""
 
     segment: int
     fd: int
@@ -36,24 +37,25 @@ class Location(NamedTuple):
 
 
 NOWHERE = Location(0, 0, 0, 0)
-"""That a peer could read: its segments count from 1."""
+"""For bytes that no peer can read. (Segments are numbered from 1.)"""
 _SEGMENTS = itertools.count(1)
-"""Numbers for all of this process: meshes of one group share its identity."""
+"""Numbers for all segments of this process, not per mesh: meshes of one group share one identity, so peers could not
+tell two segments of the same number apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank's process, for its peers: its number, which may be another process's elsewhere, and what is its alone."""
+    """A rank's process, for its peers: its pid, which may be ambiguous, and its identity, which is not."""
 
     pid: int
     identity: int
 
 
 class SharedMemory:
-    """The segments that this process has, and those of its peers that it has mapped.
+    """The segments of this process, and the peers' segments that it has mapped.
 
     Attributes:
-        process: this one.
+        process: this process.
     """
 
     def __init__(self, process: Process | None = None) -> None:
@@ -63,18 +65,18 @@ class SharedMemory:
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 zeros [num_bytes] that peers can map as long as the tensor lives."""
+        """uint8 zeros [num_bytes]. Peers can map them as long as the tensor lives."""
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         segment, fd = self.create(num_bytes)
         tensor = self.map(segment, fd, num_bytes)
-        # The descriptor lives as long as the tensor: peers open it through /proc when they first need it. What a peer
-        # has mapped stays valid after the close.
+        # The descriptor must live as long as the tensor: peers open it through /proc when they first need it. A peer's
+        # existing mapping stays valid after the close.
         weakref.finalize(tensor, os.close, fd)
         return tensor
 
     def create(self, num_bytes: int) -> tuple[int, int]:
-        """A file of zeros: (segment, fd)."""
+        """A new file of zeros: (segment, fd)."""
         segment = next(_SEGMENTS)
         # Anonymous, not `shm_open`: a name in /dev/shm outlives a process that is killed.
         fd = os.memfd_create(_label(self.process, segment))
@@ -82,7 +84,7 @@ class SharedMemory:
         return segment, fd
 
     def map(self, segment: int, fd: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], which `locate` knows as long as the tensor lives."""
+        """The file as a tensor, uint8 [num_bytes]. `locate` finds it as long as the tensor lives."""
         tensor = _map(f"/proc/self/fd/{fd}", num_bytes)
         address = tensor.untyped_storage().data_ptr()
         self._own[address] = segment, fd
@@ -90,7 +92,7 @@ class SharedMemory:
         return tensor
 
     def locate(self, tensor: Tensor) -> Location | None:
-        """For a contiguous tensor in one of the own segments; None for any other."""
+        """The location of a contiguous tensor in one of the own segments; None for any other tensor."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._own:
@@ -98,49 +100,50 @@ class SharedMemory:
         return Location(*self._own[address], storage.nbytes(), tensor.data_ptr() - address)
 
     def peer(self, process: Process, location: Location, like: Tensor) -> Tensor:
-        """The bytes of a peer at that location, with the shape and dtype of `like`. Read only.
+        """A peer's bytes at that location, with the shape and dtype of `like`. Callers must only read it.
 
         Raises:
             OSError: there is no such file, or it is not that peer's segment.
         """
-        # By segment, not by fd: a number of a file is used again for the next file, and the old pages stay mapped here.
+        # Keyed by segment, not by fd: the peer's system reuses a closed fd for the next file, and this cache would
+        # return the pages of the old one.
         key = process.identity, location.segment
         if key not in self._mapped:
             self._mapped[key] = _map_labelled(process, location)
         return self._mapped[key][location.offset : location.offset + like.nbytes].view(like.dtype).view(like.shape)
 
     def own_segments(self) -> list[list[int]]:
-        """[segment, fd, number of bytes] of each."""
+        """[segment, fd, number of bytes] of each own segment."""
         return [[segment, fd, os.fstat(fd).st_size] for segment, fd in self._own.values()]
 
     def map_segments(self, process: Process, segments: list[list[int]]) -> None:
-        """Map these of a peer now: what is mapped stays readable when the peer has freed it."""
+        """Map these segments of a peer now: a mapping stays readable after the peer has freed the segment."""
         for segment, fd, num_bytes in segments:
             self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))
 
     def mapped(self) -> list[Tensor]:
-        """What has been mapped of peers (it is their memory, and no second copy of it)."""
+        """The mapped segments of peers (the peers' own memory, not a copy)."""
         return list(self._mapped.values())
 
 
 class Probe:
-    """Whether all ranks can read each other's memory, tried with one small segment of each: its owner has written its
-    identity there, every peer that finds it writes its own beside it, and the owner finds those."""
+    """Tests whether all ranks can read each other's memory, with one small segment per rank: the owner writes its
+    identity, every peer that finds it there writes its own beside it, and the owner checks that all have."""
 
     def __init__(self, shared: SharedMemory, rank: int, num_ranks: int) -> None:
         self._shared, self._rank, self._num_ranks = shared, rank, num_ranks
         self._segment = shared.allocate(8 * num_ranks)
         self._slots = self._segment.view(torch.int64)
-        self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped another process
+        self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped a wrong process
 
     def card(self) -> list[int]:
-        """What a peer needs to know: [process number, identity, where]."""
+        """What a peer needs to find the segment: [pid, identity, *location]."""
         location = self._shared.locate(self._slots)
         assert location is not None
         return [*astuple(self._shared.process), *location]
 
     def answer(self, cards: Sequence[list[int]]) -> bool:
-        """Write the own identity into the segment of each peer. False where one of them cannot be found."""
+        """Write the own identity into the segment of each peer. False if a peer's segment cannot be found."""
         for rank, (pid, identity, *location) in enumerate(cards):
             if rank != self._rank:
                 try:
@@ -153,7 +156,7 @@ class Probe:
         return True
 
     def is_answered(self, cards: Sequence[list[int]]) -> bool:
-        """Whether all peers have written here, once all of them have tried."""
+        """Whether all peers have written their identity here. Call it after all peers have run `answer`."""
         return self._slots.tolist() == [identity for _, identity, *_ in cards]
 
 
@@ -163,10 +166,10 @@ def _label(process: Process, segment: int) -> str:
 
 def _map_labelled(process: Process, location: Location) -> Tensor:
     # [Note: a process number is not a process]
-    # In a container every rank may be process 1, and /proc/1 is then this process itself; elsewhere the number may have
-    # been given to a new process. A rank that maps its own memory for a peer's trains on, apart, in silence. So a
-    # segment counts only under a label with the random number of its owner: before it is opened (to open a pipe or a
-    # device of a stranger has effects), and again of what has been opened (the peer may have closed it in between).
+    # In a container every rank may be process 1, and /proc/1 is then this process itself. Or the pid now belongs to a
+    # new process. A rank that maps its own memory in place of a peer's would train on wrong values without an error. So
+    # the label, with the random number of its owner, is checked before the open (opening a foreign pipe or device has
+    # side effects), and again on the opened file (the peer may have closed it in between).
     label, path = _label(process, location.segment), f"/proc/{process.pid}/fd/{location.fd}"
     _expect(label, path)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -184,7 +187,8 @@ def _expect(label: str, path: str) -> None:
 
 
 class Segment:
-    """Memory that peers can map, held only now and then: what a peer has mapped stays mapped, and is filled anew."""
+    """Memory that peers can map, and that is held only while it is needed. Peers map it once: their mapping stays valid
+    when the memory is given back and taken again."""
 
     def __init__(self, shared: SharedMemory, num_bytes: int) -> None:
         self._shared, self._num_bytes = shared, num_bytes
@@ -192,13 +196,13 @@ class Segment:
         weakref.finalize(self, os.close, self._fd)
 
     def take(self) -> Tensor:
-        """uint8 [num_bytes], zeros at first and after `give_back`."""
+        """uint8 [num_bytes]: zeros at first, and after `give_back`."""
         return self._shared.map(self._number, self._fd, self._num_bytes)
 
     def give_back(self) -> None:
-        """The pages go back to the system. Nobody may be reading them."""
-        # The file stays, and so does what peers have mapped of it. To read past the end of a file that is mapped is
-        # SIGBUS: a peer that still reads between these two calls dies (see `Pending.release`).
+        """Return the pages to the system. No peer may be reading them."""
+        # The file and the peers' mappings stay. A read past the end of a mapped file is SIGBUS: a peer that still reads
+        # between these two calls dies. Call `Pending.release` first.
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, self._num_bytes)
 
@@ -208,7 +212,7 @@ _MADV_HUGEPAGE = 14
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask for large pages: memory that has just been taken is then cleared in a fraction of the time."""
+    """Ask the system for huge pages: it then clears newly taken memory in a fraction of the time."""
     if tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE or _libc() is None:
         return
     page = os.sysconf("SC_PAGE_SIZE")
@@ -223,5 +227,5 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def _map(path: str, num_bytes: int) -> Tensor:
-    # shared=True: a private mapping, which is the default, would keep what is written to itself.
+    # shared=True: with the default, a private mapping, peers would not see what is written.
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

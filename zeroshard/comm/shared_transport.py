@@ -1,7 +1,7 @@
-"""Shared: buffers stay where they are, in memory that all ranks of one host map, and each rank reads what it needs.
+"""The shared transport: buffers lie in memory that all ranks of one host map, and each rank reads what it needs.
 
-Messages say where a buffer lies and that it may be read and, after a reduction, that it has been. Sums are those of
-`pairwise_transport.py`, in the same order.
+Messages tell the peers where a buffer lies and that it may be read and, after a reduction, that it has been read. Sums
+are taken in the same order as in `pairwise_transport.py`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
 
 
 class SharedTransport(Transport):
-    """For what lies in shared memory, in the dtype that travels. Everything else goes pairwise."""
+    """Handles buffers that lie in shared memory and need no cast. All others use the pairwise transport."""
 
     name = "shared"
     reads_peers = True
     memory: SharedMemory
 
     def __init__(self, otherwise: Transport, memory: SharedMemory, processes: Mapping[int, Process]) -> None:
-        """`processes`: of each global rank, in the order of the mesh; also this one."""
+        """`processes`: global rank -> process, in the order of the mesh, including this rank."""
         super().__init__(otherwise.messages, otherwise.log)
         self._otherwise, self.memory, self._processes = otherwise, memory, processes
 
     @classmethod
     def between(cls, world: Axis, otherwise: Transport, exchange: Callable[[Any], list[Any]]) -> SharedTransport | None:
-        """None where some rank cannot read another's memory: all of them find the same answer. Collective.
+        """The shared transport, or None if some rank cannot read another's memory: the same answer on all ranks.
+        Collective.
 
         Args:
-            otherwise: for what does not lie in shared memory.
-            exchange: a JSON-able value of every rank, in rank order.
+            otherwise: the transport for buffers that do not lie in shared memory.
+            exchange: gathers a JSON-able value of every rank, in rank order.
         """
         known = connected(world.group)
-        if known is not None:  # by another mesh of the same group: nothing has to be tried again
+        if known is not None:  # another mesh of the same group has made the trial already
             otherwise.messages.pipes = known.pipes
             return cls(otherwise, SharedMemory(known.processes[world.ranks[world.rank]]), known.processes)
         memory = SharedMemory()
@@ -52,8 +53,8 @@ class SharedTransport(Transport):
         cards = exchange([probe.card(), pipes.card()])
         of_memory, of_pipes = zip(*cards, strict=True)
         answers = exchange([probe.answer(of_memory), pipes.connect([pid for pid, *_ in of_memory], of_pipes)])
-        # Three exchanges: nobody looks for answers before all have written theirs, and one refusal decides for all
-        # ranks. Ranks with different transports would wait for messages that nobody sends.
+        # Three exchanges are needed: answers are checked only after all ranks have written theirs, and one refusal must
+        # decide for all ranks. Ranks with different transports would wait for messages that nobody sends.
         can_read, are_connected = (all(answer) for answer in zip(*answers, strict=True))
         if not all(exchange(can_read and probe.is_answered(of_memory))):
             return None
@@ -78,10 +79,9 @@ class SharedTransport(Transport):
             return self._otherwise.gather(gather)
         axis, full, moved = gather.axis, gather.full, gather.portions
         # [Note: who may write to shared memory]
-        # A peer reads here, when it wants, what this rank has only announced. Nothing may write to it before the peers
-        # have answered (`release`), or before all ranks have met otherwise: shards of weights are written by a step,
-        # and a step begins with the control exchange. Buckets are used again within a backward, so reductions always
-        # answer.
+        # A peer reads the announced memory at any later time. Nothing may write to it until the peers have acknowledged
+        # (`release`), or until all ranks have met in another exchange: shards of weights are written by a step, and a
+        # step begins with the control exchange. Buckets are reused within a backward, so reductions always acknowledge.
         announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes, location)
 
         def copy_from_peers() -> Sequence[Any]:
@@ -95,7 +95,7 @@ class SharedTransport(Transport):
         return Pending(self, (), copy_from_peers, announced)
 
     def reduce(self, sum_: Sum) -> Pending:
-        # A peer reads the buffer as it is held: terms that are cast on the way have to be sent.
+        # A peer reads the buffer in the dtype in which it is held: terms that must be cast have to be sent.
         location = None if sum_.is_cast else self.memory.locate(sum_.full)
         if location is None:
             return self._otherwise.reduce(sum_)
@@ -111,7 +111,7 @@ class SharedTransport(Transport):
         return Pending(self, (), sum_from_peers, announced)
 
     def _peer(self, announced: Announcement, rank: int, like: Tensor) -> Tensor:
-        """What a rank of the axis has announced, where it lies. Read only."""
+        """The memory that a rank of the axis has announced. Callers must only read it."""
         process = self._processes[announced.axis.ranks[rank]]
         return self.memory.peer(process, Location(*announced.messages[rank][:4].tolist()), like)
 
@@ -131,7 +131,7 @@ class SharedTransport(Transport):
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
         if wire != grad:
             return PairwiseTransport.scratch_bytes(numel, num_ranks, grad, wire, in_place=in_place)
-        # Of the sum so far, if it is needed at all, a piece that stays in cache.
+        # In place, the running sum is kept for one cache-sized block at a time; with two ranks it needs no scratch.
         return min(CACHED_NUMEL, numel // num_ranks) * wire.itemsize if in_place and num_ranks > 2 else 0
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -141,8 +141,9 @@ class SharedTransport(Transport):
         return self.memory.locate(tensor) is not None
 
     def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
-        # A fast rank may free its buffers while a slow one still reads them, but not before that one has mapped them.
-        # Two exchanges: the first says what there is, and nobody frees anything until all have passed the second.
+        # A rank may free its buffers while a slower peer still reads them, provided that the peer has mapped them. So
+        # there are two exchanges: the first lists the segments, and no rank frees anything before all have reached the
+        # second.
         everyone = exchange(self.memory.own_segments())
         for process, segments in zip(self._processes.values(), everyone, strict=True):
             if process != self.memory.process:

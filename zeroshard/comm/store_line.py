@@ -1,7 +1,7 @@
-"""A thread that does all the talking to a store, so that nobody else waits for a store that does not answer.
+"""A thread that makes all calls to a store, so that no other thread blocks if the store does not answer.
 
-A store's socket waits without end for a host that no packet reaches any more. Here only this thread does: who asks it
-waits as long as it chooses, and anybody can see when the store has answered last.
+A store's socket waits without a timeout for a host that packets no longer reach. Only this thread blocks in it. Other
+threads queue a job and wait as long as they choose, and can see for how long a call has been open.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class StoreLine:
         self._store, self._beat, self._beat_seconds = store, beat, beat_seconds
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._hurries = False
-        self._asked: float | None = None  # since when a question is open
+        self._asked: float | None = None  # start of the call that is open
         # A daemon: a call that the store never answers must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
         self._thread.start()
 
     def ask(self, job: Callable[[Store], T], patience: float) -> T:
-        """What `job(store)` gives.
+        """Run `job(store)` on the thread, and return its result.
 
         Raises:
-            Silent: it did not within `patience` seconds.
+            Silent: there was no result within `patience` seconds, or the store is gone.
         """
         if self.gone:
             raise Silent("the store of the process group is gone")
@@ -57,12 +57,12 @@ class StoreLine:
             raise Silent(f"the store of the process group has not answered for {self.silent_for():.0f} s") from None
 
     def hurry(self) -> None:
-        """The next beat is due now."""
+        """Make the next beat due now. Any thread may call it."""
         self._hurries = True
         self._jobs.put((lambda store: None, Future()))
 
     def silent_for(self) -> float:
-        """Seconds since the store has been asked something that it has not answered yet."""
+        """Seconds since the call that the store has not answered yet; 0 if no call is open."""
         asked = self._asked
         return 0.0 if asked is None else time.monotonic() - asked
 

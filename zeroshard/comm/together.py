@@ -1,6 +1,6 @@
-"""Work that all ranks do, or none: what one of them fails at, all raise. Collective.
+"""Work after which all ranks raise if it failed on any rank. Collective.
 
-Without the exchange a rank that has failed would leave the others waiting in their next collective. (A checkpoint that
+Without the exchange, a rank that has failed would leave the others waiting in their next collective. (A checkpoint that
 is written in the background does the same without collectives: `checkpoint/meeting.py`.)
 """
 
@@ -19,22 +19,23 @@ Words = Callable[[Exception], str]
 
 
 def in_words(error: BaseException) -> str:
-    """For other ranks to hear of, and for users to read."""
+    """The text of an error for the other ranks and for users."""
     return str(error) if isinstance(error, (ValueError, CheckpointError)) else f"{type(error).__name__}: {error}"
 
 
 def together(
     collectives: Collectives, what: str, work: Callable[[], T], *, words: Words = in_words, patient: bool = False
 ) -> T:
-    """What `work` returns.
+    """Run `work` on every rank, and return its result. Collective.
 
     Args:
         what: the call, for the message.
-        words: what is said of an error.
-        patient: one rank may have much more to do than the others: they wait as long as it is heard of.
+        words: turns an error into text.
+        patient: True if one rank may work much longer than the others: they wait as long as it sends heartbeats.
 
     Raises:
-        ValueError: on all ranks, if `work` has raised on any: what the first of them says, and which it is, if not all.
+        ValueError: on all ranks, if `work` has raised on any: the text of the first failed rank, and its number unless
+            all ranks failed with the same text.
     """
     return tell_together(collectives, what, lambda: (work(), None), words=words, patient=patient, tell=False)[0]
 
@@ -49,23 +50,23 @@ def tell_together(
     patient: bool = False,
     tell: bool = True,
 ) -> tuple[T, list[Any]]:
-    """`work` gives something to keep, and something JSON-able for all ranks to know. Returns the own, and what all have
-    told, in rank order.
+    """Like `together`, and ranks also exchange a value. `work` returns (a result for this rank, a JSON-able value for
+    all ranks). Returns this rank's result, and the values of all ranks in rank order.
 
     Args:
-        tell: False: nobody has to know anything unless something fails, and nothing is told.
-        errors: classes that are raised as they are; others become the first of these.
-        what, words, patient: as above.
+        tell: False: values are not exchanged, and the returned list is empty.
+        errors: classes that are raised unchanged; other errors become the first of these.
+        what, words, patient: as of `together`.
 
     Raises:
-        one of `errors`: as above.
+        one of `errors`: on all ranks, if `work` has raised on any.
     """
     problem, told, failure = None, None, None
     try:
         kept, told = work()
-    except Exception as error:  # whatever it is: the others wait
-        # What torch or the user's code raises is raised as the class of ours that is of the same kind. (A checkpoint's
-        # is of no kind: any RuntimeError keeps its name in the text.)
+    except Exception as error:  # of any class: the other ranks are on their way to the exchange below
+        # An error of torch or of the user's code is raised as our class with the same built-in base. (CheckpointError
+        # is left out: a RuntimeError keeps its class name in the text instead.)
         kinds = {base: one.__name__ for one in errors if one is not CheckpointError for base in one.__bases__}
         kind = {**kinds, **{one: one.__name__ for one in errors}}.get(type(error), "")
         text = str(error) if kind else words(error)
@@ -82,7 +83,7 @@ def tell_together(
         try:
             raise {one.__name__: one for one in errors}.get(kind, errors[0])(f"{what}{where}: {text}") from failure
         finally:
-            # Its traceback refers to this frame, which refers to it: a cycle that keeps all that `work` has looked at
-            # until the garbage collector runs (Python reference, "The try statement").
+            # The traceback of `failure` refers to this frame, and this frame to `failure`: a cycle that keeps all
+            # tensors that `work` has touched until the garbage collector runs (Python reference, "The try statement").
             failure = None
     return kept, [of_rank for _, of_rank in results]

@@ -1,7 +1,7 @@
-"""What a transport is asked: to gather, to sum, to exchange parts, and how much scratch that takes.
+"""The interface of a transport: gather, sum and exchange buffers, and the scratch that this needs.
 
-`Collectives` says what is exchanged, logs it, watches it, and agrees with the other ranks. A transport says how the
-bytes go. There are three (`transports.py`): shared, pairwise and native.
+`Collectives` decides what is exchanged, logs it, and checks that the ranks agree. A transport moves the bytes. There
+are three (`transports.py`): shared, pairwise and native.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ TransportName = Literal["shared", "pairwise", "native"]
 
 
 class Gather(NamedTuple):
-    """Every rank of an axis gives its portions to all others.
+    """A gather: every rank of an axis gives its portions to all others.
 
     Attributes:
-        portions: what moves.
-        full: [numel]: the own shard is filled in, the others arrive.
-        own: [numel / d], the same values where they rest: inside `full`, or elsewhere.
+        portions: the intervals that move.
+        full: [numel]: the own shard is filled in, the other shards are received.
+        own: [numel / d], the values of the own shard where they rest: inside `full`, or elsewhere.
         kind: of message; messages of one kind arrive in order.
-        about: what is announced to the peers (see `messages.label`); "" where nothing is.
-        acknowledge: whether to learn when the peers have read `own`.
+        about: what is announced to the peers (see `messages.label`); "" if nothing is announced.
+        acknowledge: whether peers acknowledge that they have read `own`.
     """
 
     axis: Axis
@@ -49,7 +49,7 @@ class Gather(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The same on all ranks."""
+        """Bytes of all portions: the same number on all ranks."""
         return self.portions.total * self.full.element_size()
 
 
@@ -58,9 +58,10 @@ class Reduction:
     """How terms are summed.
 
     Attributes:
-        scratch: uint8, `Transport.reduce_scratch_bytes(...)` or more, exclusive until the result is waited for.
-        wire: the dtype that travels. Sums are taken in the wider of it and the terms' own.
-        divisor: of the sum, once it has been rounded to the terms' dtype.
+        scratch: uint8, at least `Transport.reduce_scratch_bytes(...)` bytes. Nothing else may use it until the result
+            has been waited for.
+        wire: the dtype in which terms are sent. Sums are taken in the wider of it and the terms' own dtype.
+        divisor: divides the sum after it has been rounded to the terms' dtype.
     """
 
     scratch: Tensor
@@ -73,7 +74,7 @@ class Sum:
     """One sum over the ranks of an axis.
 
     Attributes:
-        portions: what is summed.
+        portions: the intervals that are summed.
         full: [numel], this rank's terms.
         out: [numel / d], where the sum of the own portions goes; it may be the own shard inside `full`.
         kind, about: as of a `Gather`.
@@ -89,12 +90,12 @@ class Sum:
 
     @property
     def num_bytes(self) -> int:
-        """Of all terms of one rank as they are held: the same on all ranks."""
+        """Bytes of one rank's terms in the dtype in which they are held: the same number on all ranks."""
         return self.portions.total * self.full.element_size()
 
     @property
     def is_cast(self) -> bool:
-        """Whether terms travel in another dtype than they are held in."""
+        """Whether terms are sent in another dtype than the one in which they are held."""
         return self.reduction.wire != self.full.dtype
 
     @property
@@ -108,15 +109,15 @@ class Sum:
 
     @cached_property
     def places(self) -> list[Tensor]:
-        """Of the own portions, in `out`."""
+        """Where the sums of the own portions go, in `out`."""
         return parts(self.out, self.portions.inside(self.axis.rank))
 
     def take(self, of_peers: Sequence[Sequence[Tensor]], totals: Sequence[Tensor]) -> None:
-        """Add up, for each of the own portions.
+        """Sum each of the own portions in rank order, divide, and write the result to `out`.
 
         Args:
-            of_peers: the terms of each, in rank order.
-            totals: where the sum so far is put (see `sum_in_rank_order`).
+            of_peers: the terms of each peer, in rank order.
+            totals: for each portion, memory for the running sum (see `sum_in_rank_order`).
         """
         # See [Note: sums in rank order] in `pairwise_transport.py`.
         for number, (place, total) in enumerate(zip(self.places, totals, strict=True)):
@@ -124,12 +125,12 @@ class Sum:
             sum_in_rank_order(self.own[number], terms, self.axis.rank, total, place, self.reduction.divisor)
 
     def put(self, sums: Sequence[Tensor]) -> None:
-        """Somebody else has added up: these, of the own portions, are divided and put where they go."""
+        """For sums that the backend has taken: divide the sums of the own portions, and write them to `out`."""
         for place, value in zip(self.places, sums, strict=True):
             divide(place if is_same_place(place, value) else place.copy_(value), self.reduction.divisor)
 
     def totals_in(self, scratch: Tensor) -> list[Tensor]:
-        """For `take`, one after the other in bytes that nobody needs any more."""
+        """`totals` for `take`, in bytes that are free: all portions use the same bytes, one after the other."""
         return [scratch.view(self.full.dtype)] * len(self.places)
 
 
@@ -138,15 +139,16 @@ def is_same_place(a: Tensor, b: Tensor) -> bool:
 
 
 class Transport(ABC):
-    """One way to move bytes. Every axis that it is given has more than one rank, and every buffer some elements.
+    """One way to move bytes. Callers pass only axes of more than one rank, and buffers that are not empty.
 
-    It asks a process group for what it needs (messages with tags, a reduce-scatter), never for the name of its backend.
+    A transport uses features of a process group (tagged messages, a reduce-scatter), and never checks the name of the
+    backend.
 
     Attributes:
         name: for `plan_memory`.
-        reads_peers: whether ranks read each other's memory. Then nothing moves until a result is waited for, and what
-            this rank gives must not be written to before the peers have read it.
-        memory: what peers map, if they do.
+        reads_peers: whether ranks read each other's memory. Then nothing moves until a result is waited for, and this
+            rank must not write to what it gave before the peers have read it.
+        memory: the memory that peers map, or None.
         messages, log: of the mesh.
     """
 
@@ -159,7 +161,7 @@ class Transport(ABC):
 
     @property
     def fallback(self) -> Transport:
-        """What serves where this one does not: small rows, and what is not announced."""
+        """The transport for small rows, and for exchanges that are not announced."""
         return self
 
     @classmethod
@@ -168,11 +170,11 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(self, gather: Gather) -> Pending:
-        """Start it. The own shard of `full` is filled in already."""
+        """Start a gather. The own shard of `full` is filled in already."""
 
     @abstractmethod
     def reduce(self, sum_: Sum) -> Pending:
-        """Start it. Nothing may write to the terms until the result has been waited for."""
+        """Start a sum. Nothing may write to the terms until the result has been waited for."""
 
     @abstractmethod
     def all_to_all(
@@ -183,25 +185,26 @@ class Transport(ABC):
 
     @abstractmethod
     def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
-        """`numbers` int64 [n] become their sums over the ranks of an axis. Whole numbers: any order gives the same."""
+        """Replace `numbers` int64 [n] by their sums over the ranks of an axis. Integers, so the order does not
+        matter."""
 
     @staticmethod
     @abstractmethod
     def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
-        """What each rank of so many sends for an `add_up` of so many bytes."""
+        """Bytes that each of `num_ranks` ranks sends for an `add_up` of `num_bytes`."""
 
     @staticmethod
     @abstractmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
-        """What one `reduce` of all of `numel` elements needs on an axis of more than one rank: received terms, and what
-        is cast to be sent. `in_place`: the sum goes to the own shard of what is reduced."""
+        """Scratch bytes of one `reduce` of `numel` elements on an axis of more than one rank: received terms, and terms
+        cast for sending. `in_place`: the sum goes to the own shard of the reduced buffer."""
 
     @classmethod
     def reduce_scratch_bytes(
         cls, numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, *, in_place: bool
     ) -> int:
-        """Scratch that one `Collectives.reduce_scatter` of `numel` elements needs: shards are summed in it and then, in
-        the same bytes, over their replicas."""
+        """Scratch bytes of one `Collectives.reduce_scatter` of `numel` elements. The sum over shards and the sum over
+        replicas use the same bytes, one after the other."""
         shard, over_shards, over_replicas = numel // num_shards, 0, 0
         if num_shards > 1:
             over_shards = cls.scratch_bytes(numel, num_shards, grad, wire, in_place=in_place)
@@ -214,23 +217,23 @@ class Transport(ABC):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory that peers map."""
+        """Whether the tensor lies in memory that peers map."""
         return False
 
     def broadcast(self, axis: Axis, tensor: Tensor, source: int) -> None:
-        """The values of rank `source` of an axis, in place, now."""
+        """Copy the values of rank `source` to all ranks of the axis, in place; returns when they are there."""
         dist.broadcast(tensor, group=axis.group, group_src=source)
 
     def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Map what the peers have allocated so far. Collective. `exchange`: a JSON-able value of every rank."""
-        return None  # nobody reads anybody's memory
+        """Map what the peers have allocated so far. Collective. `exchange`: gathers a JSON-able value of every rank."""
+        return None  # ranks do not read each other's memory
 
     def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
-        """All ranks come to the same point of the program. One that gathers or reduces meanwhile raises, as do those
-        that are here, where collectives are announced (elsewhere they wait). Collective.
+        """Check that all ranks are at the same point of the program. Collective. If a rank gathers or reduces instead,
+        that rank and the ranks here raise, if this transport announces collectives; else they wait.
 
         Args:
-            axes: kind of collective -> the ranks that it is among.
+            axes: kind of collective -> its axis.
 
         Raises:
             OutOfOrder: a peer is elsewhere.

@@ -1,9 +1,9 @@
-"""The transports, by the names that `plan_memory` takes: three ways to move the same bytes.
+"""The three transports, by the names that `plan_memory` takes.
 
-| name | when | what travels |
+| name | used with | what is sent |
 |---|---|---|
-| shared | gloo, all ranks on one host | messages that say where a buffer lies, that it may be read, that it has been |
-| pairwise | gloo | the same messages, and slices |
+| shared | gloo, all ranks on one host | messages: where a buffer lies, that it may be read, that it has been read |
+| pairwise | gloo | messages, and slices of the buffers |
 | native | NCCL and others | the backend's own collectives |
 """
 
@@ -21,10 +21,10 @@ TRANSPORTS: dict[TransportName, type[Transport]] = {
 
 
 def transport_named(name: TransportName) -> type[Transport]:
-    """For the planner, which has no process group to choose one for.
+    """The transport class of that name, for the planner, which has no process group.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no transport of that name.
     """
     if name not in TRANSPORTS:
         raise InvalidValue(f"transport must be one of {', '.join(TRANSPORTS)}, found {name!r}")

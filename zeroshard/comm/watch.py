@@ -1,16 +1,16 @@
-"""The watch: each rank learns when another rank fails, so that no rank waits for one that will not come.
+"""The watch: each rank learns when another rank fails, so that no rank waits for one that has failed.
 
     rank 1   raises ── prints its traceback ── tells the store ── exits
     rank 0   waits for rank 1 in a collective ... learns of it, or its connection closes ── prints one line ── exits
 
 Every few seconds each rank writes to the store that its process runs and where its main thread is; a rank that has
-waited for long also writes what it waits for, and the first such rank looks at all others. A rank whose collective has
-timed out asks all for where they are, and can therefore report why the other one did not come: its process no longer
-exists, it is stopped, its host cannot be reached, or it is at another place in the program. Ranks that wait for each
-other are detected before any of them times out. What a rank has to hear of rings its bell (`bell.py`); it asks for
-nothing, so that the store has little to do, however many ranks there are. A rank that has learnt of a failure has
-`GRACE_SECONDS` to end by itself, and its waits inside gloo are interrupted; after that its watch ends the process. For
-a rank that waits inside NCCL this is the only way out.
+waited for long also writes what it waits for, and the first such rank reads the heartbeats of all others. A rank whose
+collective has timed out asks all ranks where they are, and can therefore report why the other rank did not come: its
+process no longer exists, it is stopped, its host cannot be reached, or it is at another place in the program. Ranks
+that wait for each other are detected before any of them times out. News is signalled by a rank's bell (`bell.py`)
+instead of polling, so the load on the store stays small with many ranks. A rank that has learnt of a failure has
+`GRACE_SECONDS` to end by itself, and its waits inside gloo are interrupted; after that its watch ends the process. A
+rank that waits inside NCCL can end only this way.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from zeroshard.comm.whereabouts import waits_in_vain, where
 from zeroshard.errors import Error
 
 BEAT_SECONDS = 0.5
-"""Between two times that a rank says that it runs: to its watch, and to those with whom it saves."""
+"""Seconds between two rounds of the watch, and between two heartbeats while a checkpoint is saved."""
 GRACE_SECONDS = 2.0
-"""How long others have, once a rank has failed: to end, or to stop writing."""
+"""How long the other ranks have, after a rank has failed, to end or to stop writing a checkpoint."""
 PATIENCE_SECONDS = 1.0
-"""With the store, of a rank that is about to leave."""
+"""How long a rank that is about to exit waits for an answer of the store."""
 FAILED = 1
 """Exit status of a rank that its watch has ended."""
 
 _OF_OTHERS = re.compile(
     r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
 )
-"""Messages of an error that another rank's end may have caused."""
+"""Matches messages of errors that another rank's end may have caused."""
 _TAG = 31_333
-"""Of a message that nobody sends."""
+"""A tag that no rank sends with (see `interrupt_gloo`)."""
 _PREFIX = "zeroshard/watch"
 _PACE_SECONDS = 10.0
 _HURRY_SECONDS = 10.0
-"""For how long a rank that has been asked where it is says so at every beat."""
+"""For how long a rank that has been asked where it is writes a heartbeat in every round."""
 _OTHERS_PATIENCE = 8 * BEAT_SECONDS
-"""For what another rank that has been waiting in vain, too, finds out."""
+"""How long a rank waits for the finding of another rank that has timed out, too, and reads all heartbeats."""
 
 T = TypeVar("T")
 
@@ -73,11 +73,11 @@ _current: Watch | None = None
 
 
 class LostPeer(Error, RuntimeError):
-    """This rank has waited in vain for another one; the message says for whom, and why.
+    """This rank waited for another rank that did not come; the message says for which rank, and why.
 
     Attributes:
-        cause: why all ranks leave, where it is known.
-        found: who is where, where it is not.
+        cause: why all ranks leave, if it is known.
+        found: otherwise, where the other ranks are, one line each.
     """
 
     def __init__(self, text: str, cause: Cause | None, found: Sequence[str]) -> None:
@@ -90,12 +90,12 @@ class LostPeer(Error, RuntimeError):
 
 
 class Pace:
-    """When a rank says that it runs: at its pace, at once where it begins to wait for long or no longer does, and at
-    every beat for a while after it has been asked.
+    """When a rank writes a heartbeat: every `seconds`; at once if a long wait begins or ends; and in every round for a
+    while after the rank has been asked.
 
     Attributes:
-        timeout: of collectives, in seconds: a rank that has not been heard of for so long is lost.
-        seconds: of the pace.
+        timeout: of collectives, in seconds: a rank without a heartbeat for this long is lost.
+        seconds: between two regular heartbeats.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -104,7 +104,7 @@ class Pace:
         self._next, self._hurries_until, self._calls, self._was_stuck = 0.0, 0.0, 0, False
 
     def is_called(self, calls: int) -> bool:
-        """Whether somebody has asked since this was called last; `calls`: how often, in all."""
+        """Whether a rank has asked since the last call of this method. `calls`: how often ranks have asked in all."""
         self._calls, before = calls, self._calls
         if calls > before:
             self._hurries_until = time.monotonic() + _HURRY_SECONDS
@@ -119,20 +119,20 @@ class Pace:
 
 
 class Watch:
-    """One in each rank, from `start` to `stop`: decides when this rank gives up, and what it says then.
+    """The watch of one rank, from `start` to `stop`: decides when this rank gives up, and what it reports.
 
-    Three threads: the line to the store, which may wait for it without end, the bell, which does nothing else, and a
-    guard, which never does.
+    It has three threads: the line to the store, which may block in a call; the bell, which only blocks on a key; and a
+    guard, which never blocks in the store.
 
     Attributes:
-        line: to the store.
-        bell: what this rank hears by.
-        beats: how often this rank has looked around, and said that it runs if it was time.
-        of_store: that it has been started for.
+        line: makes the calls to the store.
+        bell: wakes this rank when another rank has news for it.
+        beats: number of rounds so far; a round writes a heartbeat if one is due.
+        of_store: the store that the watch was started for.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
-        """`timeout`: of collectives, in seconds; a store that has not answered for so long is lost."""
+        """`timeout`: of collectives, in seconds; a store that has not answered for this long is lost."""
         self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
         self._pace = Pace(timeout)
         self._notices = Notices(rank, world_size)
@@ -144,12 +144,13 @@ class Watch:
         self.line = StoreLine(PrefixStore(_PREFIX, connection_of_its_own(store)), self._beat, BEAT_SECONDS)
         self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
         self.bell = Bell(connection_of_its_own(store), _PREFIX, self._notices.bell, self._hear_bell, BEAT_SECONDS)
-        # A third thread: the others may wait in the store for ever, and somebody has to notice.
+        # A third thread, which must not call the store: the other two may block in it forever, and this one notices.
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
 
     def close(self) -> None:
-        """This rank leaves, and nothing is wrong."""
+        """End the watch of a rank whose work is done."""
+        # A forked worker inherits this object and must not close its parent's (see [Note: forked workers]).
         if self._ending.is_set() or os.getpid() != self.pid:
             return
         self._ending.set()
@@ -159,15 +160,16 @@ class Watch:
             if self.bell.blocks:
                 self.line.ask(lambda store: self._notices.ring(store, [self.rank]), PATIENCE_SECONDS)
             self.bell.join(2 * BEAT_SECONDS)
-            self.line.ask(self._leave, PATIENCE_SECONDS)  # last: who hears of it counts on the process ending
+            # Last: after this, other ranks report a wait for this rank as a wait that never ends.
+            self.line.ask(self._leave, PATIENCE_SECONDS)
         self.line.close(BEAT_SECONDS)
 
     def _leave(self, store: Store) -> None:
         self._notices.leave(store, self.beats, where(threading.main_thread().ident))
 
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
-        """This rank cannot go on: tell the others, who then leave. `show` prints the error: before the others hear of
-        it where it is the first, and not at all where it only follows from the first."""
+        """This rank cannot go on: tell the other ranks, which then leave. `show` prints the error: before the others
+        are told, if this rank is the first to fail; not at all, if the error only follows from the first failure."""
         if self._reported or os.getpid() != self.pid:
             return
         self._reported = True
@@ -185,8 +187,8 @@ class Watch:
                     _print(f"rank {self.rank} of {self.world_size} failed first:")
                 if show is not None:
                     show()
-                # After the traceback is out: the others exit on this, and a launcher that sees one process end kills
-                # the rest.
+                # Only after the traceback is printed: the other ranks exit on this, and when one process exits, a
+                # launcher kills the rest.
                 self._announce(mine)
                 return
             cause = self._hear(patience=2 * BEAT_SECONDS)
@@ -197,10 +199,10 @@ class Watch:
 
     @waits_in_vain
     def what_happened(self) -> LostPeer:
-        """This rank has waited in vain: another one has failed or ended, or (nobody knows of that) where they all are.
-        Returns within two seconds or so."""
+        """Why a wait of this rank failed: the cause, if a rank has failed or ended; else where all ranks are. Returns
+        within a few seconds."""
         cause = self._hear(patience=2 * BEAT_SECONDS)
-        if cause is None and not self._may_look():  # another one looks already, and will say what it has found
+        if cause is None and not self._may_look():  # another rank reads all heartbeats, and will announce the cause
             cause = self._hear(patience=_OTHERS_PATIENCE)
         if cause is not None:
             return LostPeer.because(cause)
@@ -210,14 +212,15 @@ class Watch:
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
     def wait_for_all(self, key: str, number: int, ranks: Sequence[int]) -> None:
-        """Until each of these ranks has come here for the `number`-th time, as long as those that miss are heard of.
+        """Wait until each of these ranks has called this `number` times, as long as the missing ones send heartbeats.
 
         Raises:
-            LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
+            LostPeer: a rank has failed, or has sent no heartbeat for the timeout of a collective.
         """
         everyone = len(ranks) * number
         missing = [rank for rank in ranks if rank != self.rank]
-        # However long it takes: the guard ends this process when it takes too long.
+        # Twice the timeout, so that this call does not give up first: the guard ends the process if the store does not
+        # answer for the timeout. `heard` before the call: a ring after it must not be missed.
         heard = self.bell.count
         come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._pace.timeout)
         if come == everyone:
@@ -226,21 +229,21 @@ class Watch:
         while come < everyone:
             self.bell.wait(heard, pause)
             heard, pause = self.bell.count, min(2 * pause, longest)
-            with suppress(Silent):  # the guard sees to it
+            with suppress(Silent):  # the guard ends the process if the store stays silent
                 come = self.line.ask(partial(self._notices.count, key=key, by=0), PATIENCE_SECONDS)
             if come < everyone:
                 self.expect_alive(missing)
 
     def ring(self, ranks: Sequence[int]) -> None:
-        """Let these ranks look at what they wait for."""
-        with suppress(Silent):  # the guard sees to it
+        """Wake these ranks, so that they check what they wait for."""
+        with suppress(Silent):  # the guard ends the process if the store stays silent
             self.line.ask(lambda store: self._notices.ring(store, ranks), PATIENCE_SECONDS)
 
     def expect_alive(self, ranks: Sequence[int]) -> None:
-        """Called now and then by whoever waits for these ranks without a collective.
+        """Call it repeatedly while waiting for these ranks without a collective.
 
         Raises:
-            LostPeer: one has not been heard of for the timeout of a collective, or somebody has failed.
+            LostPeer: a rank has failed, or has sent no heartbeat for the timeout of a collective.
         """
         if self._cause is not None:
             raise LostPeer.because(self._cause)
@@ -248,7 +251,7 @@ class Watch:
             raise self.what_happened()
 
     def last_seen(self, rank: int) -> str:
-        """Where another rank has been a moment ago."""
+        """Where another rank is now: asks it for a heartbeat, and waits for that for two rounds at most."""
         look, end = partial(self._peers.look, ranks=[rank]), time.monotonic() + 2 * BEAT_SECONDS
         with suppress(Silent):
             self.line.ask(look, PATIENCE_SECONDS)
@@ -262,7 +265,7 @@ class Watch:
     # When the bell has rung ------------------------------------------------------------------------------------------
 
     def _hear_bell(self, store: Store) -> None:
-        """On the bell's thread: all ranks leave, or somebody wants to know where this one is."""
+        """On the bell's thread: a failure has been announced, or a rank asks where this one is."""
         failure = self._notices.failure(store)
         if failure is not None:
             self._cause = failure
@@ -272,7 +275,7 @@ class Watch:
     # Twice a second, on the line to the store ------------------------------------------------------------------------
 
     def _beat(self, store: Store) -> None:
-        """Say that this process runs, and where, if it is time; look for a failure."""
+        """One round: write a heartbeat if one is due, and look for a failure."""
         self.beats += 1
         main = threading.main_thread().ident
         position = HERE.position(sys._current_frames().get(main or 0))
@@ -285,8 +288,8 @@ class Watch:
         cause = self._peers.death(store)
         if cause is None and position is not None and self._peers.looks:
             cause = self._peers.deadlock(store, position, at)
-        # Several ranks may find a death in the same beat. Only one of them may name the cause, or ranks would exit with
-        # different reasons.
+        # Several ranks may find a death in the same round. Only the one that claims it may announce the cause, or ranks
+        # would exit with different reasons.
         if cause is not None and self._notices.claim(store, cause):
             self._notices.announce(store, cause)
             self._cause = cause
@@ -297,7 +300,7 @@ class Watch:
         while not self._ending.wait(BEAT_SECONDS / 2):
             if self._cause is not None:
                 return self._end(self._cause)
-            if self.line.gone or self.bell.gone:  # with the launcher, or with rank 0, of which the connections tell
+            if self.line.gone or self.bell.gone:  # the launcher, or rank 0, held the store and has ended
                 if has_one_launcher(self.world_size):
                     self._end(Cause(None, "is gone"))
                 return None
@@ -306,7 +309,8 @@ class Watch:
         return None
 
     def _end(self, cause: Cause) -> None:
-        """Let the main thread end by itself, which no longer waits inside of gloo, and the process not much later."""
+        """Interrupt the main thread's waits in gloo so that it can end by itself; end the process after the grace
+        period."""
         self._cause = cause
         self._peers.wake()
         interrupt_all("a rank has failed")
@@ -316,14 +320,14 @@ class Watch:
         with suppress(Exception):
             self._say(cause)
             sys.stdout.flush(), sys.stderr.flush()
-        # Not sys.exit: in a thread it ends the thread alone, and the main thread may wait inside of NCCL, which no
-        # exception interrupts.
+        # Not sys.exit: in a thread it ends only that thread, and the main thread may wait inside NCCL, where no Python
+        # exception can interrupt it.
         os._exit(FAILED)
 
     # What the main thread asks ---------------------------------------------------------------------------------------
 
     def _hear(self, patience: float = 0.0) -> Cause | None:
-        """What the rank that failed first has said, or None."""
+        """The announced cause, or None if there is none within `patience` seconds."""
         end = time.monotonic() + patience
         while self._cause is None:
             with suppress(Silent):
@@ -334,7 +338,7 @@ class Watch:
         return self._cause
 
     def _is_first(self, cause: Cause) -> bool:
-        """Whether nobody has failed before, as far as this rank can know."""
+        """Whether this rank is the first to fail; True also if the store does not answer."""
         try:
             return self.line.ask(lambda store: self._notices.claim(store, cause), PATIENCE_SECONDS)
         except Silent:
@@ -346,7 +350,7 @@ class Watch:
         self._peers.wake()
 
     def _say(self, cause: Cause | None) -> None:
-        said, self._said = self._said, True  # the main thread, or the guard
+        said, self._said = self._said, True  # both the main thread and the guard come here; one line is enough
         if cause is not None and cause.whose != self.rank and not said:
             _print(f"rank {self.rank} exits because {cause}")
 
@@ -359,7 +363,7 @@ class Watch:
 
     @waits_in_vain
     def _whom_to_blame(self) -> list[str]:
-        """See `blame`. Looks for a moment, unless something is clear at once."""
+        """The lines of `blame`. Collects heartbeats for two seconds, or until one rank is clearly the cause."""
         end = time.monotonic() + 4 * BEAT_SECONDS
         with suppress(Silent):
             others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -383,7 +387,7 @@ class Watch:
 
 
 def start() -> None:
-    """Watch over the ranks of the default process group; nothing to do in a world of one, or where that is done."""
+    """Start the watch over the ranks of the default process group. No effect in a world of one rank, or if it runs."""
     global _current
     store = _get_default_store()
     if _current is not None and _current.of_store is store and _current.pid == os.getpid():
@@ -400,15 +404,15 @@ def start() -> None:
 
 
 def current() -> Watch | None:
-    """Of this process."""
+    """The watch of this process; None if there is none."""
     # [Note: forked workers]
-    # A DataLoader forks by default (pytorch/pytorch#138957). A worker inherits the objects of its parent, but not its
-    # threads, and the sockets of both are the same: it must neither beat nor report, nor wait for a message.
+    # A DataLoader forks by default (pytorch/pytorch#138957). A worker inherits its parent's objects and sockets, but
+    # not its threads. It must neither beat nor report, nor wait for a message: it would use its parent's connections.
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
 def stop() -> None:
-    """Leave: the others no longer count on this rank. At exit this happens by itself."""
+    """End the watch of this process, and tell the other ranks that its work is done. Runs at exit by itself."""
     global _current
     watch, _current = _current, None
     if watch is not None:
@@ -416,15 +420,15 @@ def stop() -> None:
 
 
 def abort(error: BaseException, *, quiet: bool = False) -> None:
-    """Tell the other ranks that this one cannot go on: all leave within seconds. An error that nobody catches does the
-    same; call this where one is caught, and the rank gives up. It prints the traceback, unless `quiet`."""
+    """Tell the other ranks that this one cannot go on: all ranks exit within seconds. An uncaught error does the same;
+    call this where you catch an error and the rank gives up. Prints the traceback, unless `quiet`."""
     if _current is not None:
         _current.report(error, None if quiet else partial(traceback.print_exception, error))
 
 
 def explain(error: BaseException) -> LostPeer | None:
-    """An error that another rank has caused, in words: which one, and what has become of it. None where this rank has
-    no watch, or the error is its own."""
+    """For an error that another rank has caused: an error that names that rank and what happened to it. None if this
+    rank has no watch, or the error is its own."""
     if _current is None or isinstance(error, LostPeer) or not is_of_others(error):
         return None
     lost = _current.what_happened()
@@ -434,8 +438,8 @@ def explain(error: BaseException) -> LostPeer | None:
 
 
 def where_is(rank: int) -> str:
-    """To go on a sentence with: the line of the program that a rank is at, and the call; of others, as they last said.
-    Empty where it is not known."""
+    """A clause for a message, ", at ...": the program line and the call that a rank is at; of other ranks, from their
+    heartbeats. "" if it is not known."""
     watch = current()
     at = OUTSIDE
     if rank == (watch.rank if watch is not None else dist.get_rank()):
@@ -446,13 +450,13 @@ def where_is(rank: int) -> str:
 
 
 def is_of_others(error: BaseException) -> bool:
-    """Whether another rank may have caused it."""
+    """Whether another rank may have caused this error."""
     return isinstance(error, RuntimeError) and (isinstance(error, LostPeer) or bool(_OF_OTHERS.search(str(error))))
 
 
 @contextmanager
 def abort_on_error() -> Iterator[None]:
-    """`abort` with what leaves the block, which is then raised on."""
+    """Call `abort` with an error that leaves the block; the error is then raised on."""
     try:
         yield
     except BaseException as error:
@@ -461,7 +465,7 @@ def abort_on_error() -> Iterator[None]:
 
 
 class _Excepthook:
-    """Errors that nobody has caught."""
+    """Reports uncaught errors."""
 
     def __init__(self) -> None:
         self.previous: Callable[..., Any] = sys.__excepthook__
@@ -477,27 +481,27 @@ _excepthook = _Excepthook()
 
 
 def has_one_launcher(world_size: int) -> bool:
-    """Whether torch's elastic launcher has started all ranks, on this machine, and holds the store: then it outlives
-    them if nothing is wrong."""
+    """Whether one launcher of torch elastic has started all ranks, on this machine, and holds the store. Then the store
+    outlives the ranks, unless the launcher fails."""
     environment = os.environ
     of_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return of_launcher and environment.get("LOCAL_WORLD_SIZE") == str(world_size)
 
 
 def interrupt_gloo() -> None:
-    """Whatever this process waits for inside of gloo, in whichever thread, raises."""
+    """Make all waits inside gloo raise, in all threads of this process."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(Exception):
             size = dist.get_world_size(group)
             if size > 1 and backends_of(group).get("cpu") == "gloo":
                 peer = (dist.get_rank(group) + 1) % size
-                # gloo has no call that interrupts a wait. A receive that times out makes it close all connections of
-                # the group, and whoever waits for one wakes up.
+                # gloo has no call that interrupts a wait. But a receive that times out makes gloo close all connections
+                # of the group, and all waits on them raise.
                 group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _address(store: Any) -> str:
-    """Where a store is, for people, if anywhere."""
+    """For messages: " at host:port" for a TCPStore, "" for other stores."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return f" at {store.host}:{store.port}" if hasattr(store, "port") else ""

@@ -1,4 +1,4 @@
-"""Where a thread is, for people: the line of the user's program, and the call of this engine that it waits in."""
+"""Says where a thread is: the line of the user's program, and the call of this engine in which it waits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _waiting_in_vain: set[CodeType] = set()
 
 
 def waits_in_vain(function: Callable[P, R]) -> Callable[P, R]:
-    """A thread that is in this function is giving up, wherever it came from."""
+    """Decorator: a thread in this function is reported as giving up, not at the line that called it."""
     _waiting_in_vain.add(function.__code__)
     return function
 
 
 def where(thread: int | None) -> str:
-    """The innermost line that is not this engine's, torch's or Python's own."""
+    """The innermost line of a thread that belongs to neither this engine nor torch nor Python's standard library."""
     frame = sys._current_frames().get(thread or 0)
     inner, call = "", ""
     while frame is not None:
@@ -54,13 +54,13 @@ def where(thread: int | None) -> str:
 
 
 def _is_public(code: CodeType) -> bool:
-    """A function of this engine that users call."""
+    """Whether it is a function of this engine that users call."""
     here = code.co_filename.removeprefix(_HERE)
     return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
 
 
 def _name(frame: FrameType) -> str:
-    """As users write it: a method has the name of the object's class, which may have inherited it."""
+    """The name as users write it: a method gets the class of its object, which may have inherited it."""
     code = frame.f_code
     owner = frame.f_locals.get("self")
     return code.co_qualname if owner is None else f"{type(owner).__name__}.{code.co_name}"

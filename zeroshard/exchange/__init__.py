@@ -1,4 +1,4 @@
-"""Checkpoints to and from the files of other tools: see docs/checkpoints.md."""
+"""Exports checkpoints to, and imports them from, the files of other tools: see docs/checkpoints.md."""
 
 from zeroshard.exchange.exported import export as export
 from zeroshard.exchange.exported_dcp import export_dcp as export_dcp

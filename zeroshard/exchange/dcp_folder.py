@@ -1,10 +1,10 @@
-"""Folders of `torch.distributed.checkpoint` (DCP), as FSDP2 and others save them: read without unpickling anything.
+"""Reads folders of `torch.distributed.checkpoint` (DCP), as FSDP2 and others save them, without unpickling anything.
 
-    .metadata       pickle: for each name a tensor (size, dtype, boxes), or "bytes"; and for each box where it lies
-    __0_0.distcp    slices, one after the other: each is what torch.save wrote of one tensor, or of one other value
+    .metadata       pickle: for each name a tensor (size, dtype, boxes), or "bytes"; and the location of each box
+    __0_0.distcp    consecutive slices: each is the torch.save of one tensor, or of one other value
 
-A box is a part of a tensor: offsets and sizes in each dimension. A slice is a zip archive: `data.pkl` says how the
-bytes of `data/0` are laid out. There are no digests: damage to the bytes of a tensor is not found.
+A box is a part of a tensor: offsets and sizes in each dimension. A slice is a zip archive: `data.pkl` describes the
+layout of the bytes in `data/0`. There are no digests: damage to the bytes of a tensor is not detected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zeroshard.layout.interval import Interval
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 MAX_VALUE_BYTES = 16 << 20
-"""Of what is read of one slice besides the bytes of a tensor."""
+"""The most bytes that are read of one slice, apart from the bytes of a tensor."""
 
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -101,7 +101,7 @@ class Boxed:
 
     @cached_property
     def intervals(self) -> tuple[Interval, ...] | None:
-        """Of the flattened tensor, if the boxes are rows: then they can be read block by block."""
+        """The boxes as intervals of the flattened tensor, if they are rows: then they can be read block by block."""
         row = torch.Size(self.shape[1:]).numel()
         if any(box.sizes[1:] != self.shape[1:] for box in self.boxes):
             return None
@@ -111,7 +111,7 @@ class Boxed:
 
 @dataclass(frozen=True)
 class _Strided:
-    """Where the elements of a box lie in its file, in bytes and steps of elements."""
+    """Where the elements of a box lie in its file: `offset` in bytes, the rest in elements."""
 
     offset: int
     numel: int
@@ -123,16 +123,17 @@ class DcpFolder:
     """An open folder. Use it in a `with` statement.
 
     Attributes:
-        tensors, values: by name; `values` is what is not a tensor.
+        tensors: name -> tensor.
+        values: name -> slice of a value that is not a tensor.
 
     Raises (in all methods):
-        CheckpointError: what is missing, damaged, or not what DCP writes.
+        CheckpointError: something is missing, damaged, or not written by DCP.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, int] = {}
-        self._held: tuple[str, Tensor | list[_Strided]] | None = None  # of the tensor that was read last
+        self._held: tuple[str, Tensor | list[_Strided]] | None = None  # name and places (or values) of the last tensor
         path = folder / METADATA
         with checking(path):
             self.tensors, self.values = _metadata(read_pickle(read_whole(path, MAX_METADATA_BYTES), _IN_METADATA))
@@ -145,12 +146,13 @@ class DcpFolder:
             os.close(self._open.popitem()[1])
 
     def value(self, name: str) -> Any:
-        """Numbers, texts, lists, tuples and dicts of them; other objects as `pickles.Recipe`."""
+        """A value: numbers, strings, and lists, tuples and dicts of them; other objects as `pickles.Recipe`."""
         with self._reading(self.values[name]) as archive:
             return archive.pickled()
 
     def read(self, name: str, part: Interval) -> Tensor:
-        """Elements `part` of the flattened tensor. Read in order, a block at a time, where its boxes are rows."""
+        """Elements `part` of the flattened tensor. If its boxes are rows, only these elements are read; else the whole
+        tensor is assembled in memory, and kept until another one is read."""
         tensor = self.tensors[name]
         if self._held is None or self._held[0] != name:
             self._held = None
@@ -168,7 +170,7 @@ class DcpFolder:
         return values
 
     def _assembled(self, tensor: Boxed, places: list[_Strided]) -> Tensor:
-        """All of it, flattened; memory: it, a box, and a byte for each element."""
+        """The whole tensor, flattened. Needs memory for the tensor, one box, and one byte per element."""
         values, seen = torch.empty(tensor.shape, dtype=tensor.dtype), torch.zeros(tensor.shape, dtype=torch.bool)
         for box, place in zip(tensor.boxes, places, strict=True):
             storage = torch.empty(place.numel, dtype=tensor.dtype)
@@ -228,7 +230,7 @@ class DcpFolder:
 
 
 class _Window(io.RawIOBase):
-    """A slice as a file to read from; no more than MAX_VALUE_BYTES of it."""
+    """A slice as a readable file; raises after MAX_VALUE_BYTES have been read."""
 
     def __init__(self, file: int, of: Slice) -> None:
         self._file, self._of, self._at, self._left = file, of, 0, MAX_VALUE_BYTES
@@ -260,7 +262,7 @@ class _Window(io.RawIOBase):
 
 
 class _Archive:
-    """What torch.save wrote. Nothing in it is compressed."""
+    """The zip archive that torch.save writes, without compression."""
 
     def __init__(self, file: int, of: Slice) -> None:
         if os.fstat(file).st_size < of.offset + of.length:
@@ -272,7 +274,7 @@ class _Archive:
             refuse("its numbers are big-endian")
 
     def pickled(self) -> Any:
-        """The object that it holds, without the bytes of tensors."""
+        """The saved object, without the bytes of tensors."""
         return read_pickle(self._read("data.pkl"), _IN_VALUES)
 
     def _read(self, name: str) -> bytes:
@@ -282,7 +284,7 @@ class _Archive:
         return self._zip.read(info)
 
     def stored(self, name: str) -> tuple[int, int]:
-        """From which byte of the slice, and how many."""
+        """(first byte in the slice, number of bytes) of a member of the archive."""
         info = self._info(name)
         self._window.seek(info.header_offset)
         header = self._window.read(30)
@@ -301,7 +303,7 @@ class _Archive:
 
 
 def _in_order(box: Box, place: _Strided) -> bool:
-    """Whether its elements lie one after the other."""
+    """Whether the elements of the box are contiguous in the file."""
     step, expected = 1, []
     for size in reversed(box.sizes):
         expected.append((size, step))
@@ -359,8 +361,8 @@ def _tensor(name: str, state: dict[str, Any], slices: dict[tuple[str, tuple[int,
 
 
 def _expect_disjoint(tensors: dict[str, Boxed]) -> None:
-    """No two tensors have bytes in common, unless they have all: then they are one. So what is read is no more than
-    what is there."""
+    """Check that no two tensors share bytes, unless they share all (tied parameters). So a small malicious file cannot
+    make the reader allocate more than the file's size."""
     with_boxes = [tensor for tensor in tensors.values() if tensor.boxes]
     parts = sorted({(box.slice.file, box.slice.offset, box.slice.length) for t in with_boxes for box in t.boxes})
     if any(a[0] == b[0] and a[1] + a[2] > b[1] for a, b in pairwise(parts)):
@@ -391,7 +393,7 @@ def _known(slices: dict[tuple[str, tuple[int, ...] | None], Slice], name: str, a
 
 
 def _state(value: Any, of: str) -> dict[str, Any]:
-    """The attributes that an object of that class was to have."""
+    """The attributes of a pickled object of that class."""
     if not isinstance(value, Recipe) or value.of != of:
         refuse(f"has something else where a {of.rpartition('.')[2]} is expected")
     return {} if value.state is None else typed(value.state, dict, "a state")

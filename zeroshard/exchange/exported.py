@@ -1,4 +1,4 @@
-"""From a committed step to the files that other tools read: `model.safetensors`, or several with an index."""
+"""Exports a committed step to `model.safetensors`, or to several safetensors files with an index."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ def export(
     copies: bool = False,
     force: bool = False,
 ) -> list[Path]:
-    """Write the weights and buffers of a step folder as the plain model names them. Not collective; a block (1 MiB) in
-    memory at a time, each checked against its digest.
+    """Write the weights and buffers of a step folder under the names of the plain model. Not collective. It holds one
+    block (1 MiB) in memory at a time, and checks each against its digest.
 
-    Files are written under temporary names, and get their own when all of them are complete, the index last.
+    Files are written under temporary names, and renamed when all are complete, the index last.
 
     Args:
-        out: a folder; it may hold other files (a configuration, say).
-        max_file_bytes: of the tensors in one file; more files and an index where that is not enough.
-        dtype: what floating-point tensors (but 8-bit ones) are cast to; None: as they are stored, mostly fp32 main.
-        copies: write tied parameters once for each of their names. Else once, with the other names in the header, as
-            `safetensors.torch.save_model` does.
-        force: replace files of these names.
+        step: a step folder.
+        out: a folder; it may contain other files (a configuration, for example).
+        max_file_bytes: the most bytes of tensors in one file; if that is not enough, several files and an index are
+            written.
+        dtype: to which floating-point tensors (except 8-bit ones) are cast; None: as stored, usually fp32 main.
+        copies: True: write tied parameters once for each of their names; False: once, with the other names in the
+            header, as `safetensors.torch.save_model` does.
+        force: True: replace existing files of these names.
 
     Returns:
         The files, the index last.
 
     Raises:
-        FileExistsError: `out` holds such files, and not `force`.
-        CheckpointError: a damaged step; a value that would become infinite.
+        FileExistsError: `out` contains such files, and `force` is False.
+        CheckpointError: the step is damaged; or a value would become infinite by the cast.
     """
     with Reader(step) as reader:
         tied = {} if copies else reader.manifest.tied
@@ -81,12 +83,12 @@ def export(
 
 
 def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Pattern[str], *, force: bool) -> list[Path]:
-    """Files by name: all written under temporary names, then all renamed, in this order. What is there already under
-    these names, or others that match `stale`, is replaced if `force`: the last of the names first, so that nobody finds
-    an old index of new files.
+    """Write files (name -> function that writes it) under temporary names, then rename all of them, in this order. With
+    `force`, existing files of these names, or of names that match `stale`, are replaced. The old index (the last name)
+    is removed first, so that no reader finds an old index of new files.
 
     Raises:
-        FileExistsError: there are such files, and not `force`.
+        FileExistsError: there are such files, and `force` is False.
     """
     files.make_folders(out)
     old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
@@ -111,7 +113,7 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
 
 
 def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | None) -> Item:
-    """A whole tensor that is read, and cast, block by block."""
+    """An item for a whole stored tensor, which is read and cast block by block."""
     entry = reader.entry(stored)
     castable = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
     target = dtype if dtype is not None and castable else entry.dtype
@@ -128,7 +130,7 @@ def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | Non
 
 
 def _parts(items: Sequence[Item], max_file_bytes: int | None) -> Iterator[list[Item]]:
-    """In order, as many as fit; one that does not fit alone has a file of its own."""
+    """The items of each file, in order, as many as fit. An item that is too large gets a file of its own."""
     part: list[Item] = []
     num_bytes = 0
     for item in items:

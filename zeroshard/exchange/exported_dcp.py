@@ -1,4 +1,4 @@
-"""From a committed step to a folder that `torch.distributed.checkpoint.load` reads: for FSDP2, and others."""
+"""Exports a committed step to a folder that `torch.distributed.checkpoint.load` reads, for FSDP2 and others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeroshard.layout.interval import Interval
 
 DATA = "__0_0.distcp"
 BOX_BYTES = 16 << 20
-"""Large tensors are cut into boxes of so many bytes (at least a row); one, with its copies, is in memory at a time."""
+"""Large tensors are cut into boxes of this many bytes (at least one row); one box at a time is in memory."""
 _OURS = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
 
 
@@ -36,22 +36,26 @@ def export_dcp(
     optimizer_key: str = "optim",
     force: bool = False,
 ) -> list[Path]:
-    """Write what `dcp.save({model_key: ..., optimizer_key: ...})` of the state dicts would, in which
-    `torch.distributed.checkpoint.state_dict.get_state_dict` names things: tied weights by all their names, optimizer
-    state by parameter; param groups by number, and for each parameter, as `flatten_optimizer_state_dict` has them.
-    Not collective; every block is checked against its digest.
+    """Write the folder that `dcp.save({model_key: ..., optimizer_key: ...})` would write for the state dicts of
+    `torch.distributed.checkpoint.state_dict.get_state_dict`: tied weights under all their names, optimizer state by
+    parameter; param groups by number, and also per parameter, as with `flatten_optimizer_state_dict`. Not collective;
+    every block is checked against its digest.
 
     Args:
-        optimizer: also the state of the optimizers, if the step has any.
-        dtype: what floating-point weights are cast to; None: as they are stored.
-        model_key: "" for the names alone.
+        step: a step folder.
+        out: the folder to write.
+        optimizer: True: also write the state of the optimizers, if the step has any.
+        dtype: to which floating-point weights are cast; None: as stored.
+        model_key: of the model's state dict; "" writes its names without a prefix.
+        optimizer_key: of the optimizer's state dict.
+        force: True: replace existing files.
 
     Returns:
-        The data, and `.metadata`, which is a pickle.
+        The data file, and `.metadata`, which is a pickle.
 
     Raises:
-        FileExistsError: `out` holds such files, and not `force`.
-        CheckpointError: a damaged step; a value that would become infinite.
+        FileExistsError: `out` contains such files, and `force` is False.
+        CheckpointError: the step is damaged; or a value would become infinite by the cast.
     """
     with Reader(step) as reader:
         folder = _Folder()
@@ -97,7 +101,7 @@ def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> Non
 
 
 class _Folder:
-    """What has been written, for the metadata; a path of keys is what the state dict was nested by."""
+    """The metadata of what has been written. A path: the keys under which a value is nested in the state dict."""
 
     def __init__(self) -> None:
         from torch.distributed.checkpoint import filesystem, metadata
@@ -133,7 +137,7 @@ class _Folder:
         self._storage[self._make.MetadataIndex(name)] = self._write(file, value)
 
     def add_again(self, path: tuple[str | int, ...], known: tuple[str | int, ...]) -> None:
-        """Another name of what has been added. A name that there is already stays as it is."""
+        """Add a further name for a value that has been added. No effect if the name exists already."""
         name, of = ".".join(map(str, path)), ".".join(map(str, known))
         if name not in self._entries:
             self._paths[name] = path

@@ -1,4 +1,4 @@
-"""From the files of other tools to a committed step: written and published as `save` does it, by one process."""
+"""Imports files of other tools as a committed step, written and published as by `save`, by one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zeroshard.layout.interval import Interval
 
 @dataclass(frozen=True)
 class Imported:
-    """A step made of other files. `left_out`: names in them that a step has no place for."""
+    """An imported step. `left_out`: names in the source that were not imported."""
 
     path: Path
     left_out: tuple[str, ...] = ()
@@ -36,16 +36,19 @@ class Imported:
 def import_model(
     source: Path | str, directory: Path | str, *, step: int, force: bool = False, follow_links: bool = False
 ) -> Imported:
-    """`directory/step-N` with the weights and buffers of a safetensors file, or of a folder with an index of several:
-    what `load` without `optimizer` takes. Not collective; a block (1 MiB) in memory at a time.
+    """Write `directory/step-N` with the weights and buffers of a safetensors file, or of a folder with several and an
+    index. `load` without `optimizer` can load it. Not collective; it holds one block (1 MiB) in memory at a time.
 
     Args:
-        force: replace a step of that number.
-        follow_links: the files may be links to somewhere else, as in the cache of a hub.
+        source: the file or folder.
+        directory: of the steps.
+        step: number of the new step.
+        force: True: replace an existing step of that number.
+        follow_links: True: the files may be links, as in the cache of a model hub.
 
     Raises:
-        FileExistsError: there is such a step, and not `force`.
-        CheckpointError: files that are damaged, or not what the format says.
+        FileExistsError: there is such a step, and `force` is False.
+        CheckpointError: a file is damaged, or not valid.
     """
     with ExitStack() as stack:
         found = open_model(Path(source), follow_links=follow_links)
@@ -74,18 +77,24 @@ def import_dcp(
     optimizer_key: str = "optim",
     force: bool = False,
 ) -> Imported:
-    """`directory/step-N` with what `torch.distributed.checkpoint.save({model_key: ..., optimizer_key: ...})` has
-    written, as `get_state_dict` of `torch.distributed.checkpoint.state_dict` names it (flattened or not): weights,
-    buffers, optimizer state by parameter, param groups. Not collective. Such folders hold pickles, which are read
-    without unpickling them (see `dcp_folder.py`). Memory: a block, but for tensors that are not sharded by rows: one.
+    """Write `directory/step-N` from a folder of `torch.distributed.checkpoint.save({model_key: ..., optimizer_key:
+    ...})`, with the names of `torch.distributed.checkpoint.state_dict.get_state_dict` (flattened or not): weights,
+    buffers, optimizer state by parameter, param groups. Not collective. Such folders contain pickles, which are read
+    without unpickling them (see `dcp_folder.py`). It holds one block in memory at a time; of a tensor that is not
+    sharded by rows, the whole tensor.
 
     Args:
-        optimizer_class: DCP does not record it; `load` compares it.
-        model_key: "" where the model's state dict is what was saved.
+        source: the folder.
+        directory: of the steps.
+        step: number of the new step.
+        optimizer_class: name of the optimizer class, which DCP does not record, and `load` compares.
+        model_key: of the model's state dict; "" if that itself was saved.
+        optimizer_key: of the optimizer's state dict.
+        force: True: replace an existing step of that number.
 
     Raises:
-        FileExistsError: there is such a step, and not `force`.
-        CheckpointError: files that are damaged, or not what DCP writes; no tensor under `model_key`.
+        FileExistsError: there is such a step, and `force` is False.
+        CheckpointError: a file is damaged, or not written by DCP; there is no tensor under `model_key`.
     """
     with DcpFolder(Path(source)) as source_folder:
         found = _FromDcp(source_folder)
@@ -98,22 +107,22 @@ def import_dcp(
 
 
 class _FromDcp:
-    """What a step has a place for, of a folder.
+    """Collects those values of a DCP folder that a step can contain.
 
     Attributes:
         items: to be written.
-        tied: further name of a parameter -> the one under which it is stored.
+        tied: further name of a parameter -> the name under which it is stored.
     """
 
     def __init__(self, folder: DcpFolder) -> None:
         self._folder = folder
-        self._model: dict[str, str] = {}  # here -> there
-        self._used: set[str] = set()  # names there
+        self._model: dict[str, str] = {}  # name in the step -> name in the folder
+        self._used: set[str] = set()  # names in the folder
         self.items: list[Item] = []
         self.tied: dict[str, str] = {}
 
     def take_model(self, key: str, optimizer_key: str) -> None:
-        """Weights and buffers under that key. Those that lie in the same bytes are one.
+        """Take weights and buffers under that key. Tensors with the same bytes are one tied parameter.
 
         Raises:
             CheckpointError: there are none.
@@ -135,7 +144,7 @@ class _FromDcp:
             raise CheckpointError(f"{self._folder.folder} has no tensor under {key!r}; it has {has}")
 
     def take_state(self, prefix: str) -> None:
-        """What the optimizer keeps of each parameter, under the names of `saved_state.py`."""
+        """Take the optimizer's state of each parameter, under the names of `saved_state.py`."""
         elementwise = self._elementwise_keys(prefix)
         for there in [*self._folder.tensors, *self._folder.values]:
             name, _, key = there.removeprefix(prefix).rpartition(".")
@@ -151,8 +160,8 @@ class _FromDcp:
                     self._used.add(there)
 
     def _elementwise_keys(self, prefix: str) -> set[str]:
-        """Entries of the state that have the shape of a parameter of many elements: of one that has a single element,
-        they are elementwise, too."""
+        """Keys of the state that have the parameter's shape for some parameter of many elements. For parameters of one
+        element they are elementwise, too."""
         found, tensors = set(), self._folder.tensors
         for there, tensor in tensors.items():
             name, _, key = there.removeprefix(prefix).rpartition(".")
@@ -162,13 +171,13 @@ class _FromDcp:
         return found
 
     def take_groups(self, prefix: str, of_class: str) -> list[dict[str, Any]]:
-        """Param groups as `contents.optimizer_values` gives them: there by number, or option by option for each
-        parameter."""
+        """Param groups in the form of `contents.optimizer_values`. In the folder they are stored by number, or option
+        by option for each parameter."""
         found: dict[str, dict[str, Any]] = {}
         for there in [*self._folder.values, *self._folder.tensors]:
             owner, _, key = there.removeprefix(prefix).rpartition(".")
             if there.startswith(prefix):
-                with suppress(ValueError):  # an object: not a hyper-parameter that `save` would keep, either
+                with suppress(ValueError):  # an object: `save` would not store it, either
                     found.setdefault(owner, {})[key] = _option(self._folder, there)
                     self._used.add(there)
         numbered = sorted((owner for owner, options in found.items() if "params" in options), key=_as_number)
@@ -197,7 +206,8 @@ def _as_number(text: str) -> str:
 
 
 def _plain_item(folder: DcpFolder, there: str, key: str, name: str) -> Item:
-    """
+    """An item for a value of the state that is no tensor.
+
     Raises:
         ValueError: it is an object.
     """
@@ -221,13 +231,14 @@ def _option(folder: DcpFolder, there: str) -> Any:
 
 
 def _as_json(folder: DcpFolder, there: str) -> Any:
-    """
+    """A plain value as JSON.
+
     Raises:
         ValueError: it is an object.
     """
     value = folder.value(there)
     rest, count = [value], 0
-    while rest:  # few bytes of a pickle may say the same list a million times
+    while rest:  # a few bytes of a pickle can contain the same list a million times: count before encoding
         one = rest.pop()
         inside = list(one.values()) if isinstance(one, dict) else one if isinstance(one, (list, tuple)) else ()
         rest.extend(inside)
@@ -241,11 +252,11 @@ def _as_json(folder: DcpFolder, there: str) -> Any:
 
 
 def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict[str, Any], *, force: bool) -> Path:
-    """One file of whole tensors, and its manifest, as a committed step.
+    """Commit a step with one file of whole tensors.
 
     Raises:
-        FileExistsError: there is such a step, and not `force`.
-        CheckpointError: nothing has been written.
+        FileExistsError: there is such a step, and `force` is False.
+        CheckpointError: it failed, and no files are left behind.
     """
     directory = directory.absolute()
     folders.expect_step(step)

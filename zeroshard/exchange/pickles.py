@@ -1,8 +1,8 @@
-"""Pickles, read as data: nothing is imported, looked up or called, whatever they say.
+"""Reads pickles as data: nothing is imported, looked up or called, whatever a pickle contains.
 
-A pickle is a program for a small stack machine. This one knows the instructions that build numbers, texts, lists,
-tuples and dicts. A class or a function becomes its `Name`, and only if the caller has allowed it; what would call one
-becomes a `Recipe`: who was to be called, with which arguments, and the state that the object was to have.
+A pickle is a program for a small stack machine. This machine supports only the instructions that build numbers,
+strings, lists, tuples and dicts. A class or function becomes a `Name`, and only if the caller has allowed it. A call
+becomes a `Recipe`: the name, the arguments, and the state that the object would have had.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Name:
 
 @dataclass(eq=False)
 class Recipe:
-    """What `of(*args)` would have made."""
+    """The object that `of(*args)` would have made, with the state that would have been set."""
 
     of: str
     args: tuple[Any, ...]
@@ -33,14 +33,17 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Persistent:
-    """An object that lies outside the pickle."""
+    """A reference to an object outside the pickle."""
 
     id: Any
 
 
 def read_pickle(data: bytes, allowed: Set[str]) -> Any:
-    """Raises:
-    CheckpointError: a name that is not in `allowed`; an instruction that no such file needs; no pickle at all."""
+    """The value in a pickle.
+
+    Raises:
+        CheckpointError: a name is not in `allowed`; an instruction is not supported; or it is no valid pickle.
+    """
     machine = _Machine(allowed)
     try:
         for instruction, argument, _ in pickletools.genops(data):
@@ -106,7 +109,7 @@ class _Machine:
             values = self._pop(2) if name == "SETITEM" else self._since_mark()
             target = _expect(stack[-1], dict)
             for key, value in zip(values[::2], values[1::2], strict=True):
-                if not isinstance(key, (str, int, Recipe)):  # a tuple's hash may be as deep as an enemy likes
+                if not isinstance(key, (str, int, Recipe)):  # hashing a deeply nested tuple could exhaust the stack
                     refuse(f"has a dict with a key of type {type(key).__name__}")
                 target[key] = value
         elif name in ("GLOBAL", "STACK_GLOBAL"):

@@ -1,4 +1,4 @@
-"""`Accelerator`, as Accelerate's, over sharded models.
+"""`Accelerator`: a subclass of Accelerate's that shards models with zeroshard.
 
 accelerator = Accelerator(sharding=Sharding(plan="zero3", units=Block))
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -38,24 +38,24 @@ with needing("accelerate", "accelerate"):
     from accelerate.utils import DistributedType
 
 FOLDER = "zeroshard"
-"""What `save_state` adds to its folder, for each model: zeroshard, zeroshard_1, ..."""
+"""The subfolders that `save_state` adds, one for each model: zeroshard, zeroshard_1, ..."""
 
 
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's, but for this: `prepare` shards models, in place, and takes over their optimizers; gradients are
-    reduced, clipped and scaled by zeroshard; `save_state` lets every rank write its part.
+    """Accelerate's class with these differences: `prepare` shards models in place and takes over their optimizers;
+    zeroshard reduces, clips and scales gradients; in `save_state` every rank writes its part.
 
     Args:
-        sharding: how; or a plan alone ("zero3"); or a dict of the fields of `Sharding`.
-        kwargs: those of Accelerate's class. `mixed_precision` "bf16" or "fp16" is the `precision` of `shard`: 16-bit
-            weights beside an fp32 master, without autocast.
+        sharding: a `Sharding`, a plan ("zero3"), or a dict of the fields of `Sharding`.
+        args, kwargs: of Accelerate's class. `mixed_precision` "bf16" or "fp16" becomes the `precision` of `shard`:
+            16-bit weights with an fp32 master, without autocast.
 
     Raises:
-        ValueError: a plugin that shards too (FSDP, DeepSpeed, Megatron-LM, tensor parallelism); fp8; a device that is
-            neither a CPU nor CUDA.
+        ValueError: another sharding plugin is configured (FSDP, DeepSpeed, Megatron-LM, tensor parallelism); fp8; a
+            device other than CPU and CUDA.
     """
 
     _models: list[Any]
@@ -87,14 +87,14 @@ class Accelerator(accelerate.Accelerator):
         """The handle of a prepared model.
 
         Raises:
-            ValueError: it has not been prepared.
+            ValueError: the model has not been prepared.
         """
         return expect_handle_of(model, "accelerator.prepare(model)")
 
     # Preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's, in any order of the arguments. Collective."""
+        """Like Accelerate's; the arguments may be in any order. Collective."""
         models_first = sorted(range(len(args)), key=lambda index: not isinstance(args[index], nn.Module))
         places = None if device_placement is None else [device_placement[index] for index in models_first]
         result = super().prepare(*[args[index] for index in models_first], device_placement=places)
@@ -105,10 +105,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """On its device, compiled if that is asked for, and sharded. For evaluation too: it may be too large for one
-        rank. Collective."""
+        """Move the model to its device, compile it if requested, and shard it (also for evaluation, as it may be too
+        large for one rank). Collective."""
         if handle_of_model(model) is not None or any(parameter.is_meta for parameter in model.parameters()):
-            device_placement = False  # it is there already, or shard() moves it, with the values of `materialize`
+            device_placement = False  # a sharded model must not be moved; shard() moves one on the meta device
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         self.sharding.shard(self.unwrap_model(prepared, keep_torch_compile=False))
         return prepared
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Taken over, state included. Collective."""
+        """Take the optimizer over, with its state. Collective."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer)
         prepared = _Optimizer(self.sharding.take_over(optimizer), optimizer)
@@ -124,7 +124,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """It steps where its optimizer has stepped."""
+        """Prepare a scheduler: it steps when its optimizer has stepped."""
         for optimizer in self._optimizers:
             if getattr(scheduler, "optimizer", None) is optimizer.taken_over:
                 scheduler.optimizer = optimizer.optimizer
@@ -133,10 +133,10 @@ class Accelerator(accelerate.Accelerator):
     # The loop ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """The loss is divided by the number of micro-batches, and scaled where that is asked for.
+        """Backward of the loss, divided by the number of micro-batches, and scaled if there is a loss scale.
 
         Raises:
-            RuntimeError: scaled losses, and several models.
+            RuntimeError: several models have a loss scale.
         """
         scaled = {id(one.handle): one for one in self._sharded_optimizers() if one.scaling.default is not None}
         if len(scaled) > 1:
@@ -152,17 +152,17 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside accumulate, and are not reduced: `handle.no_sync()`."""
+        """A block in which backward passes only accumulate: `handle.no_sync()`."""
         with self.handle_of(model).no_sync():
             yield
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """All parameters of one prepared optimizer. Collective.
+        """Clip the gradient norm of all parameters of one prepared optimizer. Collective.
 
         Raises:
-            ValueError: some of them alone, or those of several optimizers.
+            ValueError: not all parameters of the optimizer, or parameters of several optimizers.
         """
         parameters = _listed(parameters)
         optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_norm_")
@@ -172,7 +172,7 @@ class Accelerator(accelerate.Accelerator):
         return optimizer.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """As `clip_grad_norm_`."""
+        """Clip gradient elements of all parameters of one prepared optimizer; errors as of `clip_grad_norm_`."""
         parameters = _listed(parameters)
         optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_value_")
         if optimizer is None:
@@ -182,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
-        """`handle.join()` where batches may be uneven; data loaders of map-style datasets then give what there is."""
+        """`handle.join()` if `even_batches` is False; data loaders of map-style datasets then yield uneven batches."""
         loaders = [one for one in self._dataloaders if hasattr(getattr(one, "batch_sampler", None), "even_batches")]
         before = [loader.batch_sampler.even_batches for loader in loaders]
         even = self.even_batches if even_batches is None else even_batches
@@ -205,8 +205,8 @@ class Accelerator(accelerate.Accelerator):
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Schedulers, samplers, random numbers and registered objects as Accelerate saves them, and beside them
-        `zeroshard`: models and optimizers, which any plan on any number of ranks can load. Collective."""
+        """Save schedulers, samplers, random state and registered objects as Accelerate does, and models and optimizers
+        in the subfolder `zeroshard`, which can be loaded under any plan and number of ranks. Collective."""
         with self._without_models() as parts:
             location = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, (handle, optimizers) in enumerate(parts):
@@ -216,10 +216,10 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """What `save_state` has saved, by any number of ranks. Collective.
+        """Load what `save_state` has saved, on any number of ranks. Collective.
 
         Raises:
-            CheckpointError: a folder that another class has saved.
+            CheckpointError: the folder was not saved by this class.
         """
         found: list[str] = []
         hook = super().register_load_state_pre_hook(lambda models, folder: found.append(folder))
@@ -241,7 +241,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_models(self) -> Iterator[list[tuple[Handle, list[ShardedOptimizer]]]]:
-        """Accelerate knows of none inside; gives the handle and the optimizers of each."""
+        """A scope in which Accelerate has no models and optimizers. Yields (handle, optimizers) of each model."""
         models, optimizers = list(self._models), list(self._optimizers)
         handles = {id(handle): handle for handle in map(self.handle_of, models)}
         own = self._sharded_optimizers()
@@ -256,14 +256,14 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """Accelerate's, around a ShardedOptimizer. `taken_over`: what it has replaced."""
+    """Accelerate's wrapper around a ShardedOptimizer. `taken_over`: the plain optimizer that it has replaced."""
 
     def __init__(self, optimizer: ShardedOptimizer, taken_over: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer, device_placement=False)  # its state is where main is
+        super().__init__(optimizer, device_placement=False)  # its state must stay on main's device
         self.taken_over = taken_over
 
     def step(self, closure: Any = None) -> Any:
-        """Not between the micro-batches of one step. `step_was_skipped`: all ranks have agreed not to update."""
+        """Step, except between the micro-batches of one step. `step_was_skipped` is then the same on all ranks."""
         if not self.gradient_state.sync_gradients:
             return None
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -288,7 +288,7 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Any]:
 
 
 def _scaled_by(sharding: Sharding, options: Mapping[str, Any]) -> Sharding:
-    """With what accelerate's GradScalerKwargs say."""
+    """The sharding with the loss scale of Accelerate's GradScalerKwargs."""
     if not options.get("enabled", True):
         return replace(sharding, loss_scale=1.0)
     names = {"init": "init_scale", **{name: name for name in ("growth_factor", "backoff_factor", "growth_interval")}}

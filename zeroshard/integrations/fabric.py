@@ -1,4 +1,4 @@
-"""`FabricStrategy`: loops of Lightning's Fabric over sharded models; and what both strategies for Lightning share."""
+"""`FabricStrategy`: sharded models in Lightning's Fabric; and the common parts of both strategies for Lightning."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class FabricStrategy(DDPStrategy):
     `fabric.setup` shards the model in place, and takes over its optimizers.
 
     Args:
-        sharding: how; or a plan alone; or a dict of the fields of `Sharding`.
-        kwargs: those of Lightning's `DDPStrategy` that say how processes start and find each other.
+        sharding: a `Sharding`, a plan, or a dict of the fields of `Sharding`.
+        kwargs: those of Lightning's `DDPStrategy` that control how processes start and find each other.
     """
 
     def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class FabricStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Precision:
-        """What was asked for, as far as others look at it; the engine does the work."""
+        """The requested precision, for other code of Lightning to read; the engine does the casts."""
         return super().precision
 
     @precision.setter
@@ -59,25 +59,25 @@ class FabricStrategy(DDPStrategy):
         init()
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Not where it is sharded, or on the meta device: `shard` moves that."""
+        """Move the module, unless it is sharded, or on the meta device (`shard` moves it then)."""
         if is_movable(module):
             super().module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Sharded, in place. Collective."""
+        """Shard the module in place. Collective."""
         self.sharding.shard(module)
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        """Taken over, state included. Collective."""
+        """Take the optimizer over, with its state. Collective."""
         self._optimizers.append(self.sharding.take_over(optimizer))
         return self._optimizers[-1]
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Scaled where that is asked for.
+        """Backward of the loss, scaled if there is a loss scale.
 
         Raises:
-            RuntimeError: scaled losses of several models, and none is named.
+            RuntimeError: several models have a loss scale, and `module` is None.
         """
         scaled = {id(one.handle): one for one in self._optimizers if one.scaling.default is not None}
         if module is not None:
@@ -101,17 +101,17 @@ class FabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """The next step's gradient. Collective."""
+        """Clip the norm of the next step's gradient. Collective."""
         return optimizer.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: ShardedOptimizer, clip_val: float) -> None:
-        """The next step's gradient."""
+        """Clip the elements of the next step's gradient."""
         optimizer.clip_grad_value_(float(clip_val))
 
     # Checkpoints: Lightning's own files, which rank 0 writes ----------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The plain model's, on rank 0 alone. Collective."""
+        """The state dict of the plain model, on rank 0 only. Collective."""
         handle = handle_of_model(module)
         return dict(super().get_module_state_dict(module)) if handle is None else trained_state(handle)
 
@@ -123,7 +123,7 @@ class FabricStrategy(DDPStrategy):
             load_into(handle, state_dict, strict=strict, is_first=self.is_global_zero)
 
     def get_optimizer_state(self, optimizer: ShardedOptimizer) -> dict[str, Any]:
-        """As a plain optimizer of the class has it, on rank 0 alone. Collective."""
+        """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
         return optimizer.state_dict(rank0_only=True, device="cpu")
 
     @classmethod
@@ -138,7 +138,7 @@ class _NoSync(_BackwardSyncControl):
 
 
 class _Named(Precision):
-    """Lightning casts nothing: forward, inputs and outputs are as the engine has them."""
+    """A precision plugin with a name and without effect: the engine does all casts."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
@@ -146,7 +146,7 @@ class _Named(Precision):
 
 def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
     """Raises:
-    TypeError: options of DistributedDataParallel."""
+    TypeError: options of DistributedDataParallel were given."""
     if found:
         raise InvalidType(
             f"this strategy has no {', '.join(found)}: there is no DistributedDataParallel under it; what is about "
@@ -155,10 +155,10 @@ def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
 
 
 def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) -> Sharding:
-    """With the precision of Lightning's plugin, which is not used itself.
+    """The sharding with the precision (and loss scale) of Lightning's plugin, which is not used itself.
 
     Raises:
-        ValueError: a plugin of another kind; two precisions.
+        ValueError: a plugin that is not supported; or both the plugin and `sharding` set a precision.
     """
     if plugin is None or (type(plugin) in known and plugin.precision == "32-true"):
         return sharding
@@ -181,12 +181,12 @@ def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) ->
 
 
 def is_movable(module: nn.Module) -> bool:
-    """Whether `module.to(device)` is allowed, and needed."""
+    """Whether `module.to(device)` is allowed: the module is neither sharded nor on the meta device."""
     return handle_of_model(module) is None and not any(parameter.is_meta for parameter in module.parameters())
 
 
 def load_into(handle: Handle, state: Mapping[str, Tensor], *, strict: bool, is_first: bool) -> None:
-    """Rank 0's state into the shards of all. Collective."""
+    """Load rank 0's state into the shards of all ranks. Collective."""
     handle.load_full_state_dict(dict(state) if is_first else None, strict=strict, broadcast_from_rank0=True)
 
 

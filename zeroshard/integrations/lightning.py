@@ -1,4 +1,4 @@
-"""`ShardedStrategy`: Lightning's Trainer over a sharded LightningModule. To import this file makes the names known:
+"""`ShardedStrategy`: a sharded LightningModule in Lightning's Trainer. Importing this file registers the names:
 
 import zeroshard.integrations.lightning
 trainer = Trainer(strategy="zeroshard_zero3", devices=8)      # and Fabric(strategy="zeroshard_zero3")
@@ -34,12 +34,12 @@ _PLAIN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 class ShardedStrategy(DDPStrategy):
     """`Trainer(strategy=ShardedStrategy(Sharding(plan="zero3", units=Block)))`, or by a registered name.
 
-    The LightningModule is sharded, in place, after `configure_model` and `configure_optimizers`, and stays so after
-    `fit`: what comes next goes on with it. `trainer.strategy.handle.close()` makes it a plain module again.
+    The LightningModule is sharded in place after `configure_model` and `configure_optimizers`, and stays sharded after
+    `fit`, also for later calls of the trainer. `trainer.strategy.handle.close()` makes it a plain module again.
 
     Args:
-        sharding: how; or a plan alone; or a dict of the fields of `Sharding`.
-        kwargs: those of Lightning's `DDPStrategy` that say how processes start and find each other.
+        sharding: a `Sharding`, a plan, or a dict of the fields of `Sharding`.
+        kwargs: those of Lightning's `DDPStrategy` that control how processes start and find each other.
     """
 
     optimizers: list[Any]
@@ -51,7 +51,7 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def handle(self) -> Handle:
-        """Of the LightningModule.
+        """The handle of the LightningModule.
 
         Raises:
             ValueError: it is not sharded yet.
@@ -60,7 +60,7 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """What was asked for, as far as others look at it; the engine does the work."""
+        """The requested precision, for other code of Lightning to read; the engine does the casts."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -75,7 +75,7 @@ class ShardedStrategy(DDPStrategy):
         init()
 
     def setup(self, trainer: Any) -> None:
-        """The optimizers are configured over the plain module, and taken over. Collective."""
+        """Configure the optimizers over the plain module, shard it, and take the optimizers over. Collective."""
         self.accelerator.setup(trainer)
         is_fit, module = trainer.state.fn == TrainerFn.FITTING, self.lightning_module
         if is_fit and self._layer_sync and handle_of_model(module) is None:
@@ -87,20 +87,20 @@ class ShardedStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         if handle_of_model(module) is None:
             handle = self.sharding.shard(module)
-            for name in _STEPS[0 if module.automatic_optimization else 1 :]:  # that one has steps inside
+            for name in _STEPS[0 if module.automatic_optimization else 1 :]:  # a manual training_step contains steps
                 if is_overridden(name, module):
                     handle.register_forward_method(module, name)
         self.optimizers = [self.sharding.take_over(optimizer) for optimizer in self.optimizers]
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Nobody waits for other ranks any more."""
+        """Abandon the handle, so that this rank does not wait for other ranks any more."""
         handle = handle_of_model(self.lightning_module) if self.lightning_module is not None else None
         if handle is not None:
             handle.abandon()
 
     def teardown(self) -> None:
-        """The module stays where it is."""
+        """Tear down, without moving the module to the CPU as Lightning would."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -110,7 +110,7 @@ class ShardedStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate, and are not reduced."""
+        """A block in which backward passes only accumulate."""
         with self.handle.no_sync():
             yield
 
@@ -118,11 +118,11 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Into the shards."""
+        """True: a checkpoint is loaded into the sharded module."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's, on rank 0 alone. Collective."""
+        """The state dict of the plain module, on rank 0 only. Collective."""
         handle = handle_of_model(self.lightning_module)
         return dict(super().lightning_module_state_dict()) if handle is None else dict(trained_state(handle))
 
@@ -130,7 +130,7 @@ class ShardedStrategy(DDPStrategy):
         load_into(self.handle, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As a plain optimizer of the class has it, on rank 0 alone. Collective."""
+        """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
         return _inner(optimizer).state_dict(rank0_only=True, device="cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -144,13 +144,13 @@ class ShardedStrategy(DDPStrategy):
 
 
 class _Precision(Precision):
-    """Lightning casts nothing; it clips and scales by the optimizer."""
+    """A precision plugin that casts nothing (the engine does), and clips and scales through the optimizer."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Scaled where that is asked for; a loss is of all optimizers of the module."""
+        """Backward of the loss, scaled if there is a loss scale. A loss belongs to all optimizers of the module."""
         for one in map(_inner, model.trainer.strategy.optimizers):
             if one.scaling.default is not None:
                 one.backward(tensor, **kwargs)

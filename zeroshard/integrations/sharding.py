@@ -1,4 +1,4 @@
-"""What a user says about sharding, once for all frameworks (`Sharding`); what each of them needs of a sharded model."""
+"""`Sharding`: the user's choices, in one record for all frameworks; and helpers that the integrations share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OF_THE_OPTIMIZER = ("loss_scale", "non_finite", "skip_norm_above")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a framework is to shard the models that it prepares. Each field is the argument of that name of
-    `zeroshard.shard`; the last three are those of `zeroshard.ShardedOptimizer`.
+    """How a framework shards the models that it prepares. Each field is the argument of that name of
+    `zeroshard.shard`; the last three are arguments of `zeroshard.ShardedOptimizer`.
 
     Raises:
-        ValueError: (by `of`) a key that is no field.
+        ValueError: (from `of`) a key is not a field.
     """
 
     plan: Plan | str | int = "zero3"
@@ -51,7 +51,7 @@ class Sharding:
 
     @classmethod
     def of(cls, found: Sharding | Mapping[str, Any] | Plan | str | int) -> Sharding:
-        """The record itself; from a dict of its fields; or from a plan alone."""
+        """From a record, a dict of its fields, or a plan."""
         if isinstance(found, Sharding):
             return found
         if not isinstance(found, Mapping):
@@ -63,10 +63,10 @@ class Sharding:
         return cls(**found)
 
     def in_precision(self, name: str | None, argument: str) -> Sharding:
-        """With the precision that the framework's own argument asks for (None or "no": with none).
+        """The record with the precision of the framework's own argument (None or "no": unchanged).
 
         Raises:
-            ValueError: two precisions, one here and one there.
+            ValueError: both set a precision.
         """
         if name in (None, "no"):
             return self
@@ -77,10 +77,10 @@ class Sharding:
         return replace(self, precision=name)
 
     def shard(self, model: nn.Module) -> Handle:
-        """The model's handle: a new one, or the one that it has. Collective.
+        """Shard the model, unless it is sharded already, and return its handle. Collective.
 
         Raises:
-            ValueError: it has one, under another plan.
+            ValueError: it is sharded already under another plan.
         """
         handle = handle_of_model(model)
         if handle is not None:
@@ -93,10 +93,10 @@ class Sharding:
         return shard(model, **{name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER})
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        """In place of an optimizer over parameters of a sharded model, one that updates them. Collective.
+        """Take over a plain optimizer over parameters of a sharded model, as a ShardedOptimizer. Collective.
 
         Raises:
-            ValueError: parameters that are not sharded, or those of several models.
+            ValueError: parameters are not sharded, or belong to several models.
         """
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer
@@ -112,18 +112,18 @@ class Sharding:
         return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        """Fields and values; a mesh, or a class, is not copied as `asdict` would."""
+        """Fields and values. (`asdict` would copy a mesh.)"""
         return ((field.name, getattr(self, field.name)) for field in fields(self))
 
 
 def handle_of_model(model: nn.Module) -> Handle | None:
-    """That of its parameters; None where it is not sharded."""
+    """The handle of a model; None if it is not sharded."""
     return next((handle for handle in map(handle_of, model.parameters()) if handle is not None), None)
 
 
 def expect_handle_of(model: nn.Module, what: str) -> Handle:
     """Raises:
-    ValueError: the model is not sharded. `what`: by which call of the framework it would be."""
+    ValueError: the model is not sharded. `what`: the framework's call that shards it, for the message."""
     handle = handle_of_model(model)
     if handle is None:
         raise InvalidValue(f"this {type(model).__name__} is not sharded yet: {what} first")
@@ -131,16 +131,16 @@ def expect_handle_of(model: nn.Module, what: str) -> Handle:
 
 
 def trained_state(handle: Handle, *, rank0_only: bool = True) -> dict[str, Tensor]:
-    """Names and full values of the plain model on the CPU, each in the dtype that it had before `shard`, with main's
-    precision: what the framework would have found in its own model. Collective.
+    """Names and full values of the plain model on the CPU: main's values in the dtypes from before `shard`, as the
+    framework would find them in a plain model. Collective.
 
     Args:
-        rank0_only: the other ranks get an empty dict.
+        rank0_only: True: the other ranks get an empty dict.
     """
     dtypes = {id(parameter): unit.spec.dtype for unit in handle.engine.units for parameter in unit.parameters}
     named = {plain_name(name): p for name, p in handle.model.named_parameters(remove_duplicate=False)}
     state = handle.full_state_dict(main=True, rank0_only=rank0_only, device="cpu")
-    cast: dict[int, Tensor] = {}  # tied names share a value before and after
+    cast: dict[int, Tensor] = {}  # tied names must share one tensor, as before the cast
     for name, value in state.items():
         dtype = dtypes.get(id(named.get(name)), value.dtype)
         state[name] = cast.setdefault(id(value), value.to(dtype))
@@ -150,10 +150,10 @@ def trained_state(handle: Handle, *, rank0_only: bool = True) -> dict[str, Tenso
 def optimizer_of(
     parameters: Iterable[nn.Parameter], optimizers: Iterable[ShardedOptimizer], what: str
 ) -> ShardedOptimizer | None:
-    """The one that updates these parameters; None where they are none of ours.
+    """The optimizer that has these parameters; None if no ShardedOptimizer has any of them.
 
     Raises:
-        ValueError: some of its parameters, or those of several.
+        ValueError: these are not all parameters of it, or parameters of several.
     """
     asked = {id(parameter) for parameter in parameters if parameter.requires_grad}
     found = {}
@@ -177,7 +177,7 @@ def needing(package: str, extra: str) -> Iterator[None]:
     """Around the imports of a framework.
 
     Raises:
-        NotInstalled: with the line that installs it.
+        NotInstalled: it is not installed; the message has the command that installs it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`ShardedTrainer`, as the Trainer of transformers, over a sharded model; and the mixin that makes one of any Trainer.
+"""`ShardedTrainer`: the Trainer of transformers with a sharded model; and the mixin for any other Trainer class.
 
 trainer = ShardedTrainer(model, args, train_dataset=data, sharding=Sharding("zero3", units=LlamaDecoderLayer))
 
@@ -51,7 +51,7 @@ class ZeroshardArguments:
     )
 
     def sharding(self) -> Sharding:
-        """The record."""
+        """The options as a `Sharding`."""
         return Sharding(
             plan=self.plan,
             units=self.units,
@@ -63,15 +63,15 @@ class ZeroshardArguments:
 
 
 class ShardedTrainerMixin:
-    """Before a Trainer class in the list of bases. The model is sharded, in place, when training or evaluation begins;
-    the optimizer is what the Trainer would have used, taken over.
+    """A mixin for Trainer classes; put it first in the list of bases. The model is sharded in place when training or
+    evaluation begins; the Trainer's optimizer is taken over.
 
     Args:
-        sharding: how; or a plan alone ("zero3"); or a dict of the fields of `Sharding`; or `ZeroshardArguments`.
-        args, kwargs: the Trainer's. `bf16=True` and `fp16=True` are the `precision` of `shard`.
+        sharding: a `Sharding`, a plan ("zero3"), a dict of the fields of `Sharding`, or `ZeroshardArguments`.
+        args, kwargs: of the Trainer. `bf16=True` and `fp16=True` become the `precision` of `shard`.
 
     Raises:
-        ValueError: arguments that do not go together with sharding, with what to write instead.
+        ValueError: an argument of the Trainer does not work with sharding; the message says what to write instead.
     """
 
     args: Any
@@ -94,7 +94,7 @@ class ShardedTrainerMixin:
 
     @property
     def handle(self) -> Handle:
-        """Of the model.
+        """The handle of the model.
 
         Raises:
             ValueError: it is not sharded yet.
@@ -109,7 +109,7 @@ class ShardedTrainerMixin:
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The same accelerator, of our class."""
+        """Replace the Trainer's accelerator by one of our class, with the same arguments."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = Accelerator(sharding=self.sharding, **self._accelerator_arguments)
         self.gather_function = partial(
@@ -119,7 +119,8 @@ class ShardedTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """`generate` (of a Seq2SeqTrainer) stops at another length on each rank: weights are gathered around it."""
+        """A prediction step. `generate` (of a Seq2SeqTrainer) stops at a different length on each rank, so it runs
+        inside `handle.unsharded()`, where a forward is not collective."""
         step = partial(super().prediction_step, model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
         if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
             return step()
@@ -129,7 +130,7 @@ class ShardedTrainerMixin:
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `save_pretrained` writes it, on rank 0, in the dtype from before sharding. Collective."""
+        """Save the model as `save_pretrained` does, on rank 0, in the dtype from before sharding. Collective."""
         if handle_of_model(self.model) is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -137,18 +138,18 @@ class ShardedTrainerMixin:
         state = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:
             dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
-            self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it takes the values out
+            self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it empties `state`
             _note_dtype(self.model, dtype, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Weights, optimizer and scheduler, each rank its part, in `zeroshard` beside what `save_model` wrote."""
+        """Save weights, optimizer and scheduler, each rank its part, in the subfolder `zeroshard`."""
         extra = {"scheduler": self.lr_scheduler}
         save(Path(output_dir) / FOLDER, self.handle, self._sharded(), step=self.state.global_step, extra=extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights alone; where there is a folder of ours they come with the optimizer."""
+        """Load the weights, unless the subfolder `zeroshard` exists: then they are loaded with the optimizer."""
         if (Path(resume_from_checkpoint) / FOLDER).is_dir():
             return
         with _writable(self.model):
@@ -156,7 +157,7 @@ class ShardedTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = Path(checkpoint or "") / FOLDER
-        if checkpoint is None or not folder.is_dir():  # of a plain Trainer: torch's layout
+        if checkpoint is None or not folder.is_dir():  # saved by a plain Trainer
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         load(folder, self.handle, self._sharded(), extra={"scheduler": self.lr_scheduler})
@@ -183,10 +184,10 @@ class ShardedSeq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
 
 
 def expect_supported(args: Any) -> None:
-    """Of TrainingArguments.
+    """Check TrainingArguments.
 
     Raises:
-        ValueError: what one rank, or one process, would do alone.
+        ValueError: an option is not supported: a single rank, or a single process, would act alone.
     """
     refused = {
         "auto_find_batch_size": "a rank that runs out of memory would try again alone: set per_device_train_batch_size",
@@ -211,8 +212,9 @@ def _writable(model: nn.Module) -> Any:
 
 
 def _note_dtype(model: Any, saved: torch.dtype | None, folder: str) -> None:
-    """`from_pretrained` loads in the dtype that config.json names, and `save_pretrained` has named that of the weights
-    in memory: 16 bits beside the fp32 values that were saved."""
+    """Set the dtype in config.json to that of the saved values. `from_pretrained` loads in that dtype, and
+    `save_pretrained` has written the dtype of the weights in memory, which may be 16-bit while fp32 values were
+    saved."""
     if isinstance(model, transformers.PreTrainedModel) and saved is not None and saved != model.dtype:
         model.config.dtype = saved
         model.config.save_pretrained(folder)

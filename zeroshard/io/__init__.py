@@ -1,1 +1,1 @@
-"""Files that others may have written: read as data, every number checked."""
+"""Reading files from untrusted sources: as data only, with every number checked."""

@@ -1,4 +1,4 @@
-"""Numbers, texts and JSON from files that may be damaged, or made by an enemy: valid, or a CheckpointError."""
+"""Checks numbers, strings and JSON from files that may be damaged or malicious: valid, or a CheckpointError."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_NUMEL = 1 << 48
 
 
 class CheckpointError(Error, RuntimeError):
-    """A checkpoint that cannot be saved, or is not what it should be: what was expected and found, in which file."""
+    """A checkpoint cannot be saved, or is damaged; the message says what was expected and found, in which file."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises:
-    CheckpointError: where what is done inside raises an OSError; of that file."""
+    CheckpointError: in place of an OSError inside; the message names the file."""
     try:
         yield
     except OSError as error:
@@ -31,7 +31,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def checking(path: Path) -> Iterator[None]:
-    """As `reading`, and what is refused inside is said of that file."""
+    """Like `reading`, and a CheckpointError raised inside gets the name of the file."""
     with reading(path):
         try:
             yield
@@ -64,7 +64,7 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
 
 
 def parse_json(text: bytes | bytearray) -> Any:
-    """Without names that come twice in one object, NaN and infinity."""
+    """Parse JSON; refuses duplicate names in an object, NaN and infinity."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

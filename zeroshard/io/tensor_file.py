@@ -1,9 +1,9 @@
-"""Safetensors files, whoever wrote them: the header checked, then any interval of any tensor.
+"""Reads safetensors files from any source: checks the header, then reads any interval of any tensor.
 
     | length of the header, 8 bytes | header: JSON | data of the tensors, one after the other |
 
-The format is https://github.com/huggingface/safetensors. A model is one such file, or a folder with several and an
-index of which tensor lies in which.
+The format is https://github.com/huggingface/safetensors. A model is one such file, or a folder with several files and
+an index that says which tensor is in which file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from zeroshard.io.checked import CheckpointError, checking, integer, parse_json, reading, refuse, short, sizes, typed
 from zeroshard.layout.interval import Interval
 
-MAX_HEADER_BYTES = 100_000_000  # that of the format
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -47,14 +47,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The names that safetensors files use."""
+"""The names of dtypes in safetensors files."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of which element 0 lies at byte `offset` of the file."""
+    """A tensor whose element 0 is at byte `offset` of the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,11 +69,11 @@ class TensorFile:
     """An open file. Use it in a `with` statement, or close it.
 
     Attributes:
-        tensors: by name.
-        metadata: the texts of the header.
+        tensors: name -> tensor.
+        metadata: the strings of the header's `__metadata__`.
 
     Raises (in all methods):
-        CheckpointError: a file that cannot be read, is not plain, or whose header is not what the format says.
+        CheckpointError: the file cannot be read, is not a plain file, or its header is not valid.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = False) -> None:
@@ -124,12 +124,12 @@ class TensorFile:
 
 
 def open_model(path: Path, *, follow_links: bool = False) -> dict[str, TensorFile]:
-    """Tensor name -> the file that it lies in. `path`: a file, or a folder with `model.safetensors` or an index. The
-    caller closes the files.
+    """Tensor name -> its file. `path`: a file, or a folder with `model.safetensors` or an index. The caller must close
+    the files.
 
     Raises:
-        CheckpointError: no such files; an index that names others than plain names in its folder, or that does not
-            say what is in them.
+        CheckpointError: files are missing; the index names files outside of its folder, or does not agree with their
+            contents.
     """
     index = path / INDEX
     if path.is_file() or not index.is_file():
@@ -153,10 +153,10 @@ def open_model(path: Path, *, follow_links: bool = False) -> dict[str, TensorFil
 
 
 def open_plain(path: Path, *, follow_links: bool = False) -> int:
-    """A descriptor to read from.
+    """A descriptor for reading.
 
     Raises:
-        OSError: no such file; a link, a pipe or anything else that is not a plain file.
+        OSError: there is no such file, or it is a link, a pipe or anything else that is not a plain file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     file = os.open(path, flags)
@@ -167,10 +167,10 @@ def open_plain(path: Path, *, follow_links: bool = False) -> int:
 
 
 def expect_file_name(name: Any, *, reserved: str = "") -> str:
-    """A name that a file of somebody else gives to another one.
+    """Check the name of a file that an untrusted file refers to.
 
     Raises:
-        CheckpointError: it is none, or leads out of the folder, or is `reserved`.
+        CheckpointError: it is not a string, leads out of the folder, or is `reserved`.
     """
     if not _FILE_NAME.fullmatch(typed(name, str, "the name of a file")) or name == reserved:
         refuse(f"names the file {short(name)}: only plain names of files in the same folder are read")
@@ -178,16 +178,16 @@ def expect_file_name(name: Any, *, reserved: str = "") -> str:
 
 
 def are_defined(values: Tensor) -> bool:
-    """Whether what has been read may be used: torch.bool knows two bytes only."""
+    """Whether the bytes that were read are valid values: torch.bool may only contain the bytes 0 and 1."""
     return values.dtype is not torch.bool or not bool((values.view(torch.uint8) > 1).any())
 
 
 def read_whole(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
-    """All of a small file.
+    """The contents of a small file.
 
     Raises:
         OSError: it cannot be read.
-        CheckpointError: it is larger.
+        CheckpointError: it is larger than `limit`.
     """
     file = open_plain(path, follow_links=follow_links)
     try:
@@ -202,7 +202,7 @@ def read_whole(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
 
 
 def fill(file: int, place: memoryview, offset: int) -> None:
-    """Read exactly that many bytes."""
+    """Read exactly `len(place)` bytes from `offset` on into `place`."""
     while place:
         count = os.preadv(file, [place], offset)
         if count == 0:
@@ -211,14 +211,14 @@ def fill(file: int, place: memoryview, offset: int) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor where they lie; valid as long as it."""
+    """A view of the bytes of a contiguous CPU tensor. It does not keep the tensor alive: do not use it longer."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _header(text: bytearray, start: int, size: int) -> tuple[dict[str, str], dict[str, Stored]]:
-    """The data begin at byte `start` of a file of `size` bytes, and fill it without gaps."""
+    """Parse and check the header. The data must begin at byte `start` of the file and fill it, without gaps."""
     body = typed(parse_json(text), dict, "its header")
     metadata = typed(body.pop("__metadata__", {}), dict, "__metadata__")
     if not all(isinstance(value, str) for value in metadata.values()):
@@ -246,7 +246,7 @@ def _header(text: bytearray, start: int, size: int) -> tuple[dict[str, str], dic
 
 
 def _index(path: Path, *, follow_links: bool) -> dict[str, str]:
-    """Tensor name -> name of a file."""
+    """Tensor name -> file name, from an index."""
     with checking(path):
         text = read_whole(path, MAX_HEADER_BYTES, follow_links=follow_links)
         index = typed(parse_json(text), dict, "the index")

@@ -1,6 +1,6 @@
-"""What `state_dict()` methods give, as JSON and tensors, and back: numbers, texts, lists, dicts, tuples, tensors.
+"""Encodes the values of state dicts as JSON and tensors: numbers, strings, lists, dicts, tuples, counters, tensors.
 
-JSON has no tuples, no keys but texts, no infinity and no tensors. These become objects of one entry:
+JSON has no tuples, no infinity, no tensors, and only strings as keys. These values become objects with one entry:
 
     (1, 2) -> {"$tuple": [1, 2]}    {3: "x"} -> {"$dict": [[3, "x"]]}    inf -> {"$float": "inf"}
     Counter({3: 1}) -> {"$counter": [[3, 1]]}    tensor -> {"$tensor": "<name under which it is stored>"}
@@ -22,10 +22,10 @@ from zeroshard.io.tensor_file import DTYPE_NAMES
 
 
 def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
-    """`value` as JSON; `store` takes each tensor and names it.
+    """`value` as JSON. `store` is called with each tensor, and returns a name for it.
 
     Raises:
-        ValueError: something that is none of the above (code is never stored); a tensor that is sparse or quantised.
+        ValueError: a value of another type (objects and code are never stored), or a sparse or quantised tensor.
     """
     if value is None or isinstance(value, (str, bool)):
         return value
@@ -60,10 +60,10 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse; `tensor` reads one by its name.
+    """The inverse of `encode`. `tensor`: name -> tensor.
 
     Raises:
-        CheckpointError: JSON that `encode` cannot have made.
+        CheckpointError: the JSON cannot be the result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]

@@ -1,1 +1,1 @@
-"""Arithmetic on parameters, slots and shards. Nothing here knows of ranks that talk to each other."""
+"""Arithmetic on parameters, slots and shards, without any communication."""

@@ -1,15 +1,15 @@
-"""How an optimizer's work is cut: at the same places in every plan. One piece at a time, or counted.
+"""Cuts main into pieces for the optimizer, at the same places under every plan; lists the pieces, or counts them.
 
     world     0        256       512       768      1024
     shards    |         rank 0    |        rank 1     |
     groups    |  decay     |        no decay          |
     pieces    |   a    |b1| b2   |       c           |      b1: from the group's cut to the next multiple of 256
 
-A fused kernel treats the tail of a vector differently from its body. So every piece starts at a multiple of ALIGNMENT,
-but for a short one from where a group starts to the next multiple; no cut depends on the plan or on the rank.
+A fused kernel rounds the tail of a vector differently from its body. So every piece starts at a multiple of ALIGNMENT,
+except for a short one from the start of a group to the next multiple. No cut depends on the plan or on the rank.
 
-An engine has each of its pieces in memory. A planner counts those of a thousand ranks: between the cuts of two groups
-the pieces of one shard are those of the next, and a shard has few different ones (`Pattern`).
+The engine lists its own pieces. The planner counts those of thousands of ranks: within a group, neighbouring shards
+have the same pieces, and a shard has few different ones (`Pattern`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, BufferLayout
 
 PIECE_NUMEL = 1 << 18
-"""Elements at most: an fp32 piece, its gradient and two moments stay in a core's cache."""
+"""The most elements of a piece: an fp32 piece, its gradient and two moments fit into a core's cache."""
 
 BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements stepped at a time, by device: what stays in cache on a CPU, what fills the machine on a GPU."""
+"""Elements of a batch, by device: few enough to stay in a CPU's cache, enough to fill a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` pieces of `numel` elements each, one after the other; none empty."""
+    """`count` consecutive pieces of `numel` elements each; none is empty."""
 
     numel: int
     count: int
@@ -37,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """`times` shards, one after the other, with the same pieces."""
+    """`times` consecutive shards with the same pieces."""
 
     runs: tuple[Run, ...]
     times: int
@@ -62,13 +62,14 @@ def cut(
     piece_numel: int = PIECE_NUMEL,
     within: Interval | None = None,
 ) -> Iterator[tuple[Hashable, Interval]]:
-    """(key, world range) of each piece, for one key per slot; neighbours with equal keys are cut as one.
+    """(key, interval of the full buffer) of each piece. `keys`: one per slot; neighbours with equal keys are cut as
+    one.
 
-    A slot whose key is None is left out. Padding goes with the slot before it.
+    A slot whose key is None is left out. Padding belongs to the slot before it.
 
     Args:
         piece_numel: a multiple of ALIGNMENT.
-        within: one shard, for its pieces alone; None: all of them.
+        within: one shard: only its pieces; None: all pieces.
     """
     for key, section in _sections(layout, keys):
         if within is not None:
@@ -84,10 +85,10 @@ def cut(
 def count(
     layout: BufferLayout, keys: Sequence[Hashable | None], within: Interval, piece_numel: int = PIECE_NUMEL
 ) -> Iterator[Pattern]:
-    """The same pieces in the same order, counted, in a time that depends on neither shards nor pieces.
+    """The pieces of `cut` in the same order, counted, in a time that does not depend on the number of shards or pieces.
 
     Args:
-        within: one shard, or all of them. Pieces that are nothing but padding are left out.
+        within: one shard, or all of them. Pieces that are only padding are left out.
     """
     end, size = layout.end, layout.shard_numel
     for _, section in _sections(layout, keys):
@@ -101,7 +102,7 @@ def count(
                 if num_pieces > 0:
                     runs.append(Run(run.numel, num_pieces))
                 at += run.numel * run.count
-            if len(runs) == 1:  # nothing distinguishes the shards
+            if len(runs) == 1:  # one long run, across the shards
                 yield Pattern((Run(runs[0].numel, runs[0].count * times),), 1)
             else:
                 yield Pattern(tuple(runs), times)
@@ -120,12 +121,12 @@ def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator
 
 
 def _in_one_shard(section: Interval, start: int, layout: BufferLayout) -> Interval:
-    """From `start` to the end of the section, or of the shard."""
+    """The interval from `start` to the end of the section or of the shard, whichever comes first."""
     return Interval(start, min(section.stop, (start // layout.shard_numel + 1) * layout.shard_numel))
 
 
 def _runs(part: Interval, piece_numel: int) -> Iterator[Run]:
-    """Of a part of one shard: up to the next multiple of ALIGNMENT, whole pieces, what is left."""
+    """The pieces of a part of one shard: up to the next multiple of ALIGNMENT, full pieces, and the rest."""
     aligned = min(round_up(part.start, ALIGNMENT), part.stop)
     whole, rest = divmod(part.stop - aligned, piece_numel)
     for run in (Run(aligned - part.start, 1), Run(piece_numel, whole), Run(rest, 1)):
@@ -134,7 +135,7 @@ def _runs(part: Interval, piece_numel: int) -> Iterator[Run]:
 
 
 def batches(numels: Sequence[int], limit: int) -> list[range]:
-    """Neighbouring pieces stepped together: as many as `limit` elements hold, at least one."""
+    """Batches of neighbouring pieces: each at most `limit` elements, at least one piece."""
     result: list[range] = []
     start = total = 0
     for index, numel in enumerate(numels):
@@ -146,12 +147,12 @@ def batches(numels: Sequence[int], limit: int) -> list[range]:
 
 
 def most_in_a_batch(patterns: Iterable[tuple[Pattern, int]], limit: int) -> int:
-    """The most bytes that one of the `batches` of these pieces needs, for a number of bytes per element of each."""
+    """The most bytes of one of the `batches` of these pieces. `patterns`: with the bytes per element of each."""
     open_batch, most = _Batch(), 0
     for pattern, itemsize in patterns:
         left, known = pattern.times, dict[_Batch, int]()
         while left:
-            if open_batch in known:  # what comes now has been: whole periods change nothing
+            if open_batch in known:  # the batches repeat from here: skip whole periods
                 left %= known[open_batch] - left
                 known.clear()
                 continue
@@ -165,13 +166,13 @@ def most_in_a_batch(patterns: Iterable[tuple[Pattern, int]], limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The pieces since the last batch that is complete."""
+    """The current, incomplete batch."""
 
     numel: int = 0
     num_bytes: int = 0
 
     def followed_by(self, run: Run, itemsize: int, limit: int) -> tuple[_Batch, int]:
-        """The batch that is open behind the run, and the most bytes of one until then."""
+        """The incomplete batch after the run, and the most bytes of any batch up to there."""
         at_once = max(1, limit // run.numel)
         joining = min(run.count, max(0, (limit - self.numel) // run.numel) if self.numel else at_once)
         numel = joining * run.numel

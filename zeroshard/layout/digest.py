@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bytes, for ranks to compare."""
+"""A checksum of a tensor's bytes, for comparisons between ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: Tensor) -> int:
-    """Of the bytes and where they are: products of words and odd numbers, so that no change of one word goes unnoticed.
-    Takes 16 MB for a while."""
+    """A checksum of the bytes and their positions: words times odd numbers, so that every change of a single word
+    changes it. Needs 16 MB temporarily."""
     words = tensor.detach().contiguous().view(-1).view(_INTEGERS.get(tensor.element_size(), torch.uint8))
     total = 0
     for piece in torch.split(words, _CHUNK):

@@ -1,8 +1,8 @@
-"""Exact sums of floating-point numbers, taken in whole numbers: the same bits in whatever order, on however many ranks.
+"""Exact sums of floating-point numbers, computed in integers: bit-equal in any order and on any number of ranks.
 
-A float64 is a whole number of 2^-1126. Its bits are laid out over `LIMBS` int64, 32 bits to each, so that 2^30 numbers
-can be added before one overflows (Kulisch's accumulator; R. M. Neal, "Fast exact summation using small and large
-superaccumulators", 2015). Whole numbers may be added by any tree, by atomics on a GPU, and by a backend's all-reduce.
+A float64 is an integer multiple of 2^-1126. Its bits are spread over `LIMBS` int64, 32 bits in each, so that 2^30
+numbers can be added before one overflows (Kulisch's accumulator; R. M. Neal, "Fast exact summation using small and
+large superaccumulators", 2015). Integers can be added by any tree, by atomics on a GPU, and by a backend's all-reduce.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _BITS = 32
 _MASK = (1 << _BITS) - 1
 _MANTISSA = 53
 _LEAST = 1126
-"""The last bit of the smallest float64, as `frexp` gives it, is 2^-1126."""
+"""2^-1126 is the last bit of the smallest float64, in the 53-bit mantissa that `frexp` gives."""
 LIMBS = 68
 WIDTH = LIMBS + 1
-"""Of one sum: limbs, and how many numbers were not finite."""
+"""Length of one sum: the limbs, and the count of numbers that were not finite."""
 
 
 def add_exactly(values: Tensor, places: Tensor, count: int) -> Tensor:
-    """[count, WIDTH] int64: the sums of the values of each place, exact. Nothing waits for the device.
+    """The exact sum of the values of each place, [count, WIDTH] int64. The host does not wait for the device.
 
     Args:
         values: [n] float64.
-        places: [n] int64, below `count`.
+        places: [n] int64, the index of each value's sum, below `count`.
     """
     finite = values.isfinite()
     mantissa, exponent = torch.frexp(torch.where(finite, values, 0.0))
@@ -46,10 +46,10 @@ def add_exactly(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def rounded(limbs: Sequence[int]) -> float:
-    """The float64 nearest to an exact sum; NaN where a number in it was not finite, inf where it is too large.
+    """The float64 nearest to an exact sum; NaN if a number in it was not finite, inf if the sum is too large.
 
     Args:
-        limbs: [WIDTH], of `add_exactly`, or sums of these.
+        limbs: [WIDTH], from `add_exactly`, or sums of these.
     """
     if limbs[LIMBS]:
         return float("nan")

@@ -30,7 +30,7 @@ class Interval:
         return self.stop > self.start
 
     def __and__(self, other: Interval) -> Interval:
-        """The common part; an empty interval (at the later start) where there is none."""
+        """The intersection; if there is none, an empty interval at the later start."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 

@@ -1,8 +1,8 @@
-"""Where each parameter lies in a unit's flat buffers, and which part of it each rank owns.
+"""The layout of a unit's flat buffers: where each parameter lies, and which part of it each rank owns.
 
         slots   |  head  |      mlp.weight       | norm |pad|      parameters in reverse registration order
         world   0        3                       8      ...  16
-        shards  |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  equal, contiguous, blind to parameter boundaries
+        shards  |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  equal, contiguous, independent of parameters
 
 (Drawn with an alignment of 1. In a model slots start at multiples of 64, with padding in between, and shards at
 multiples of 256. Padding is zero, and stays zero.)
@@ -27,13 +27,13 @@ from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.portions import Portions, everything
 
 ALIGNMENT = 256
-"""Elements, of shards. Vector kernels see no tail inside a shard, so results do not depend on where a shard is cut; and
-block-quantised optimizer states keep whole blocks."""
+"""Shards start at multiples of this many elements. So vector kernels have no tail inside a shard, results do not depend
+on where shards are cut, and block-quantised optimizer state has whole blocks."""
 
 SLOT_ALIGNMENT = 64
-"""Elements, of slots. Kernels choose by address: some matrix products round differently where a weight starts at an odd
-element, and GPUs load it in smaller pieces. Aligned, a parameter meets the kernels that it meets in the plain model,
-whose allocator aligns each tensor."""
+"""Slots start at multiples of this many elements. Kernels are chosen by address: some matrix products round
+differently if a weight starts at an odd element, and GPUs load it in smaller pieces. An aligned parameter gets the
+same kernels as in the plain model, where the allocator aligns each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The part of `slot` inside one interval of the buffer."""
+    """The part of `slot` inside one interval of the buffer. `world`: in the full buffer; `local`: counted from the
+    start of the interval; `param`: in the flattened parameter."""
 
     slot: Slot
     world: Interval
@@ -57,7 +58,8 @@ class Fragment:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """`numel` elements cut into `num_shards` equal shards; `slots` lie in order, padding between and after them."""
+    """A buffer of `numel` elements, cut into `num_shards` equal shards. `slots` lie in it in order, with padding
+    between and after them."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -99,19 +101,19 @@ class BufferLayout:
 
     @cached_property
     def padding(self) -> tuple[Interval, ...]:
-        """World ranges that belong to no parameter, in order, none empty. They stay zero."""
+        """The intervals of the full buffer that belong to no parameter, in order; none is empty."""
         ends = [0, *(slot.world.stop for slot in self.slots)]
         starts = [*(slot.world.start for slot in self.slots), self.numel]
         return tuple(Interval(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def portions(self, slots: Collection[int]) -> Portions:
-        """What is exchanged where just these slots (by index) are; of all of them, everything."""
+        """The portions that contain these slots (by index); for all slots, the whole buffer with its padding."""
         if len(slots) == len(self.slots):
             return everything(self.numel, self.num_shards)
         return Portions.of(self._runs(sorted(slots)), self.numel, self.num_shards)
 
     def _runs(self, slots: Iterable[int]) -> Iterator[Interval]:
-        """World ranges of these slots, neighbours as one, up to where the next slot may start."""
+        """The intervals of these slots, with neighbours merged, each up to where the next slot may start."""
         run = Interval(0, 0)
         for index in slots:
             world = self.slots[index].world
@@ -130,21 +132,21 @@ class BufferLayout:
 
     @property
     def end(self) -> int:
-        """Behind the last element of a parameter: what follows is padding."""
+        """The end of the last parameter: the rest of the buffer is padding."""
         return next((slot.world.stop for slot in reversed(self.slots) if slot.world), 0)
 
     def shard(self, rank: int) -> Interval:
-        """World range of the shard of `rank`."""
+        """The interval of the full buffer that is the shard of `rank`."""
         if not 0 <= rank < self.num_shards:
             raise InvalidValue(f"rank must be in [0, {self.num_shards}), found {rank}")
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """What the shard of `rank` holds, in buffer order; empty intersections (and empty parameters) are left out."""
+        """The fragments in the shard of `rank`, in buffer order, without empty ones (and empty parameters)."""
         return tuple(self.fragments_in(self.shard(rank)))
 
     def fragments_in(self, interval: Interval) -> Iterator[Fragment]:
-        """As `fragments`, for any world range; `local` counts from its start."""
+        """The fragments in any interval of the full buffer; `local` counts from its start."""
         first = bisect_right(self.slots, interval.start, key=lambda slot: slot.world.stop)
         for slot in self.slots[first:]:
             if slot.world.start >= interval.stop:

@@ -1,4 +1,4 @@
-"""Who steps which parameter, where an optimizer needs whole ones: balanced by cost, the same answer on every rank."""
+"""Assigns whole parameters to owner ranks, balanced by cost; every rank computes the same assignment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 
 def cost(shape: Sequence[int]) -> int:
-    """Relative time of one step: Newton-Schulz on a matrix takes its elements times the smaller side."""
+    """The relative time of one step: for a matrix (Newton-Schulz), its number of elements times the smaller side."""
     return math.prod(shape) * (min(shape) if len(shape) > 1 else 1)
 
 
 def balance(costs: Sequence[int], num_owners: int) -> list[int]:
-    """Owner of each item: the most expensive first, to whoever has least (the lowest rank of those)."""
+    """The owner of each item: items go in order of falling cost to the rank with the least load (ties: the lowest
+    rank)."""
     loads = [(0, rank) for rank in range(num_owners)]  # a heap
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -1,6 +1,6 @@
-"""Which full-size buffers a model needs: for some requests one for good, for others a few that they take turns in.
+"""Plans how many pool buffers a model needs: some requests have a buffer of their own, others take turns in a few.
 
-Arithmetic alone: the engine makes the buffers that are planned here (`pool.py`), and the planner counts them.
+Only arithmetic: the engine makes the buffers that are planned here (`pool.py`), and the planner counts them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 KEPT_BYTES = 32 << 20
-"""What stays held between two steps on a CPU: about one unit of the default size."""
+"""The most bytes of pool buffers that stay held between two steps on a CPU: about one unit of the default size."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """For a full-size buffer, for a while. Those of one queue take turns; `alone`: it needs one for good."""
+    """A request for a pool buffer. Requests of one queue take turns. `alone`: it needs a buffer of its own."""
 
     key: Hashable
     queue: Hashable
@@ -24,11 +24,11 @@ class Request:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Which buffers a set of requests needs.
+    """The buffers for a set of requests.
 
     Attributes:
-        own: key -> bytes, for those who need one for good.
-        shared: queue -> (how many, bytes of each), for those who take turns.
+        own: key -> bytes, for requests with a buffer of their own.
+        shared: queue -> (number of buffers, bytes of each), for requests that take turns.
     """
 
     own: dict[Hashable, int]
@@ -36,7 +36,7 @@ class PoolPlan:
 
     @classmethod
     def of(cls, requests: Iterable[Request], turns: Callable[[int, int], int]) -> PoolPlan:
-        """`turns`: number of requests in a queue, and the most bytes of one -> how many buffers they take turns in."""
+        """`turns`: (number of requests in a queue, the most bytes of one) -> number of buffers for the queue."""
         requests = list(requests)
         sizes: dict[Hashable, list[int]] = {}
         for request in requests:
@@ -49,14 +49,14 @@ class PoolPlan:
 
     @classmethod
     def for_weights(cls, requests: Iterable[Request]) -> PoolPlan:
-        """One buffer in use, one for the unit to come."""
+        """Two buffers: one in use, one for the unit that is prefetched."""
         return cls.of(requests, lambda num_units, num_bytes: min(2, num_units))
 
     @classmethod
     def for_gradients(cls, requests: Iterable[Request], *, reads_peers: bool) -> PoolPlan:
-        """Two buckets, so that one is reduced while the next fills. But the last unit waits for the bucket of the one
-        before, as no other fills meanwhile. Where ranks read each other's memory (`reads_peers`) nothing moves
-        meanwhile: two let a rank be late now and then, as long as that is cheap."""
+        """Two buckets, so that one is reduced while the other fills. With only two units one is enough: the last unit
+        waits for the bucket of the one before it. If ranks read each other's memory (`reads_peers`), data move only
+        when a result is waited for: then a second bucket only helps if a rank is late, and is used if it is small."""
 
         def turns(num_units: int, num_bytes: int) -> int:
             if reads_peers:
@@ -72,7 +72,7 @@ class PoolPlan:
 
 
 def beyond_turns(requests: Iterable[Request], turns: Mapping[Hashable, int]) -> list[Request]:
-    """Those that need a buffer more where all of them need one at once. `turns`: how many there are for each queue."""
+    """The requests without a buffer, if all need one at once. `turns`: queue -> number of buffers."""
     left = dict(turns)
     more = []
     for request in requests:
@@ -86,7 +86,7 @@ def beyond_turns(requests: Iterable[Request], turns: Mapping[Hashable, int]) -> 
 
 
 def kept(sizes: Iterable[int]) -> list[bool]:
-    """Which of these buffers stay held between two steps on a CPU, in the order of preference."""
+    """Which of these buffers, given in order of preference, stay held between two steps on a CPU."""
     total, result = 0, []
     for size in sizes:
         result.append(total + size <= KEPT_BYTES)

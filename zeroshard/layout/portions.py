@@ -1,11 +1,12 @@
-"""What of a full buffer is exchanged: all of it, or some intervals of each shard.
+"""The intervals of a full buffer that take part in an exchange: everything, or some intervals of each shard.
 
         full      |      rank 0      |      rank 1      |      rank 2      |
         trains         ######   #####|####                    ########
         portions       [    ]   [   ]|[  ]              |     [      ]
 
-A reduction brings to each rank what its portions are on the others; a gather brings its portions to the others. What
-lies between does not move. So ranks may send different amounts. Arithmetic on shapes alone.
+In a reduction, each rank receives the other ranks' values of its own portions. In a gather, each rank sends its own
+portions to the others. The rest of the buffer does not move, so ranks may send different amounts. Only arithmetic on
+shapes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from zeroshard.layout.interval import Interval
 
 @dataclass(frozen=True)
 class Portions:
-    """`of_shard[rank]`: ranges of the full buffer, in order, none empty, in the shard of that rank."""
+    """`of_shard[rank]`: intervals of the full buffer inside the shard of that rank, in order; none is empty."""
 
     numel: int
     of_shard: tuple[tuple[Interval, ...], ...]
 
     @classmethod
     def of(cls, intervals: Iterable[Interval], numel: int, num_shards: int) -> Portions:
-        """What each of `num_shards` equal shards of `numel` elements has of the intervals."""
+        """The intervals, cut at the borders of `num_shards` equal shards of a buffer of `numel` elements."""
         shard = numel // num_shards
         of_shard: list[list[Interval]] = [[] for _ in range(num_shards)]
         for interval in intervals:
@@ -55,7 +56,7 @@ class Portions:
 
     @cached_property
     def total(self) -> int:
-        """Elements, of all shards."""
+        """Number of elements in the portions of all shards."""
         return sum(self._numels)
 
     @property
@@ -66,15 +67,15 @@ class Portions:
         return self._numels[rank]
 
     def inside(self, rank: int) -> tuple[Interval, ...]:
-        """Those of a shard, counted from its start."""
+        """The portions of a shard, counted from its start."""
         return self._inside[rank]
 
     def sent_to_reduce(self, rank: int) -> int:
-        """Elements that a rank sends: to each owner, what it owns."""
+        """Elements that a rank sends in a reduction: to each other rank, that rank's portions."""
         return self.total - self.numel_of(rank)
 
     def sent_to_gather(self, rank: int) -> int:
-        """Elements that a rank sends: its own, to each of the others."""
+        """Elements that a rank sends in a gather: its own portions, to each other rank."""
         return (self.num_shards - 1) * self.numel_of(rank)
 
 

@@ -1,4 +1,4 @@
-"""Sums over ranks, in an order that is the same whoever owns what."""
+"""Sums over ranks in a fixed order, independent of which rank owns which elements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from zeroshard.layout.interval import Interval
 
 CACHED_NUMEL = 1 << 16
-"""Elements that a sum on CPU takes at a time: what is cast, and what is divided, stays in cache."""
+"""Elements that a sum on a CPU processes at a time, so that casts and divisions stay in cache."""
 
 
 def sum_in_rank_order(
     own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor, divisor: int = 1
 ) -> None:
-    """out = (((g0 + g1) + g2) + ...) / divisor, the own term in its place; `out` may be `own`.
+    """out = (((g0 + g1) + g2) + ...) / divisor, with the own term g[rank] at its place; `out` may be `own`.
 
-    `total` holds the sum so far, in the wider of the two dtypes. It may be `received[0]` (that one is always among the
-    first two terms), `out` where that is not `own`, or a scratch of as many elements as are taken at a time.
+    `total`: memory for the running sum, in the wider of the two dtypes. It may be `received[0]` (always one of the
+    first two terms), `out` if that is not `own`, or scratch of `CACHED_NUMEL` elements (on a GPU: of all elements).
     """
     terms = [*received[:rank], own, *received[rank:]]
     at_a_time = CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
@@ -35,15 +35,17 @@ def sum_in_rank_order(
 
 
 def divide(tensor: Tensor, divisor: int) -> None:
-    """In place, and rounded correctly: the quotient times the divisor is the number again, for 2, 3, 4, 5, 6, 8, ..."""
+    """Divide in place, correctly rounded. (Not a multiplication by 1 / divisor: with the division, the quotient times
+    the divisor is the number again, for divisors 2, 3, 4, 5, 6, 8, ...)"""
     if divisor != 1:
         tensor.div_(divisor)
 
 
 def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """out = a + b for 1-D tensors, without the full-size temporary that a CPU makes of each operand it has to cast."""
+    """out = a + b for 1-D tensors, without the full-size temporary that torch allocates on a CPU for each operand that
+    it has to cast."""
     if a.dtype == b.dtype and a.dtype.itemsize < out.dtype.itemsize:
-        a = out.copy_(a)  # else torch adds in the narrow dtype, and widens what is left
+        a = out.copy_(a)  # else torch adds in the narrow dtype and casts the rounded sum
     if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
         torch.add(a, b, out=out)
         return
@@ -60,11 +62,11 @@ def parts(full: Tensor, intervals: Iterable[Interval]) -> list[Tensor]:
 
 
 def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `flat`, as large as these, one after the other."""
+    """Consecutive views of `flat` with the sizes of `parts`."""
     return list(torch.split(flat, [part.numel() for part in parts]))
 
 
 def carve(scratch: Tensor, count: int, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """`count` tensors of `numel` elements from the front of a byte buffer, and what is left of it."""
+    """`count` tensors of `numel` elements from the front of a byte buffer, and the rest of it."""
     end = count * numel * dtype.itemsize
     return list(scratch[:end].view(dtype).view(count, numel).unbind(0)) if count else [], scratch[end:]

@@ -1,1 +1,1 @@
-"""What there is to know of the user's model before anything is allocated: units, casts, who reads what."""
+"""Analysis of the user's model before anything is allocated: units, casts, and which module reads which parameter."""

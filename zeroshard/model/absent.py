@@ -1,12 +1,13 @@
-"""What a parameter is while its values are not here: one that tells its shape, and raises when it is read or written.
+"""Absent parameters: parameters whose values are not on this rank keep their shape, and raise when read or written.
 
-Nothing in torch sees that a tensor is read but its class: `__torch_function__` is asked before any operation that
-Python calls, on every thread, in a worker that was forked, in forward and outside. So an absent parameter has a class
-of its own, a subclass of the one that it has else; it stays the object it is. (Both have the same layout in memory,
-and Python lets an object change between such classes.)
+In torch, only the class of a tensor can intercept reads: `__torch_function__` is called before every operation that
+Python calls, on every thread, in forked workers, inside and outside of forward. So an absent parameter gets a class of
+its own, a subclass of its usual class, and stays the same object. (Both classes have the same memory layout, so
+Python allows the change of `__class__`.)
 
-Below that it is one scalar, expanded to its shape: NaN, or the lowest number of an integer dtype. Only code that nobody
-asks finds it: C++ that is handed a parameter, `torch.func` transforms of one. `reads.py` looks there.
+The data of an absent parameter are a placeholder: one scalar, expanded to its shape; NaN, or the lowest number of an
+integer dtype. Only code that bypasses `__torch_function__` reads it: C++ that is passed a parameter, and `torch.func`
+transforms. `reads.py` finds such reads.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from zeroshard.errors import InvalidState
 from zeroshard.layout.layout import Slot
 
 as_tensors = torch._C.DisableTorchFunctionSubclass
-"""Inside, on this thread, absent parameters answer as any tensor does: for the engine, which knows what it has, and
-would else wait for microseconds at each attribute."""
+"""Inside, on this thread, absent parameters behave as plain tensors. For the engine itself, which knows which values
+are absent: a call of `__torch_function__` costs microseconds for each attribute."""
 
 _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
-"""Attributes that are values. All others describe the tensor."""
+"""Attributes that need values. All others describe the tensor."""
 _DESCRIBE = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "storage_offset", "__len__"),
     *("is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_same_size"),
@@ -37,27 +38,27 @@ _DESCRIBE = {
 }
 _STRIDES = {"stride", "is_contiguous", "dim_order"}
 _LIKE_ANOTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_"}
-"""Of the second operand they take the shape, dtype and device."""
+"""Operations that take only shape, dtype and device from their second operand."""
 _CONVERT = {"to", "type", "type_as", "cpu", "cuda", "xpu", "float", "half", "double", "bfloat16", "contiguous"}
 _TO_THE_GRAPH = {"view_as", "expand_as"}
-"""`p.expand_as(p).grad_fn` leads to the node of a leaf."""
+"""Operations that code uses to find the graph node of a leaf: `p.expand_as(p).grad_fn`."""
 
 
 class _NeedsValues(Exception):
-    """What wants the values of absent parameters, and the operands."""
+    """An operation needs the values of absent parameters. Arguments: its name, and its operands."""
 
 
 class AbsentTensor(Tensor):
-    """The class that an absent parameter has besides its own. An operation that reads or writes values gets them from
-    `home`, if they can be had without the other ranks.
+    """Base class of absent parameters. An operation that reads or writes values first asks `home` for them, which can
+    provide them if no other rank is needed.
 
     Attributes:
-        unit, names: of the unit, and of its slots. The placeholder of slot i is the i-th element of its storage.
-        plain: the class that the parameter has else.
-        home: where it belongs.
+        unit, names: names of the unit and of its slots. The placeholder of slot i is element i of a common storage.
+        plain: the parameter's usual class.
+        home: the unit's `Absent`.
 
     Raises:
-        RuntimeError: from every operation that reads or writes values, where they cannot be had.
+        RuntimeError: from every operation that reads or writes values, if `home` cannot provide them.
     """
 
     unit: ClassVar[str]
@@ -73,7 +74,7 @@ class AbsentTensor(Tensor):
             what, operands = needed.args
         operands = _absent_in(operands)
         for parameter in operands:
-            if is_absent(parameter):  # another one of its unit may have brought it
+            if is_absent(parameter):  # `bring` gives values to all parameters of a unit at once
                 parameter.home.bring()
         for parameter in operands:
             if is_absent(parameter):
@@ -82,16 +83,16 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def _describe(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives that takes no values."""
+        """The result of an operation that needs no values; raises `_NeedsValues` for all others."""
         name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             attribute = getattr(func.__self__, "__name__", "data")
-            if name == "__set__" and args[0] is args[1]:  # `p.data = p`, by Module.to where there is nothing to do
+            if name == "__set__" and args[0] is args[1]:  # `p.data = p`, by a Module.to without effect
                 return None
             if attribute in _VALUES:
                 raise _NeedsValues(attribute if name == "__get__" else f"setting {attribute}", args)
         elif name in _STRIDES:
-            # Of a tensor of that shape: the placeholder is one expanded scalar, whose strides are all 0.
+            # The strides of a contiguous tensor of that shape: those of the placeholder, an expanded scalar, are all 0.
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
         elif func in (torch.autograd.grad, torch.autograd.backward):
             return func(*_as_edges(args), **_as_edges(kwargs))
@@ -119,12 +120,12 @@ class AbsentTensor(Tensor):
 
 
 class Absent:
-    """The placeholders of one unit, and what becomes of its parameters' classes.
+    """The placeholders of one unit; makes its parameters absent, and gives them values again.
 
     Attributes:
-        bring: get the values without the other ranks, and `give` them, if that is possible.
-        pointers: where the placeholders lie.
-        is_lost: whether the values come no more.
+        bring: gives the parameters their values, if that is possible without the other ranks.
+        pointers: addresses of the placeholders.
+        is_lost: whether the values are lost for good.
     """
 
     bring: Callable[[], None]
@@ -141,7 +142,7 @@ class Absent:
         self.is_lost = False
 
     def take(self, parameters: Sequence[Tensor]) -> None:
-        """They are absent from now on, until `give`."""
+        """Make these parameters absent, until `give`."""
         for parameter, view in zip(parameters, self._views, strict=True):
             self._take(parameter, view)
 
@@ -149,45 +150,45 @@ class Absent:
         plain = type(parameter)
         if plain not in self._classes:
             self._classes[plain] = _class_of(plain, self._unit, self._names, self)
-        # In this order, and in `give` in the other one: an absent parameter refuses to have its data set.
+        # Data first, then the class (in `give` the other way round): setting the data of an absent parameter raises.
         parameter.data = view
         parameter.__class__ = self._classes[plain]
 
     def lose(self, index: int, parameter: Tensor) -> None:
-        """That of slot `index` is absent for good, and so are those that are absent already."""
+        """Make the parameter of slot `index` absent for good; so become those that are absent already."""
         self.is_lost, self.bring = True, lambda: None
         if not is_absent(parameter):
             self._take(parameter, self._views[index])
 
     def explain(self, name: str) -> str:
-        """What has happened to the values of a parameter, and what to write instead."""
+        """The error message for a parameter: why its values are absent, and what to write instead."""
         return _lost(name) if self.is_lost else not_here(name, self._unit)
 
     def give(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """They have these values from now on, and are what they were."""
+        """Give these parameters values and their usual classes."""
         for parameter, value in zip(parameters, values, strict=True):
             give(parameter, value)
 
     def index_of(self, tensor: Tensor) -> int | None:
-        """Of which slot the tensor is the placeholder, or a view of it."""
+        """The slot whose placeholder `tensor` is, or is a view of; None if there is none."""
         with as_tensors():
-            # By the storage: a view of a placeholder is another object, at another class, but of the same storage; and
-            # the offset in it is the number of the slot.
+            # By storage, not by class or identity: a view of a placeholder is another object of another class, but has
+            # the same storage. The offset in it is the number of the slot.
             if not torch._C._has_storage(tensor) or tensor.untyped_storage()._cdata != self._storage:
                 return None
             return int(tensor.storage_offset())
 
 
 def give(parameter: Tensor, values: Tensor) -> None:
-    """The parameter has these values from now on, and is what it was."""
+    """Give a parameter these values, and its usual class if it is absent."""
     kind = type(parameter)
     if issubclass(kind, AbsentTensor):
-        parameter.__class__ = kind.plain
+        parameter.__class__ = kind.plain  # before the data: setting the data of an absent parameter raises
     parameter.data = values
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether it is a parameter whose values are not here."""
+    """Whether the tensor is an absent parameter (or a view of one)."""
     return isinstance(tensor, AbsentTensor)
 
 
@@ -206,7 +207,7 @@ def _absent_in(tree: Any) -> list[AbsentTensor]:
 
 
 def not_here(name: str, unit: str) -> str:
-    """What has happened, and what to write instead."""
+    """The error message for an absent parameter: why, and what to write instead."""
     return (
         f"the values of parameter {name} are not here, as no module of its unit runs (unit {unit}). Read it inside "
         "`with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), torch.no_grad():` (a step "
@@ -225,7 +226,7 @@ def _lost(name: str) -> str:
 
 
 def _unless_it_changes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The parameter itself, where the conversion would give that (`model.to(device)` when it is there already)."""
+    """The parameter itself, if the conversion has no effect (`model.to(device)` on the same device)."""
     parameter = args[0]
     with as_tensors():
         shape = (0, *parameter.shape[1:]) if parameter.ndim else ()
@@ -237,7 +238,7 @@ def _unless_it_changes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_edges(tree: Any) -> Any:
-    """Absent parameters, as gradients with respect to them are asked for, by their place in the graph."""
+    """The tree with absent parameters replaced by their gradient edges, for `torch.autograd.grad` and `backward`."""
 
     def as_edge(leaf: Any) -> Any:
         if not isinstance(leaf, AbsentTensor):

@@ -1,4 +1,4 @@
-"""Batch norms in 16 bits: buffers stay as they are, and torch's takes no bf16 weights beside fp32 statistics.
+"""Rejects batch norms in 16 bits: buffers are not cast, and torch's batch norm refuses bf16 weights with fp32 buffers.
 
 weights    statistics    torch's forward, in training and evaluation
 16 bits    fp32          raises "expected scalar type BFloat16 but found Float"
@@ -22,7 +22,7 @@ SHOWN = 3
 
 def expect_kept(model: nn.Module, precisions: Precisions, managed: Managed) -> None:
     """Raises:
-    ValueError: batch norms that could not compute in the precision they are to have, with what to write."""
+    ValueError: there are batch norms that cannot compute in their precision; the message says what to write."""
     regions = Rules.of(precisions).regions(model)
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -49,6 +49,6 @@ def expect_kept(model: nn.Module, precisions: Precisions, managed: Managed) -> N
 
 
 def _torch_class(module: nn.Module) -> str:
-    """How to name its class: torch's own that it is, or that it extends."""
+    """The name of the torch class that the module is, or extends."""
     name = next(kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch."))
     return f"nn.{name}"

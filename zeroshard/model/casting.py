@@ -1,11 +1,11 @@
-"""Which module computes in which precision, and what is cast on the way in and out.
+"""Decides which module computes in which precision, and casts inputs and outputs.
 
-    model       inputs -> param         outputs -> output, if the record names one
+    model       inputs -> param         outputs -> output, if its MixedPrecision names one
     unit        inputs -> param
-    region      inputs -> its param     outputs -> its output, or param of what is around it
+    region      inputs -> its param     outputs -> its output, or param of the region around it
 
-A *region* is a module, with all that is inside it, that has a record of its own. Of the patterns that match a module,
-or a module around it, the first counts. Casts are forward hooks: a block that is recomputed sees the same ones.
+A *region* is a module, with all modules inside it, that has a MixedPrecision of its own. Of the patterns that match a
+module, or a module around it, the first one counts. Casts are forward hooks, so a recomputed block has the same casts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Remover = Callable[[], None]
 Pattern = str | type[nn.Module]
 Precision = MixedPrecision | str | torch.dtype | None
 Precisions = Precision | Mapping[Pattern, Precision]
-"""What `shard` takes: one for the whole model, or one for each pattern (a class, or dotted names with `*` and `?`)."""
+"""The `precision` argument of `shard`: one for the whole model, or one for each pattern (a class, or dotted names with
+`*` and `?`)."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """`number`: of the pattern; the lower one wins. `label`: for the names of units."""
+    """A region. `number`: of its pattern; the lower one wins. `label`: for the names of units."""
 
     number: int
     label: str
@@ -40,11 +41,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Rules:
-    """Patterns, each with its record (None: as the model is), in the order in which they count.
+    """Patterns and their precisions (None: not changed), in order of priority.
 
     Raises:
-        ValueError: an unknown name; a pattern that is neither a text nor a class of modules; `keep` of a record that is
-            not for the whole model.
+        ValueError: an unknown name; a pattern that is neither a string nor a class of modules; a MixedPrecision with
+            `keep` that is not for the whole model.
     """
 
     patterns: tuple[tuple[Pattern, Region], ...]
@@ -75,7 +76,7 @@ class Rules:
         """Path of each module -> its region.
 
         Raises:
-            ValueError: a pattern of a text that matches no module.
+            ValueError: a string pattern matches no module.
         """
         rest = Region(len(self.patterns), "", None)
         found: dict[str, Region] = {}
@@ -90,7 +91,7 @@ class Rules:
         return found
 
     def parameters(self, model: nn.Module) -> dict[int, Region]:
-        """Id of each parameter -> its region; of one with several places, that which counts first."""
+        """Id of each parameter -> its region; for a shared parameter, the region with the lowest number."""
         found: dict[int, Region] = {}
         regions = self.regions(model)
         for path, module in model.named_modules(remove_duplicate=False):
@@ -103,14 +104,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class Cast:
-    """What a call's inputs and outputs are cast to; None: nothing."""
+    """The dtypes that a call's inputs and outputs are cast to; None: not cast."""
 
     into: torch.dtype | None = None
     out: torch.dtype | None = None
 
 
 def casts_of(model: nn.Module, rules: Rules, units: Iterable[str]) -> dict[nn.Module, Cast]:
-    """Those of the module's note. `units`: paths of the modules whose calls are those of units."""
+    """The cast of each module, as in the note above. `units`: paths of the modules that are units."""
     casts = {}
     regions = rules.regions(model)
     borders = {path: _at_border(model, path, regions) for path in regions}
@@ -136,7 +137,7 @@ def attach_casts(casts: Mapping[nn.Module, Cast]) -> Iterator[Remover]:
 def _at_border(
     model: nn.Module, path: str, regions: Mapping[str, Region]
 ) -> tuple[torch.dtype | None, torch.dtype | None] | None:
-    """What a module's inputs and outputs are cast to, where it begins a region."""
+    """The dtypes that a module's inputs and outputs are cast to, if a region begins there; else None."""
     inner = regions[path].precision
     if not path:
         return None, inner.output if inner is not None else None
@@ -152,14 +153,14 @@ def _at_border(
 
 
 def _dtype_of(precision: MixedPrecision | None, module: nn.Module) -> torch.dtype | None:
-    """In which it computes: as the record says, or as its first parameter is."""
+    """The dtype in which a module computes: by its precision, or that of its first parameter."""
     if precision is not None:
         return precision.param
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
 
 
 def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
-    """Whether the module is of that class, or has such a name (without what wraps it)."""
+    """Whether the module is of that class, or has a matching name (without the prefixes of wrappers)."""
     if not isinstance(pattern, str):
         return isinstance(module, pattern)
     plain = [name for name in path.split(".") if name not in ("_orig_mod", "_checkpoint_wrapped_module")]
@@ -167,16 +168,16 @@ def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The same tree, its floating-point tensors in `dtype`."""
+    """The tree with its floating-point tensors cast to `dtype`; None: unchanged."""
     if dtype is None:
         return tree
-    if type(tree) in (tuple, dict) and all(_stays(leaf, dtype) for leaf in tree):  # so are most calls
+    if type(tree) in (tuple, dict) and all(_stays(leaf, dtype) for leaf in tree):  # the usual case, without a tree map
         return tree
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def _stays(leaf: Any, dtype: torch.dtype) -> bool:
-    """Whether it is a tensor that is not cast (a name of a dictionary is none)."""
+    """Whether the leaf is a plain tensor that needs no cast. (False for keys of a dict.)"""
     return type(leaf) is torch.Tensor and (leaf.dtype == dtype or not leaf.is_floating_point())
 
 

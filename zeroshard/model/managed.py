@@ -1,4 +1,4 @@
-"""What of a model the engine takes care of: everything, but for what the user wants to be left alone."""
+"""Which parameters and buffers of a model the engine manages: all but those that the user has asked to ignore."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Ignored = Iterable[str | nn.Module | nn.Parameter]
 
 @dataclass(frozen=True)
 class Managed:
-    """See the module's note. `ignored`: the names (all of them) of parameters and buffers that are not touched."""
+    """See the module's note. `ignored`: all names of ignored parameters and buffers."""
 
     ignored: frozenset[str] = frozenset()
 
     @classmethod
     def without(cls, model: nn.Module, ignored: Ignored) -> Managed:
-        """`ignored`: parameters, modules (with all that is inside them, buffers too), or names of either.
+        """`ignored`: parameters, modules (with all parameters and buffers inside), or names of either.
 
         Raises:
-            ValueError: something that the model does not have.
-            TypeError: something else.
+            ValueError: the model does not have one of these.
+            TypeError: an item is neither a name nor a module nor a parameter.
         """
         tensors = {id(tensor) for one in ignored for tensor in _tensors_of(one, model)}
         return cls(frozenset(name for name, tensor in _named(model) if id(tensor) in tensors))
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """By the first name of each."""
+        """The managed parameters, by the first name of each."""
         return {name: parameter for name, parameter in model.named_parameters() if name not in self.ignored}
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: buffer for name, buffer in model.named_buffers() if name not in self.ignored}
 
     def left_alone(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The others, by the first name of each."""
+        """The ignored parameters, by the first name of each."""
         return {name: parameter for name, parameter in model.named_parameters() if name in self.ignored}
 
 

@@ -1,10 +1,10 @@
-"""Which module reads a parameter. Mostly the one that holds it; its own call gives it the values.
+"""Finds the module that reads a parameter: usually the module that holds it, so that its call needs the weights.
 
-Two kinds of modules hold parameters that another one reads:
+Two kinds of modules hold parameters that another module reads:
 
-- A container without a forward of its own (`nn.ParameterList`, a table with methods only) is never called. What it
-  holds is read by the module around it.
-- Some modules of torch hand the parameters of their parts to one function, and never call these parts
+- A container without a forward of its own (`nn.ParameterList`, a table with methods only) is never called. The module
+  around it reads its parameters.
+- Some modules of torch pass the parameters of their submodules to one function, and never call these submodules
   (`nn.MultiheadAttention`; `nn.TransformerEncoderLayer` in evaluation). They are *whole*: no unit begins inside them.
 """
 
@@ -24,8 +24,8 @@ DIVISIBLE = (
     nn.TransformerDecoder,
     nn.TransformerDecoderLayer,
 )
-"""Classes of torch that use their parts by calling them, if at all. All others are taken to be whole, with what is
-derived from them: whether they call their parts depends on the version of torch, on the data and on the mode."""
+"""Classes of torch that use their submodules only by calling them. All others, and subclasses of them, count as whole:
+whether they call their submodules depends on the version of torch, on the data and on the mode."""
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -34,7 +34,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether the module reads parameters of its parts without calling these."""
+    """Whether the module may read parameters of its submodules without calling them."""
     of_torch = [cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules.")]
     return any(cls not in DIVISIBLE for cls in of_torch)
 

@@ -1,5 +1,7 @@
-"""Calls that are nearly right, answered with the right one: `handle(x)`, an optimizer that is made already, the model
-in place of its handle."""
+"""Errors that name the right call after common mistakes.
+
+For example `handle(x)`, an optimizer instance in place of its class, the model in place of its handle.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ _RETURNS = "shard() returns a handle, and the model stays the object it was: `ha
 
 
 class NotTheModel:
-    """What a module can do and this cannot raises with the right call: `handle(x)`, `handle.parameters()`, ..."""
+    """Base class of handles: calls that only a module supports (`handle(x)`, `handle.parameters()`, ...) raise, and
+    name the right call."""
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise InvalidType(f"a {type(self).__name__} cannot be called. {_RETURNS}, then model(...)")
 
-    if not TYPE_CHECKING:  # a checker is to find misspelt names by itself
+    if not TYPE_CHECKING:  # so that type checkers still find misspelt names
 
         def __getattr__(self, name: str) -> Any:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -33,7 +36,7 @@ class NotTheModel:
 
 def expect_handle(found: object, call: str) -> None:
     """Raises:
-    TypeError: it is none. `call`: how to write it, with `handle` in its place."""
+    TypeError: `found` is not a handle. `call`: the right call, with `handle` in its place, for the message."""
     if not isinstance(found, NotTheModel):
         hint = f". {_RETURNS}" if isinstance(found, nn.Module) else ""
         raise InvalidType(f"expected the handle that shard() has returned, found {_kind(found)}: write {call}{hint}")
@@ -45,12 +48,12 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "and sharded already",
     "DeepSpeedEngine": "and trained by it",
 }
-"""Modules around a module that do what shard() does."""
+"""Wrappers of a module that do what shard() does."""
 
 
 def expect_module(found: object) -> None:
     """Raises:
-    TypeError: `shard` was given something else."""
+    TypeError: the argument of `shard` is not a module."""
     if isinstance(found, nn.Module):
         return
     hint = ": the model comes first, shard(model, 'zero3')"
@@ -67,7 +70,7 @@ def expect_unwrapped(model: nn.Module, managed: Collection[nn.Parameter]) -> Non
     """`managed`: the parameters that are to be sharded.
 
     Raises:
-        ValueError: another library's wrapper has some of them.
+        ValueError: some of them are inside another library's wrapper.
     """
     mine = set(map(id, managed))
     for path, module in model.named_modules():
@@ -84,10 +87,10 @@ _LIBRARIES = ("torch", "deepspeed", "apex", "fairscale")
 
 
 def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
-    """A forward begins.
+    """Called when a forward begins.
 
     Raises:
-        RuntimeError: it is that of a DistributedDataParallel that reduces some of these parameters' gradients.
+        RuntimeError: it runs inside a DistributedDataParallel that reduces gradients of some of these parameters.
     """
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
@@ -101,7 +104,7 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def expect_parameters(found: object) -> None:
-    """For an optimizer.
+    """Check the `params` argument of an optimizer.
 
     Raises:
         TypeError: neither a handle nor an iterable of tensors or dicts.
@@ -119,7 +122,7 @@ def expect_parameters(found: object) -> None:
 
 
 def expect_class(found: object) -> None:
-    """Of optimizers.
+    """Check the `optimizer_class` argument.
 
     Raises:
         TypeError: an instance, a name, or something else.
@@ -143,7 +146,7 @@ def expect_class(found: object) -> None:
 
 
 def expect_instance(found: object, *, is_sharded: bool) -> None:
-    """Of a plain optimizer, to be taken over. `is_sharded`: it is a ShardedOptimizer.
+    """Check the argument of `from_optimizer`, a plain optimizer. `is_sharded`: `found` is a ShardedOptimizer.
 
     Raises:
         TypeError: a class, a sharded optimizer, or something else.

@@ -1,7 +1,7 @@
-"""Calls of a model from inside `torch.func` transforms (`grad`, `vmap`, `jvp`, ...), and by `functional_call`.
+"""Support for calls of a model inside `torch.func` transforms (`grad`, `vmap`, `jvp`, ...), and by `functional_call`.
 
-Inside a transform torch wraps what every operation returns. The engine moves data that belong to no transform, so its
-hooks step outside for as long as they run.
+Inside a transform, torch wraps the result of every operation. The engine moves data that belong to no transform, so its
+hooks leave the transforms while they run.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek
 
 
 def under_transform() -> bool:
-    """Whether a transform is under way on this thread."""
+    """Whether a transform is active on this thread."""
     return peek_interpreter_stack() is not None
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, operations are plain ones."""
+    """A scope outside of all transforms."""
     if not under_transform():
         return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # slow to import, and there already
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # slow to import
 
     return temporarily_clear_interpreter_stack()
 
 
 def given_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Name -> what `functional_call` has put in the place of the module's own parameters, without any wrapping. A
-    module can hold tensors that are no `nn.Parameter` for the time of such a call only."""
+    """Name -> tensor, unwrapped, that `functional_call` has put in place of one of the module's own parameters. (Only
+    during such a call does a module hold tensors that are no `nn.Parameter`.)"""
     given: dict[str, Tensor] = {}
     held: Mapping[str, Tensor | None] = module._parameters
-    for name, value in held.items():  # before each call of each module
+    for name, value in held.items():  # must be fast: runs before each call of each module
         if value is not None and type(value) is not nn.Parameter and not isinstance(value, nn.Parameter):
             given[name] = _plain(value)
     return given

@@ -1,4 +1,4 @@
-"""Tensors in what a module is called with and returns: pytrees, dataclasses, and objects that hold them."""
+"""Finds and maps the tensors in a module's inputs and outputs: in pytrees, dataclasses and other objects."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same tree with `fn` of its tensors; a dataclass in it is copied where one of its fields changes."""
+    """The tree with `fn` applied to its tensors. A dataclass in it is copied if one of its fields changes."""
     return pytree.tree_map(lambda leaf: _map_leaf(fn, leaf), tree)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """All tensors, also those that are attributes of other objects (a cache, an output of a class of its own)."""
+    """All tensors, also those that are attributes of other objects (a cache, an output object)."""
     yield from _tensors(tree, set())
 
 
@@ -32,7 +32,7 @@ def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
         return leaf
     result = copy.copy(leaf)
     for name, value in after.items():
-        object.__setattr__(result, name, value)  # frozen ones, too
+        object.__setattr__(result, name, value)  # also works for frozen dataclasses
     return result
 
 
@@ -40,8 +40,8 @@ def _tensors(tree: Any, seen: set[int]) -> Iterator[Tensor]:
     for leaf in [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        # Not into modules: an output that refers to its module would lead to all parameters. `seen`: objects may refer
-        # to each other in a circle.
+        # Not into modules: an output that refers to its module would lead to all parameters. `seen`: objects may form
+        # cycles.
         elif not isinstance(leaf, (str, bytes, int, float, type, nn.Module, type(None))) and id(leaf) not in seen:
             seen.add(id(leaf))
             names = [name for one in type(leaf).__mro__ for name in getattr(one, "__slots__", ())]

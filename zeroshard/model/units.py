@@ -1,6 +1,7 @@
-"""Units: which parameters are gathered, reduced and freed together.
+"""Divides a model into units: parameters that are gathered, reduced and released together.
 
-Arithmetic on names, shapes and dtypes: it runs on the meta device, for the planner. (What a unit holds: `unit.py`.)
+It uses only names, shapes and dtypes, so it also runs on the meta device, for the planner. (A unit's memory:
+`storage/unit.py`.)
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class UnitSpec:
     """One unit, before anything is allocated. All its parameters have one dtype and are all trainable or all frozen.
 
     Attributes:
-        names: parameter names in registration order, as the model has them now (slots have plain ones).
+        names: parameter names in registration order, as the model has them now (slots have plain names).
         modules: dotted paths of the modules whose forward needs the weights.
-        calls: of those, the ones that are the unit: their inputs are cast.
-        stays: whether the weights are kept from forward to backward: it has a pool buffer for good, too.
-        outer: whether other units run while this one is in use (the root unit, or a unit around units): it has a pool
-            buffer for good, the others take turns.
+        calls: those of `modules` that form the unit; their inputs are cast.
+        stays: whether the weights are kept from forward to backward; then the unit has a pool buffer of its own.
+        outer: whether other units run while this one is in use (the root unit, or a unit around units); then it has a
+            pool buffer of its own, while the others take turns.
     """
 
     name: str
@@ -57,28 +58,30 @@ class UnitSpec:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Frozen weights are cast like the others (a forward computes in one dtype), but for quantised ones."""
+        """The dtype of the weights. Frozen weights are cast like others (a forward computes in one dtype), except
+        quantised ones."""
         return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
 
     def weight_request(self, numel: int) -> Request:
-        """Of a full-size buffer to gather into. What differs in one of these may be needed at the same time, and waits
-        in another queue."""
+        """The request for a full-size buffer to gather into. Units that differ in dtype, trainability or precision may
+        be needed at the same time (several units of one module), so they have different queues."""
         queue = (self.weight_dtype, self.trainable, self.precision)
         return Request(self.name, queue, numel * self.weight_dtype.itemsize, self.outer or self.stays)
 
     def bucket_request(self, numel: int) -> Request:
-        """Of a full-size bucket to accumulate into."""
+        """The request for a full-size bucket to accumulate into."""
         return Request(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
 
     def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
-        """Parameters in reverse registration order: backward fills the buffer from the front."""
+        """The layout of the full buffer: parameters in reverse registration order, so that backward fills the buffer
+        from the front."""
         shapes = [(plain_name(name), shape) for name, shape in zip(self.names, self.shapes, strict=True)][::-1]
         return BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter in the model as it was written, without what torch.compile and torch's checkpoint wrapper
-    put before it."""
+    """The name of a parameter in the original model, without the prefixes of torch.compile and of torch's checkpoint
+    wrapper."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -89,26 +92,26 @@ def choose_units(
     managed: Managed = EVERYTHING,
     keep_gathered: KeepGathered = (),
 ) -> list[UnitSpec]:
-    """Divide all parameters of the model into units, in registration order; what is left over is the root unit.
+    """Divide all parameters of the model into units, in registration order; the remaining ones form the root unit.
 
     Args:
         policy: a module class, or its name, or several (each instance is a unit), and among them groups of modules or
             names (each group is one unit); a callable `module -> bool`; a number of bytes (neighbouring modules are
-            grouped up to that size; what fits is not divided); or None (a number of bytes that suits most models).
+            grouped up to that size; a module that fits is not divided); or None (a default number of bytes).
         keep_gathered: patterns of units (classes, or names with `*` and `?`) that keep their weights from forward to
-            backward; True: all.
+            backward; True: all units.
 
-    A parameter belongs to the unit of the module that reads it (`readers.py`): what a container without a forward
-    holds, to that of the module around it; and no unit begins inside a module that reads its parts without calling
-    them. If the policy names something inside such a module, the whole of it is the unit.
+    A parameter belongs to the unit of the module that reads it (`readers.py`). The parameters of a container without a
+    forward belong to the unit of the module around it. No unit begins inside a module that reads the parameters of its
+    submodules without calling them: if the policy names a submodule of such a module, the whole module is the unit.
 
-    A parameter that several units use belongs to the root unit. A unit with parameters of several dtypes, or with
-    frozen and trainable ones, or of several precisions, becomes several units, gathered by the same modules.
+    A parameter that several units use belongs to the root unit. A unit whose parameters differ in dtype, precision, or
+    in being frozen, becomes several units, which the same modules gather.
 
     Raises:
-        ValueError: a policy that matches no module, with the classes that there are; a parameter that no flat buffer
-            can hold.
-        TypeError: a policy that is none of these.
+        ValueError: the policy matches no module (the message lists the classes); or a flat buffer cannot hold a
+            parameter.
+        TypeError: a policy of another type.
     """
     parameters = managed.parameters(model)
     for name, parameter in parameters.items():
@@ -143,10 +146,10 @@ def choose_units(
 
 
 class Division:
-    """Which modules, and which parameters, each unit of a model has.
+    """The modules and parameters of each unit of a model.
 
     Attributes:
-        owner: id of a parameter -> its unit ("" is the root unit, which has what several units use).
+        owner: id of a parameter -> its unit ("" is the root unit, which also has parameters that several units use).
         order: unit -> its number.
     """
 
@@ -171,12 +174,12 @@ class Division:
                 self._inside[path].add(unit)
 
     def modules(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Those whose forward needs these parameters of the unit."""
+        """The modules whose forward needs these parameters of the unit."""
         users = [path for parameter in parameters for path in self._users[id(parameter)]]
         return tuple(dict.fromkeys([*self._whole.get(unit, ()), *([] if unit else [""]), *users]))
 
     def calls(self, unit: str) -> tuple[str, ...]:
-        """Those that are the unit."""
+        """The modules that form the unit."""
         return tuple(self._whole.get(unit, ())) or ("",) * (not unit)
 
     def runs_around_others(self, unit: str, modules: Iterable[str]) -> bool:
@@ -187,8 +190,8 @@ class Division:
 def _modules_by_unit(
     model: nn.Module, policy: UnitPolicy, read_by: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Path of each module -> the unit that its own parameters belong to ("" is the root unit); and unit -> paths of the
-    modules whose call needs the whole unit."""
+    """Path of each module -> the unit of its own parameters ("" is the root unit); and unit -> paths of the modules
+    whose call needs the whole unit."""
     if isinstance(policy, bool):
         raise InvalidType("units must be module classes or their names, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
@@ -221,11 +224,11 @@ def _modules_by_unit(
 
 
 def with_classes(policy: UnitPolicy, model: nn.Module) -> UnitPolicy:
-    """The same, with classes of the model's modules (or classes that these extend) in place of their names, which may
-    have their module in front, and be several, separated by commas.
+    """The policy with classes in place of class names. A name may be that of a class in the model or of one of its base
+    classes, may have its Python module in front, and may be a list separated by commas.
 
     Raises:
-        ValueError: the name of no such class, with the nearest one.
+        ValueError: there is no class of that name; the message suggests the nearest one.
     """
     if isinstance(policy, str):
         return _classes_named(policy, model)
@@ -256,7 +259,7 @@ def _classes_named(text: str, model: nn.Module) -> list[type[nn.Module]]:
 
 
 def _matcher(policy: object) -> Callable[[nn.Module], bool]:
-    """Which modules are units by themselves."""
+    """A test for modules that are units by themselves."""
     items = policy if isinstance(policy, (list, tuple)) else [policy]
     classes = tuple(item for item in items if isinstance(item, type))
     rest = [item for item in items if not isinstance(item, type)]
@@ -274,7 +277,7 @@ def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[i
     """Id of each module in a group -> the name of the unit.
 
     Raises:
-        ValueError: an empty group; something that the model does not have, or that is in two of them.
+        ValueError: an empty group; a module that is not in the model, or that is in two groups.
     """
     found: dict[int, str] = {}
     named = dict(model.named_modules(remove_duplicate=False))
@@ -288,7 +291,7 @@ def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[i
             if not path or path not in named:
                 shown = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
                 raise InvalidValue(f"units: {shown} in a group is no module inside {type(model).__name__}")
-            members.append(read_by[path])  # a part of what cannot be divided stands for the whole
+            members.append(read_by[path])  # a submodule of a whole module stands for all of it
         if not members:
             raise InvalidValue("units: a group without modules")
         for path in members:
@@ -298,7 +301,7 @@ def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[i
 
 
 def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathered) -> list[UnitSpec]:
-    """The same units, those marked that keep their weights from forward to backward.
+    """The same units, with `stays` set for those that keep their weights from forward to backward.
 
     Raises:
         ValueError: a pattern that matches no unit.
@@ -320,8 +323,8 @@ def _modules_by_size(
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`.
 
-    A module that fits is not divided: it may use what is inside it without calling it (a fused kernel takes the weights
-    of its parts; a head, the embedding of another part). So its weights are there as soon as it is called.
+    A module that fits is not divided: it may use the weights of its submodules without calling them (in a fused kernel;
+    or a head that uses an embedding). Undivided, all its weights are gathered when it is called.
 
     Returns:
         Path of each module -> its unit; and unit -> the undivided modules in it.
@@ -352,14 +355,15 @@ def _modules_by_size(
 
     visit("", model)
     by_module = {id(model.get_submodule(path)): group for path, group in groups.items()}
-    for path, module in model.named_modules(remove_duplicate=False):  # one that has several places is one unit's
+    for path, module in model.named_modules(remove_duplicate=False):  # further paths of a shared module: its one unit
         groups.setdefault(path, by_module.get(id(module), ""))
     held = {path: read_by[path] for path, module in model.named_modules(remove_duplicate=False) if module._parameters}
     return groups | {path: groups[reader] for path, reader in held.items()}, undivided
 
 
 def _bytes_by_module(model: nn.Module, read_by: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the parameters that each module reads, and of all inside it. One in several places counts in the first."""
+    """Path -> bytes of the parameters that the module reads; and path -> bytes of all parameters inside it. A shared
+    parameter counts at its first place."""
     own = dict.fromkeys(read_by, 0)
     seen: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -376,7 +380,7 @@ def _bytes_by_module(model: nn.Module, read_by: dict[str, str]) -> tuple[dict[st
 
 
 def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
-    """The module itself, or, if it is a mere list of others, those."""
+    """The path of the module itself; or, if it has no forward (a list), of the outermost modules in it that have."""
     if has_forward(module):
         yield path
         return
@@ -386,7 +390,7 @@ def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
 
 def refuse_unsupported(name: str, parameter: Tensor) -> None:
     """Raises:
-    ValueError: a parameter whose values cannot lie in a flat buffer."""
+    ValueError: the values of the parameter cannot lie in a flat buffer."""
     if is_lazy(parameter):
         raise InvalidValue(f"parameter {name} has no shape yet: call the model once, with an input, before shard()")
     if hasattr(parameter, "device_mesh"):
@@ -395,7 +399,7 @@ def refuse_unsupported(name: str, parameter: Tensor) -> None:
             "shard the plain model, or name the parameter in ignored= to leave it as it is"
         )
     with as_tensors():
-        inner: Any = parameter.detach()  # a Parameter hides what it was made of
+        inner: Any = parameter.detach()  # a Parameter hides the tensor subclass that it was made of
     if is_traceable_wrapper_subclass(inner):
         raise InvalidValue(
             f"parameter {name} is a {type(inner).__name__}, made of several tensors (quantised, perhaps): "

@@ -1,7 +1,7 @@
-"""Optimizers that torch lacks. Plain `torch.optim.Optimizer`s on one process: they know nothing of shards.
+"""Optimizers that torch lacks: plain `torch.optim.Optimizer` classes, which know nothing about shards.
 
-torch has the elementwise ones, and Muon and Adafactor, which look at whole matrices; use those. Here are the two that
-scale each parameter's step by a ratio of norms (the trust ratio), and so need whole parameters as well.
+torch has the elementwise optimizers, and Muon and Adafactor, which need whole matrices; use those. The two classes here
+scale each parameter's step by a ratio of norms (the trust ratio), and need whole parameters as well.
 """
 
 from zeroshard.optim.lamb import Lamb

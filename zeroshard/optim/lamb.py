@@ -1,4 +1,4 @@
-"""LAMB: AdamW whose step is, for each parameter, as long as the parameter itself times the learning rate."""
+"""LAMB: AdamW whose step has, for each parameter, the norm of the parameter times the learning rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Lamb(LayerwiseOptimizer):
 
     Args:
         params: parameters, or param groups of them.
-        lr: learning rate; with `adapt`, the length of a step relative to that of the parameter.
+        lr: learning rate; with `adapt`, the norm of a step relative to the norm of the parameter.
         betas: (β1, β2).
         eps: ε.
         weight_decay: λ, decoupled from the moments.

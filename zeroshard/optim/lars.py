@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum whose gradient is, for each parameter, brought to the scale of the parameter."""
+"""LARS: SGD with momentum whose gradient is, for each parameter, scaled to the norm of the parameter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lars(LayerwiseOptimizer):
         momentum: μ.
         weight_decay: λ, which is part of the ratio.
         trust_coefficient: η.
-        eps: ε, against overflow where the gradient all but vanishes; the paper has none.
+        eps: ε, against overflow if the gradient is almost zero; the paper has none.
         adapt: scale by the ratio. A param group with False takes plain SGD steps, as is usual for biases and
             normalization weights.
         maximize: ascend.

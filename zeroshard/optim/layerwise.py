@@ -1,4 +1,4 @@
-"""What the layer-wise optimizers share: the loop over parameters, the norm, the trust ratio."""
+"""The common part of the layer-wise optimizers: the loop over parameters, the norm, the trust ratio."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def trust_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Their quotient; 1 where either is zero (a parameter that starts at zero could never move otherwise)."""
+    """The quotient; 1 if either is zero (else a parameter that starts at zero could never change)."""
     defined = (numerator > 0) & (denominator > 0)
     return torch.where(defined, numerator / denominator, torch.ones_like(numerator))
 
 
 def expect(name: str, value: float | Tensor, *, below: float = math.inf) -> None:
-    """`0 <= value < below`; NaN is refused too.
+    """Check that `0 <= value < below` (so NaN is refused, too).
 
     Raises:
-        ValueError: with the name, the range and the value.
+        ValueError: it is not; the message has the name, the range and the value.
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InvalidValue(f"{name} must be one number, found a tensor of shape {tuple(value.shape)}")
@@ -50,21 +50,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     """
 
     def check(self, group: dict[str, Any]) -> None:
-        """Refuse hyper-parameters that make no sense."""
+        """Raise for hyper-parameters that are out of range."""
         raise NotImplementedError
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Step one parameter: `weight` and `state` in place, all in the dtype of `weight`. `grad` is left alone."""
+        """Step one parameter: update `weight` and `state` in place, all in the dtype of `weight`. `grad` must not be
+        changed."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, after the hyper-parameters have been checked."""
+        """Like torch's, after checking the hyper-parameters."""
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Returns what `closure`, which recomputes the loss, returned."""
+        """Update every parameter that has a gradient. Returns the result of `closure`, which recomputes the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

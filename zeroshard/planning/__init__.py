@@ -1,4 +1,4 @@
-"""What a run will hold, send and write, before it starts: `plan`, which of many configurations fit, and a dry run."""
+"""Planning before a run: `plan` (memory, messages, files), `fit` (which configurations fit), and a dry run."""
 
 from zeroshard.planning.activations import Trace as Trace
 from zeroshard.planning.activations import Workload as Workload

@@ -1,8 +1,8 @@
-"""What a micro-batch holds beside the engine: forward and backward of the user's own model, on tensors without values.
+"""Plans activation memory: traces forward and backward of the user's model on fake tensors, which have no values.
 
-Counted is every storage that an operator makes, from then until nobody refers to it: what autograd saves, what is
-recomputed, gradients on their way to a bucket, and the inputs. What kernels take and give back inside of one operator
-is not seen.
+Every storage that an operator creates is counted until the last reference to it is gone: tensors saved by autograd,
+recomputed ones, gradients before they are in a bucket, and inputs. Memory that a kernel allocates and frees inside one
+operator is not seen.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zeroshard.model.units import UnitSpec, plain_name
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One micro-batch, as the loop of the user computes it.
+    """One micro-batch of the user's training loop.
 
     Attributes:
-        inputs: makes them; no values are computed.
-        loss: model, inputs -> the loss. Nothing may depend on values (`.item()`, `if loss > 3`).
-        recompute: whether the modules that are units are called by `torch.utils.checkpoint`. (What the model does by
-            itself is traced as it is.)
+        inputs: returns the inputs; it is called under fake tensors.
+        loss: (model, inputs) -> the loss. Nothing in it may depend on values (`.item()`, `if loss > 3`).
+        recompute: whether the modules that are units are called through `torch.utils.checkpoint`. (Checkpointing inside
+            the model is traced in any case.)
         num_tokens: for the time model; 0: not known.
     """
 
@@ -43,7 +43,7 @@ class Workload:
     _traces: dict[Any, Trace] = field(default_factory=dict, repr=False)
 
     def trace(self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions) -> Trace:
-        """Once for each precision and choice of units.
+        """The trace; computed once for each precision and choice of units.
 
         Raises:
             ValueError: it cannot be traced.
@@ -56,14 +56,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes at once.
+    """Bytes held at once in one micro-batch; all numbers include the inputs.
 
     Attributes:
-        inputs: of the micro-batch.
-        forward: the most in forward; saved: at the end of it; backward: the most in backward. With the inputs.
-        modules: path -> what is held behind its forward, and was not before.
-        gradients: name of a parameter, and the most since the gradient before it came, in the order of backward.
-        rest: the most after the last one.
+        inputs: of the inputs alone.
+        forward: the most in forward.
+        saved: at the end of forward.
+        backward: the most in backward.
+        modules: path of a module -> the bytes that its forward leaves.
+        gradients: (name of a parameter, the most bytes since the previous gradient), in the order of backward.
+        rest: the most after the last gradient.
     """
 
     inputs: int
@@ -80,8 +82,8 @@ class Trace:
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Counts the bytes of the storages that operators make while it is active. `now`: of those alive; `most`: at once,
-    since the last `mark`."""
+    """Counts the bytes of storages that operators create while it is active. `now`: bytes of living storages; `most`:
+    the most since the last `mark`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +98,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         return result
 
     def note(self, tensor: Tensor, *, counted: bool = True) -> None:
-        """A tensor that is there. Not `counted`: what lies in its storage is somebody else's."""
+        """Register a tensor's storage. `counted`: False: it is known, but not counted (a parameter)."""
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes() * counted
         if key not in self._known:
@@ -105,7 +107,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
             self.most = max(self.most, self.now)
 
     def mark(self) -> int:
-        """The most since the last mark."""
+        """Return the most bytes since the last mark, and start again."""
         most, self.most = self.most, self.now
         return most
 
@@ -119,7 +121,7 @@ def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], prec
 
     live, modules, gradients = Live(), dict[str, int](), list[tuple[str, int]]()
     with ExitStack() as stack:
-        # CUDA tensors without values need a torch that is built for it; the same operators run on a CPU's.
+        # On the CPU, as fake CUDA tensors need a torch with CUDA; the same operators run on the CPU.
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.device("cpu"))
         dtypes = {plain_name(name): spec.weight_dtype for spec in specs for name in spec.names}
@@ -156,7 +158,7 @@ def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], prec
 def _without_values(
     model: nn.Module, dtypes: Mapping[str, torch.dtype], mode: Any
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Parameters and buffers are fake tensors meanwhile, parameters in these dtypes. Yields the parameters by name."""
+    """A scope in which parameters (in these dtypes) and buffers are fake tensors. Yields the parameters by name."""
     fakes: dict[int, Any] = {}
     named: dict[str, nn.Parameter] = {}
     before = []
@@ -198,7 +200,7 @@ def _recomputed(module: nn.Module, *, is_root: bool) -> Iterator[None]:
 
 @contextmanager
 def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[None]:
-    """`found` gets what the first forward of each module leaves."""
+    """A scope that records in `found` the bytes that the first forward of each module leaves."""
     handles, open_calls = [], dict[str, int]()
 
     def begin(path: str, module: nn.Module, args: Any) -> None:
@@ -222,7 +224,7 @@ def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[N
 def _collect(
     parameter: nn.Parameter, name: str, live: Live, found: list[tuple[str, int]], dtype: torch.dtype | None
 ) -> None:
-    """A gradient goes into its bucket as soon as it has come."""
+    """Free the gradient as soon as it has been computed, as the engine moves it into its bucket."""
     if not parameter.requires_grad:
         return
     if dtype is not None and dtype.itemsize > parameter.element_size():

@@ -1,6 +1,6 @@
-"""What a checkpoint will take on disk: the files of the ranks, each planned as a save plans it, without any values.
+"""Plans the bytes of a checkpoint on disk: the ranks' files, each planned as by a save, without any values.
 
-The manifest comes on top. Random numbers are written as text, so a file may differ by a few bytes.
+The manifest is not included. Random state is written as text, so that a file may differ by a few bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from zeroshard.planning.optimizers import Needs
 from zeroshard.step.stepper import StateChunk, StateEntry, whole_entry
 
 FILES_PLANNED = 64
-"""Of more ranks, the headers are taken to be as long as that of one."""
+"""With more ranks, only one rank's header is planned, and all are assumed to have its length."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Of a training with one optimizer. `buffers`: what the model's `state_dict` lists beside its parameters."""
+    """The checkpoint of a model and one optimizer. `buffers`: entries of the model's `state_dict` that are not sharded
+    parameters."""
 
     training: Training
     needs: Needs
@@ -40,7 +41,7 @@ class Checkpoint:
         return self.training.topology.num_shards * self.training.topology.num_replicas
 
     def num_bytes(self, rank: int) -> int:
-        """Of all files, by that of every rank or, of many ranks, by that of this one."""
+        """The bytes of all files; with more than FILES_PLANNED ranks, derived from the file of `rank`."""
         if self.num_ranks <= FILES_PLANNED:
             return sum(self.file(each).num_bytes for each in range(self.num_ranks))
         file = self.file(rank)
@@ -49,7 +50,7 @@ class Checkpoint:
         return self.num_ranks * besides + self._num_bytes_of_values() + buffers * (rank != 0)
 
     def file(self, rank: int) -> FilePlan:
-        """Of a rank of the world."""
+        """The file of a rank of the world."""
         metadata = file_metadata(1, new_id(), rank)
         return FilePlan.of([*self._items(rank), *self._rest(rank)], rank, metadata)
 
@@ -83,7 +84,7 @@ class Checkpoint:
         for entry in self.needs.entries(slot.name, 1, unit.spec.precision.main_dtype):
             if entry.is_elementwise:
                 yield StateChunk(slot.name, entry.key, slot.shape, entry.value.dtype, param, False, _nothing)
-            elif param.start == 0:  # once for each parameter
+            elif param.start == 0:  # one rank per parameter
                 yield whole_entry(slot.name, entry.key, entry.of(()), False)
 
     def _state_of_wholes(self, shard: int) -> Iterator[StateEntry]:
@@ -96,7 +97,7 @@ class Checkpoint:
                         yield whole_entry(slot.name, entry.key, entry.of(slot.shape), entry.is_elementwise)
 
     def _num_bytes_of_values(self) -> int:
-        """Main, or frozen weights, and state, of all ranks together."""
+        """Bytes of main or frozen weights, and of optimizer state, of all ranks together."""
         total = 0
         for unit in self.training.units:
             main = unit.spec.precision.main_dtype
@@ -120,7 +121,7 @@ class Checkpoint:
 
 
 def _is_counted(item: Item) -> bool:
-    """Among the values of all ranks, or the buffers."""
+    """Whether the item is counted by `_num_bytes_of_values`, or is a buffer."""
     return item.name.partition("/")[0] in ("model", "optimizer", "scalar")
 
 

@@ -1,4 +1,4 @@
-"""A dry run: the real engine as one rank of many, alone in its process, over a process group that moves nothing."""
+"""A dry run: the real engine as one rank of many in a single process, over a fake process group that moves no data."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from zeroshard.planning.forecast import expect_mesh
 
 @contextmanager
 def dry_run(ranks: int, *, replicas: int = 1, rank: int = 0, device: str = "cpu") -> Iterator[DeviceMesh]:
-    """Inside, `shard(model, plan, mesh=mesh)` and all that follows runs as it does on that rank: what it holds is
-    `handle.memory()`, and what it would send is in `handle.comm_log`. Both are as `plan` says, for the transport
+    """A block in which `shard(model, plan, mesh=mesh)` and everything after it run as on that rank. `handle.memory()`
+    shows what the rank holds, `handle.comm_log` what it would send. Both equal the forecast of `plan` for the transport
     "native".
 
-    What would arrive is made up (torch's "fake" backend copies what this rank has), so losses and weights mean nothing:
-    build the optimizer with `non_finite="ignore"`. A checkpoint cannot be saved, as nobody else writes a part of it.
+    Received data are invalid (torch's "fake" backend sends nothing), so losses and weights have no meaning: build the
+    optimizer with `non_finite="ignore"`. Checkpoints cannot be saved, as the other ranks' parts are missing.
 
     Args:
-        ranks: of the world; `replicas` of them hold the same shard.
-        rank: which one this process is.
-        device: the type of device where the model is.
+        ranks: number of ranks in the world.
+        replicas: how many ranks hold the same shard.
+        rank: the rank of this process.
+        device: the type of device of the model.
 
     Yields:
         The mesh: one axis, or "replicate" and "shard".
 
     Raises:
-        ValueError: numbers that make no mesh.
-        RuntimeError: there is a process group already.
+        ValueError: the numbers do not form a mesh.
+        RuntimeError: this process has a process group already.
     """
     expect_mesh(ranks, replicas, rank)
     if dist.is_initialized():
         raise InvalidState("dry_run: this process is in a process group already: start a dry run in one of its own")
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend known
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:

@@ -1,4 +1,4 @@
-"""Which configurations fit into so many bytes on each rank, the one that sends least first; and why others do not."""
+"""Finds the configurations that fit into a number of bytes per rank, sorted by bytes sent; says why others do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard.placement import PLANS, SHARDED, Plan, as_plan
 from zeroshard.planning.forecast import Configuration, Forecast, plan
 
 UNIT_BYTES = (512 << 20, 128 << 20, 32 << 20, 8 << 20)
-"""Sizes of units that are tried where they matter."""
+"""Sizes of units that are tried if they change the result."""
 KINDS_IN_WORDS = {
     "weights": "weights",
     "grads": "gradients",
@@ -27,8 +27,7 @@ KINDS_IN_WORDS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that was tried. `spare`: bytes of the budget that its busiest phase leaves; negative: it does not
-    fit."""
+    """A configuration that was tried. `spare`: the budget minus the most bytes of a step; negative: it does not fit."""
 
     forecast: Forecast
     spare: int
@@ -39,7 +38,7 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """Why it does not fit: how much too much, when, and what the most of it is. Empty where it fits."""
+        """Why it does not fit: by how many bytes, in which phase, and the largest kinds of memory. "" if it fits."""
         if self.fits:
             return ""
         phase, held, activations = self.forecast.busiest, self.forecast.phases[self.forecast.busiest].held, 0
@@ -60,17 +59,20 @@ def fit(
     plans: Iterable[Plan | str | int] = tuple(PLANS),
     precisions: Iterable[Precisions] = (None,),
 ) -> list[Candidate]:
-    """All plans x precisions x sizes of units (x with and without recomputation, if there is a workload that has none),
-    those that fit first, and of these the one that sends least in a step (of equal ones, the one that recomputes
-    nothing, then the one that holds least); then the others, the nearest miss first.
+    """Plan all combinations of plans, precisions and sizes of units (with and without recomputation, if there is a
+    workload without it). First those that fit, sorted by bytes sent in a step (ties: without recomputation first, then
+    by bytes held); then the others, the smallest excess first.
 
     Args:
-        budget: bytes on each rank, for all that is planned. Without a workload that is what the engine holds: leave
-            room for activations.
-        configuration: the rest. Where it chooses units, no others are tried.
+        model: on any device, also the meta device.
+        budget: bytes on each rank for everything that is planned. Without a workload that is only what the engine
+            holds: leave room for activations.
+        configuration: all other settings. If it chooses units, no other sizes are tried.
+        plans: to try.
+        precisions: to try.
 
     Raises:
-        ValueError: a budget below 1; as `plan`.
+        ValueError: the budget is below 1; or as `plan`.
     """
     if budget < 1:
         raise InvalidValue(f"the budget must be at least one byte, found {budget}")
@@ -86,7 +88,7 @@ def fit(
 
 
 def _sizes(configuration: Configuration) -> Iterator[Configuration]:
-    """With the sizes of units that are worth a try: none matters where no transients depend on it."""
+    """The configuration with each size of units that may change the result: only if there are pool buffers."""
     plan = as_plan(configuration.plan)
     matters = configuration.num_shards > 1 and SHARDED in (plan.weights, plan.grads)
     if configuration.units is not None or not matters:
@@ -97,7 +99,7 @@ def _sizes(configuration: Configuration) -> Iterator[Configuration]:
 
 
 def _workloads(configuration: Configuration) -> Iterator[Configuration]:
-    """As it is, and with every unit recomputed."""
+    """The configuration, and the same with recomputation of every unit."""
     yield configuration
     workload = configuration.workload
     if workload is not None and not workload.recompute:
@@ -111,7 +113,7 @@ def _order(candidate: Candidate) -> tuple[bool, int, bool, int]:
 
 
 def in_units(num_bytes: int) -> str:
-    """For people: three digits, in units of 1,000."""
+    """A number of bytes for people: three digits, in decimal units."""
     size, unit = float(num_bytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(size) < 999.5 or unit == "PB":

@@ -1,7 +1,7 @@
-"""`plan(model, configuration)`: what one rank will hold in each phase, send in a step, and write.
+"""`plan(model, configuration)` forecasts what one rank will hold in each phase, send in a step, and write.
 
-From the layouts, pool plans and messages that the engine itself uses: so it equals `handle.memory()`, `handle.comm_log`
-and the files of a checkpoint (tests demand it). The model may live on the meta device.
+It uses the layouts, pool plans and messages of the engine itself, so it equals `handle.memory()`, `handle.comm_log` and
+the files of a checkpoint (tests check it). The model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class Configuration:
 
     Attributes:
         plan, units, precision, ignored, keep_gathered: as for `shard`.
-        ranks: of the world.
+        ranks: number of ranks in the world.
         replicas: how many ranks hold the same shard (a 2-D mesh).
-        optimizer: a class; its name in `torch.optim` or `zeroshard.optim`, "SGD:momentum=0.9" with options; or several,
-            "Muon+AdamW": each parameter goes to the first one that takes it.
-        group_of: name and parameter -> its param group, where the optimizer has several.
-        micro_batches: forward and backward passes in a step.
-        reduce_every_micro_batch: whether gradients are reduced in each of them, or (under `no_sync`) in the last alone.
-        loss_scales: in use; None: one where weights are fp16.
+        optimizer: a class; its name in `torch.optim` or `zeroshard.optim`, with options: "SGD:momentum=0.9"; or
+            several, "Muon+AdamW": each parameter belongs to the first class that accepts it.
+        group_of: (name, parameter) -> its param group, if the optimizer has several.
+        micro_batches: forward and backward passes per step.
+        reduce_every_micro_batch: True: gradients are reduced in each of them; False: only in the last (`no_sync`).
+        loss_scales: number of loss scales in use; None: one if weights are fp16, else none.
         device: "cuda" or "cpu".
         transport: as for `plan_memory`; None: "native" on a GPU, "shared" on a CPU.
-        rank: which one is planned.
-        workload: one micro-batch, for what the model holds beside the engine.
+        rank: the rank that is planned.
+        workload: one micro-batch, to plan activations; None: only the engine is planned.
 
     Raises:
-        ValueError: numbers that make no mesh; an unknown plan, device or transport.
+        ValueError: the numbers do not form a mesh; an unknown plan, device or transport.
     """
 
     plan: Plan | str | int = "zero3"
@@ -93,20 +93,20 @@ class Configuration:
 
     @property
     def accumulates_locally(self) -> bool:
-        """Under `no_sync`."""
+        """Whether micro-batches but the last run under `no_sync`."""
         return self.micro_batches > 1 and not self.reduce_every_micro_batch
 
 
 def expect_number(name: str, value: object, least: int) -> None:
     """Raises:
-    ValueError: not a whole number from `least` on."""
+    ValueError: not an integer from `least` to MOST_RANKS."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
         raise InvalidValue(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
 
 
 def expect_mesh(ranks: int, replicas: int, rank: int) -> None:
     """Raises:
-    ValueError: numbers that make no mesh, or no rank of it."""
+    ValueError: the numbers do not form a mesh, or `rank` is not a rank of it."""
     for name, value, least in (("ranks", ranks, 1), ("replicas", replicas, 1), ("rank", rank, 0)):
         expect_number(name, value, least)
     if ranks % replicas:
@@ -121,9 +121,8 @@ class Phase:
 
     Attributes:
         held: by the engine, as `handle.memory()` counts it.
-        copies: what there is beside it: in init the plain model, which stays until all of it is sharded (nothing where
-            it is built on the meta device); the values that `full_state_dict` returns; those that a save in the
-            background writes; of a save or a load the block that is under way.
+        copies: further bytes. init: the plain model, until all of it is sharded (none if it is on the meta device).
+            full_state_dict: the returned values. save in the background: the copied values. save, load: one block.
     """
 
     held: Bytes
@@ -136,23 +135,24 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What was planned for one rank. Activations and inputs are in it if the configuration has a workload; what kernels
-    allocate is not.
+    """The forecast for one rank. Activations and inputs are included if the configuration has a workload. Memory that
+    kernels allocate internally is not.
 
     Attributes:
+        configuration: what was planned.
         num_parameters: elements of all parameters.
-        num_units: into which they are divided.
-        phases: by name: "init" (sharded, the optimizer built), "load" (into a model that has not been trained yet),
+        num_units: number of units.
+        phases: by name: "init" (model sharded, optimizer built), "load" (into a model that has not been trained),
             "forward", "backward", "step", "between steps" (from the second step on), "full_state_dict", "save", "save
             in the background".
-        state: bytes of the optimizer's state by entry ("exp_avg", ...), scalars included.
-        padding: bytes of weights, gradients and main, between steps, that belong to no parameter.
-        events: what the rank sends in a step, from the second one on, as `handle.comm_log` has it: event -> how often.
+        state: key ("exp_avg", ...) -> bytes of optimizer state, including scalars.
+        padding: bytes of weights, gradients and main between steps that belong to no parameter.
+        events: what the rank sends in a step, from the second step on: event, as in `handle.comm_log` -> how often.
         file_bytes: of the rank's file in a checkpoint.
         checkpoint_bytes: of all files, without the manifest.
-        trace: of one micro-batch, if there is a workload.
-        moments: with it, a step over time.
         training: the units and their layouts.
+        trace: of one micro-batch, if there is a workload.
+        moments: of a step, if there is a workload.
     """
 
     configuration: Configuration
@@ -170,12 +170,12 @@ class Forecast:
 
     @property
     def at_rest(self) -> Bytes:
-        """Between steps."""
+        """The bytes held between steps."""
         return self.phases["between steps"].held
 
     @property
     def busiest(self) -> str:
-        """The phase of a step that holds most."""
+        """The phase of a step in which the engine holds most."""
         return max(("forward", "backward", "step"), key=lambda name: self.phases[name].num_bytes)
 
     @property
@@ -189,14 +189,14 @@ class Forecast:
         return max((moment.num_bytes for moment in self.moments), default=self.peak)
 
     def time(self, machine: Machine | str, tokens: int | None = None) -> StepTime:
-        """How long a step takes, by a model (see `time_model.py`); nothing was measured.
+        """An estimate of the time of a step, by a model (see `time_model.py`), not by a measurement.
 
         Args:
             machine: rates, or the name of a preset.
-            tokens: in a micro-batch of this rank; None: those of the workload.
+            tokens: in one micro-batch of this rank; None: those of the workload.
 
         Raises:
-            ValueError: an unknown preset; no tokens.
+            ValueError: an unknown preset; the number of tokens is not known.
         """
         workload = self.configuration.workload
         tokens = tokens or (workload.num_tokens if workload is not None else 0)
@@ -213,24 +213,25 @@ class Forecast:
 
     @property
     def sent(self) -> int:
-        """Bytes in a step."""
+        """Bytes sent in a step."""
         return sum(event.bytes * times for event, times in self.events.items())
 
     @property
     def largest_message(self) -> int:
-        """Bytes that one collective sends."""
+        """The most bytes that one collective sends."""
         return max((event.bytes for event in self.events), default=0)
 
 
 def plan(model: nn.Module, configuration: Configuration | None = None) -> Forecast:
-    """What one rank will hold in each phase, send in a step and write into a checkpoint.
+    """Forecast what one rank will hold in each phase, send in a step and write into a checkpoint.
 
     Args:
-        model: on any device; on the meta device nothing is allocated.
+        model: a plain model on any device; on the meta device nothing is allocated.
+        configuration: None: the defaults.
 
     Raises:
-        ValueError: as `shard` for units and precision; an optimizer that is unknown, or does not take a parameter; a
-            model that is sharded already.
+        ValueError: as `shard` for units and precision; the optimizer is unknown, or refuses a parameter; the model is
+            sharded already.
     """
     found = configuration or Configuration()
     managed = Managed.without(model, found.ignored)
@@ -275,8 +276,8 @@ def _moments(
 
 
 class Copies(NamedTuple):
-    """Bytes. `plain`: of the parameters before `shard`; `full`: of all that a full state dict has; `written`: of the
-    values of this rank in a checkpoint."""
+    """Bytes. `plain`: of the parameters before `shard`; `full`: of a full state dict; `written`: of this rank's values
+    in a checkpoint."""
 
     plain: int
     full: int
@@ -324,7 +325,7 @@ def _state_by_entry(training: Training, needs: Needs) -> dict[str, int]:
 
 
 def _bytes_in_full(unit: PlannedUnit) -> int:
-    """Of the weights, without padding."""
+    """Bytes of the full weights, without padding."""
     return sum(slot.world.numel for slot in unit.layout.slots) * unit.spec.weight_dtype.itemsize
 
 

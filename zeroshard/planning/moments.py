@@ -1,7 +1,7 @@
-"""A step over time: what the engine holds while gradients come, and what the model's own tensors take beside it.
+"""Plans a step over time: bytes of the engine and of activations, from gradient to gradient.
 
-forward       weights, main, state, gathered units      + inputs and what autograd saves, more and more
-backward      the same, buckets and reduced gradients   + what is left of it, less and less
+forward       weights, main, state, gathered units      + inputs and tensors saved by autograd, increasing
+backward      the same, buckets and reduced gradients   + the saved tensors that are still needed, decreasing
 step          no full gathered gradients any more       + inputs
 """
 
@@ -19,13 +19,13 @@ from zeroshard.planning.activations import Trace
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of a step, and the most that one rank holds in it.
+    """A part of a step, and the most that one rank holds in it.
 
     Attributes:
         phase: "forward", "backward" or "step".
-        until: the parameter whose gradient ends it; empty: the end of the phase.
-        engine: as `handle.memory()` counts it.
-        activations: bytes of the model's own tensors, inputs included.
+        until: the parameter whose gradient ends it; "": the end of the phase.
+        engine: bytes as `handle.memory()` counts them.
+        activations: bytes of the model's own tensors, including inputs.
     """
 
     phase: str
@@ -39,10 +39,12 @@ class Moment:
 
 
 def moments(training: Training, trace: Trace, held: Mapping[str, Bytes], *, accumulates: bool) -> Iterator[Moment]:
-    """
+    """The moments of a step, in order.
+
     Args:
-        held: by the engine, in each phase of a step.
-        accumulates: over several micro-batches. Traced is the last one, when the gradients of those before are there.
+        held: the engine's bytes in each phase of a step.
+        accumulates: whether there are several micro-batches. The last one is planned, when gradients of the earlier
+            ones exist.
     """
     engine = held["backward"] if accumulates else held["forward"]
     yield Moment("forward", "", engine, trace.forward)
@@ -55,7 +57,7 @@ def moments(training: Training, trace: Trace, held: Mapping[str, Bytes], *, accu
 
 
 class _Backward:
-    """What the engine holds as one gradient after the other comes. `most`: in the end."""
+    """The engine's bytes after each gradient. `most`: at the end of backward."""
 
     def __init__(self, training: Training, engine: Bytes, most: Bytes) -> None:
         self._engine, self._most = engine, most
@@ -71,7 +73,7 @@ class _Backward:
 
     def after(self, name: str) -> Bytes:
         unit = self._unit_of.get(name)
-        if unit is None:  # the engine leaves it alone
+        if unit is None:  # not reduced by the engine
             return self._engine
         is_first = self._missing[id(unit)] == len(unit.layout.slots)
         self._missing[id(unit)] -= 1

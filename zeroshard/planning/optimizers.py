@@ -1,4 +1,4 @@
-"""Which optimizer class has which parameter, and what it keeps of it: by class, by name, or several of them."""
+"""Finds the optimizer class and the optimizer state of each parameter, for classes given as such or by name."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.granularity import Granularity, granularity_of
 
 Optimizer = OptimizerClass | str | tuple[OptimizerClass | str, Mapping[str, Any]]
-"""A class of optimizers; its name, "AdamW" or "SGD:momentum=0.9"; or either with its options."""
+"""An optimizer class; its name, "AdamW" or "SGD:momentum=0.9"; or (class or name, options)."""
 Optimizers = Optimizer | Sequence[Optimizer]
-"""Of several, each parameter goes to the first one that takes it: "Muon+AdamW". "SGD[embed.*]+Muon+AdamW": SGD takes
-what has such a name."""
+"""With several, each parameter belongs to the first one that accepts it: "Muon+AdamW". In "SGD[embed.*]+Muon+AdamW",
+SGD accepts parameters with such names."""
 GroupOf = Callable[[str, nn.Parameter], Hashable]
 
 
 @dataclass(frozen=True, eq=False)
 class Needs(OptimizerNeeds):
-    """The same for the planner.
+    """The needs of these optimizers, for the planner.
 
     Attributes:
         kinds: the classes.
-        kind_of: parameter -> number of its class.
-        key: None, or the one entry of the state that is counted.
+        kind_of: parameter name -> index of its class.
+        steps_whole: for each class, whether it steps whole parameters.
+        key: the one key of the state that is counted; None: all keys.
     """
 
     kinds: tuple[OptimizerKind, ...] = ()
@@ -48,20 +49,20 @@ class Needs(OptimizerNeeds):
     key: str | None = None
 
     def only(self, key: str) -> Needs:
-        """Nothing but that entry of the state."""
+        """The same, counting only that key of the state."""
         return replace(self, key=key)
 
     def is_whole(self, name: str) -> bool:
-        """Whether the parameter is stepped whole, at an owner."""
+        """Whether the parameter is stepped as a whole, at an owner."""
         return self.steps_whole[self.kind_of[name]]
 
     def entries(self, name: str, num_dims: int, main: torch.dtype) -> tuple[Entry, ...]:
-        """What is kept of a parameter, or (`num_dims` is 1) of the piece that it lies in."""
+        """The state of a parameter of `num_dims` dimensions, or (1) of the piece that contains it."""
         found = self.kinds[self.kind_of[name]].entries(num_dims, main)
         return tuple(entry for entry in found if self.key in (None, entry.key))
 
     def keys(self, units: Iterable[PlannedUnit]) -> list[str]:
-        """Of all entries of the state, in these units."""
+        """The keys of the state of all parameters of these units."""
         slots = [(unit, slot) for unit in units if unit.spec.trainable for slot in unit.layout.slots]
         asked = {
             (
@@ -95,11 +96,11 @@ class Needs(OptimizerNeeds):
 
 
 def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> Needs:
-    """Each of the parameters that train with its class.
+    """Assign each of these trainable parameters to its class.
 
     Raises:
-        ValueError: an unknown name; options that a class does not take; a parameter that no class takes; a class that
-            is named twice.
+        ValueError: an unknown name; options that a class does not accept; a parameter that no class accepts; a class
+            that is named twice.
     """
     kinds = tuple(map(_kind, _listed(optimizers)))
     whole = tuple(granularity_of(k.optimizer_class, k.options, None) is Granularity.PARAMETER for k in kinds)
@@ -119,7 +120,7 @@ def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], gro
 
 
 def num_groups(needs: Needs) -> int:
-    """Param groups."""
+    """The number of param groups."""
     return len({needs.group_of(name) for name in needs.kind_of})
 
 
@@ -135,7 +136,7 @@ def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
 def _kind(optimizer: Optimizer) -> OptimizerKind:
     """
     Raises:
-        ValueError: no such class, or not with these options.
+        ValueError: there is no such class, or it does not accept these options.
     """
     given, options = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
     pattern = "*"

@@ -1,4 +1,4 @@
-"""What an optimizer class keeps of a parameter: found by stepping it once on a tiny one, not from a table."""
+"""Finds out what state an optimizer class keeps for a parameter, by stepping it once on a tiny parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroshard.step.inner import begin_training, run_step
 from zeroshard.storage.buffer import live_bytes
 
 _SIZES = (7, 5, 3, 11, 13, 17)
-"""Of a tiny parameter: no two dimensions alike, so that a shape says which of them an entry follows."""
+"""Dimensions of a tiny parameter: all different, so that the shape of an entry shows which dimensions it has."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Entry:
     """One entry of a parameter's state.
 
     Attributes:
-        value: that of the tiny parameter.
-        follows: of each dimension of the parameter, whether the entry is as long (else it is 1). None: the entry is of
-            the same size for every parameter.
+        value: its value for the tiny parameter.
+        follows: for each dimension of the parameter, whether the entry has that dimension (else it has length 1).
+            None: the entry has the same size for every parameter.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def is_elementwise(self) -> bool:
-        """A value for each element."""
+        """Whether it has a value for each element."""
         return self.follows is not None and all(self.follows)
 
     def of(self, shape: tuple[int, ...]) -> Any:
@@ -53,7 +53,7 @@ class Entry:
         return torch.empty(lengths, dtype=self.value.dtype, device="meta")
 
     def bytes_of(self, shape: tuple[int, ...]) -> Bytes:
-        """As `handle.memory()` counts them: tensors of one number apart."""
+        """Its bytes as `handle.memory()` counts them: 0-d tensors are scalars, others are state."""
         if not isinstance(self.value, Tensor):
             return Bytes()
         if not self.value.dim():
@@ -68,7 +68,7 @@ def _shape(shape: tuple[int, ...], follows: tuple[bool, ...]) -> tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class OptimizerKind:
-    """A class with the options that it is built with. `pattern`: of the names of the parameters that it is for."""
+    """An optimizer class with its options. `pattern`: matches the names of the parameters that it may have."""
 
     optimizer_class: OptimizerClass
     options: Options
@@ -79,7 +79,7 @@ class OptimizerKind:
         return self.optimizer_class.__name__
 
     def takes(self, name: str, parameter: Tensor) -> bool:
-        """Whether it is for that parameter, and does not refuse it (Muon: all but matrices)."""
+        """Whether the name matches, and the class accepts the parameter (Muon: only matrices)."""
         try:
             self.optimizer_class([torch.empty(parameter.shape, device="meta")], **self.options)
         except (ValueError, RuntimeError):
@@ -88,7 +88,7 @@ class OptimizerKind:
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019  few kinds, and each lives as long as what it plans
     def piece(self, numel: int, dtype: torch.dtype) -> Mapping[str, Bytes]:
-        """Entry of the state -> what is held of it for a piece, whose main is of that dtype.
+        """Key of the state -> bytes for a piece of `numel` elements with main in that dtype.
 
         Raises:
             ValueError: as `entries`.
@@ -99,16 +99,17 @@ class OptimizerKind:
 
     @lru_cache(maxsize=8)  # noqa: B019
     def _follows_shapes(self, dtype: torch.dtype) -> bool:
-        """Whether a large piece is as a tiny one lets expect. Classes quantise the state of large ones alone."""
+        """Whether the state of a large piece can be computed from that of a tiny one. (Some classes quantise only the
+        state of large tensors.)"""
         expected = {entry.key: entry.bytes_of((PIECE_NUMEL,)) for entry in self.entries(1, dtype)}
         return _held(self._step((PIECE_NUMEL,), dtype)) == expected
 
     @lru_cache(maxsize=64)  # noqa: B019  few kinds, and each lives as long as what it plans
     def entries(self, num_dims: int, dtype: torch.dtype) -> tuple[Entry, ...]:
-        """Of a parameter of so many dimensions (a piece has one), whose main is of that dtype.
+        """The entries for a parameter of `num_dims` dimensions (a piece has one) with main in that dtype.
 
         Raises:
-            ValueError: the class does not step it, or keeps what cannot be planned from shapes.
+            ValueError: the class cannot step it, or the size of its state does not follow from the shape.
         """
         if num_dims > len(_SIZES):
             raise InvalidValue(f"{self.name}: parameters of more than {len(_SIZES)} dimensions are not planned")
@@ -119,10 +120,10 @@ class OptimizerKind:
         """The state of a parameter of that shape after a step.
 
         Raises:
-            ValueError: the class does not step it.
+            ValueError: the class cannot step it.
         """
         kernels = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & self.options.keys(), False)
-        # On the CPU also inside of `with torch.device("meta")`: classes read their counts of steps.
+        # On the CPU, also inside of `with torch.device("meta")`: classes read their step counts.
         with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad(), _uncompiled(self.optimizer_class):
             parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
             try:
@@ -154,7 +155,7 @@ class OptimizerKind:
 
 
 def _held(state: Mapping[str, Any]) -> dict[str, Bytes]:
-    """What is held of each entry, as `handle.memory()` counts it."""
+    """Key -> bytes, as `handle.memory()` counts them."""
     found = {}
     for key, value in state.items():
         num_bytes = live_bytes([value]) if isinstance(value, Tensor) else 0
@@ -164,7 +165,8 @@ def _held(state: Mapping[str, Any]) -> dict[str, Bytes]:
 
 
 def _uncompiled(optimizer_class: OptimizerClass) -> AbstractContextManager[Any]:
-    """Classes of other libraries may compile their step, which takes long, and changes nothing in what they keep."""
+    """A scope without torch.compile: classes of other libraries may compile their step, which is slow, and does not
+    change their state."""
     if optimizer_class.__module__.startswith("torch."):
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

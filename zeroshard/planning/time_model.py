@@ -1,15 +1,16 @@
-"""A model of how long a step takes: the alpha-beta model of the messages, and which of them computation hides.
+"""Estimates the time of a step: the alpha-beta model of messages, and the overlap of messages with computation.
 
-A message takes `latency + bytes / bandwidth` (alpha and beta; Hockney, 1994). A ring over n ranks is n - 1 messages one
-after the other, of an n-th each. Units compute one after the other, forward, and backward for twice as long; gathers
-follow each other on one line of messages, reductions on another, as on two communicators of NCCL:
+A message takes `latency + bytes / bandwidth` (alpha and beta; Hockney, 1994). A ring over n ranks is a sequence of
+n - 1 messages of an n-th each. Units compute one after the other; backward takes twice as long as forward. Gathers run
+in sequence, and reductions run in sequence beside them, as on two communicators of NCCL:
 
     compute   | forward u1 | forward u2 | ...                | backward u2 | backward u1 |        | step
     gathers   | u1 | u2        | u3                          | u2 | u1                                   | weights |
     reductions                                                             | u2   | u1            |
                                                                             exposed until here ---|
 
-It is a model, and no measurement: compute is taken as even over a unit's elements, and nothing disturbs anything.
+This is a model, not a measurement: compute time is proportional to a unit's elements, and messages and computation do
+not slow each other down.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from zeroshard.placement import REPLICATED
 from zeroshard.planner import Training
 
 FORWARD, BACKWARD = 2, 4
-"""Floating-point operations for each element of a weight and token."""
+"""Floating-point operations per weight element and token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a time depends on, as rates that are reached, not those of a data sheet.
+    """The rates of a machine: those that are reached in practice, not those of the data sheet.
 
     Attributes:
-        flops: operations per second of one rank.
-        memory: bytes per second that one rank reads and writes while it steps an optimizer.
-        latency, bandwidth: seconds of a message beside its bytes, and bytes per second that a rank sends: inside of a
-            node.
-        node: ranks in one.
+        flops: floating-point operations per second of one rank.
+        memory: bytes per second that one rank reads and writes in an optimizer step.
+        latency: seconds per message inside a node, in addition to its bytes.
+        bandwidth: bytes per second that a rank sends inside a node.
+        node: number of ranks per node.
         far_latency, far_bandwidth: the same between nodes.
         overlaps: whether messages move while a rank computes.
 
     Raises:
-        ValueError: what is not positive.
+        ValueError: a rate is not positive.
     """
 
     flops: float
@@ -58,7 +59,7 @@ class Machine:
                 raise InvalidValue(f"{name} of a machine must be positive, found {getattr(self, name)}")
 
     def seconds(self, num_bytes: int, ranks: int) -> float:
-        """Of a ring over so many ranks, in which each sends so many bytes."""
+        """The time of a ring over `ranks` ranks in which each sends `num_bytes`."""
         if ranks == 1 or not num_bytes:
             return 0.0
         is_far = ranks > self.node
@@ -70,22 +71,23 @@ class Machine:
 MACHINES: dict[str, Machine] = {
     # bf16 at 40 % of 989 TFLOP/s; NVLink 4 (450 GB/s in one direction) at 70 %; HBM3 (3.35 TB/s) at 70 %
     "node": Machine(flops=4.0e14, memory=2.3e12, latency=3e-6, bandwidth=3.2e11),
-    # the same with one 400 Gb/s adapter for each GPU, at 85 %
+    # the same nodes, with one 400 Gb/s adapter per GPU, at 85 %
     "nodes-400": Machine(
         flops=4.0e14, memory=2.3e12, latency=3e-6, bandwidth=3.2e11, far_latency=1.5e-5, far_bandwidth=4.2e10
     ),
-    # with one 100 Gb/s adapter for eight GPUs
+    # the same nodes, with one 100 Gb/s adapter for eight GPUs
     "nodes-100": Machine(
         flops=4.0e14, memory=2.3e12, latency=3e-6, bandwidth=3.2e11, far_latency=3e-5, far_bandwidth=1.3e9
     ),
-    # processes of one machine without a GPU, a core each: who moves bytes does not compute
+    # processes of one machine without a GPU, one core each: a core that copies bytes cannot compute
     "cpu": Machine(flops=4.0e10, memory=8.0e9, latency=2e-4, bandwidth=4.0e9, node=64, overlaps=False),
 }
-"""Presets. Yours is a `Machine` with the rates that you have measured."""
+"""Presets. For your own machine, make a `Machine` with the rates that you have measured."""
 
 
 def machine_named(name: str) -> Machine:
-    """
+    """The preset of that name.
+
     Raises:
         ValueError: there is no such preset.
     """
@@ -101,8 +103,8 @@ class StepTime:
     Attributes:
         compute: forward and backward of all micro-batches.
         update: the optimizer's step.
-        communication: of all messages, one after the other.
-        exposed: how much of it nothing hides.
+        communication: the sum of all messages.
+        exposed: the part of `communication` that computation does not hide.
     """
 
     compute: float
@@ -124,9 +126,10 @@ def step_time(
     micro_batches: int = 1,
     recompute: bool = False,
 ) -> StepTime:
-    """
+    """The time of a step.
+
     Args:
-        events: of a step.
+        events: the messages of a step: event -> how often.
         tokens: in one micro-batch of one rank.
         recompute: whether forward runs a second time in backward.
     """
@@ -144,14 +147,14 @@ def step_time(
 
 
 def _bytes_of_update(training: Training) -> int:
-    """What a step reads and writes: gradients once, main and state twice, weights once."""
+    """Bytes that a step reads and writes: gradients once, main and state twice, weights once."""
     held = training.held(peak=True)
     return held.grads + 2 * (held.main + held.state) + held.weights
 
 
 @dataclass(frozen=True)
 class Run:
-    """A unit computes."""
+    """The computation of one unit in one phase."""
 
     unit: str
     phase: str
@@ -160,8 +163,8 @@ class Run:
 
 @dataclass(frozen=True)
 class _Messages:
-    """Seconds of a step's messages: `of_units` by (kind, unit, phase), in the order of the units; `others` hide behind
-    nothing: what the ranks agree on, and whole parameters on their way to their owners."""
+    """Seconds of a step's messages. `of_units`: (kind, unit, phase) -> seconds, in the order of the units. `others`:
+    messages that nothing hides: control exchanges, and whole parameters to and from their owners."""
 
     of_units: Mapping[tuple[str, str, str], float]
     others: float
@@ -188,10 +191,10 @@ class _Messages:
         return sum(self.of_units.values()) + self.others
 
     def exposed(self, runs: Sequence[Run], micro_batches: int) -> float:
-        """How long computation waits.
+        """The seconds for which computation waits for messages.
 
         Args:
-            runs: of all units, in their order in time. While one computes, the weights of the next one come.
+            runs: of all units, in the order in time. While one computes, the next unit's weights are gathered.
         """
 
         def of(kind: str, run: Run, phase: str = "") -> float:
@@ -199,7 +202,7 @@ class _Messages:
 
         now = reduced = 0.0
         gathered = of("gather", runs[0]) if runs else 0.0
-        followed = 0.0  # until when the weights of the last step come, unit by unit
+        followed = 0.0  # when the weights updated by the last step have been gathered, unit by unit
         has_followed = set[str]()
         for run, following in zip(runs, [*runs[1:], None], strict=True):
             if run.unit not in has_followed:

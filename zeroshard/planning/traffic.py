@@ -1,7 +1,7 @@
-"""What one rank sends in a step, collective by collective: the events that `handle.comm_log` will have.
+"""Plans the collectives of a step on one rank: the events that `handle.comm_log` will have.
 
-Units are taken to run in the order of registration, each once, and backward in the reverse. What ZERO3 gathers twice,
-and what it still has, follows from where units take turns (see `runtime/gather.py`).
+Units are assumed to run once each, in the order of registration, and backward in reverse. Under ZERO3, the pool buffers
+in which units take turns decide which units are gathered twice (see `runtime/gather.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zeroshard.step.control import row_numbers
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a step is taken.
+    """The numbers of a step.
 
     Attributes:
         micro_batches: forward and backward passes.
-        reductions: after how many of them gradients are reduced.
+        reductions: how many of them reduce gradients.
         num_groups: param groups of the optimizer.
         num_scalers: loss scales in use.
     """
@@ -38,7 +38,7 @@ class Schedule:
 
 
 def step_events(training: Training, schedule: Schedule) -> Counter[CommEvent]:
-    """How often each event occurs in a step, from the second one on."""
+    """How often each event occurs in a step, from the second step on."""
     events = Counter[CommEvent]()
     for unit in training.units:
         if unit.is_reduced:
@@ -67,7 +67,7 @@ def _gather(unit: PlannedUnit, phase: str, dtype: torch.dtype) -> CommEvent:
 
 
 def _foreign(unit: PlannedUnit) -> int:
-    """Elements of a full buffer that lie on other ranks."""
+    """Elements of a full buffer that are in the shards of other ranks."""
     return unit.layout.numel - unit.layout.shard_numel
 
 
@@ -75,13 +75,13 @@ def _foreign(unit: PlannedUnit) -> int:
 
 
 def _gathers(training: Training, micro_batches: int) -> Counter[CommEvent]:
-    """In a step in which units take turns: gathered is what another one has displaced."""
+    """The gathers of a step in which units take turns: a unit is gathered if another one has its buffer."""
     place_of = _places(training.units)
     needs_backward = _reached_by_backward(training.units)
     stays = _keeps_its_ring(training)
     held: dict[Hashable, PlannedUnit] = {}
     events = Counter[CommEvent]()
-    for _ in range(2):  # the first step leaves what the second one finds
+    for _ in range(2):  # the result is the second step, which starts with the buffers as the first leaves them
         events = Counter()
         for _ in range(micro_batches):
             forward = [(unit, "forward") for unit in training.units]
@@ -96,7 +96,7 @@ def _gathers(training: Training, micro_batches: int) -> Counter[CommEvent]:
 
 
 def _places(units: tuple[PlannedUnit, ...]) -> dict[str, Hashable]:
-    """Unit -> the pool buffer that it has, alone or in turns: in the order in which they first ask for one."""
+    """Unit -> its pool buffer, its own or one that it shares: assigned in turn, in the order of first use."""
     requests = [unit.spec.weight_request(unit.layout.numel) for unit in units]
     shared = PoolPlan.for_weights(requests).shared
     asked = Counter[Hashable]()
@@ -110,7 +110,8 @@ def _places(units: tuple[PlannedUnit, ...]) -> dict[str, Hashable]:
 
 
 def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
-    """What runs before anything that trains gets no gradient. Units of the same modules are reached together."""
+    """Unit -> whether backward reaches it: units that run before the first trainable one get no gradient. Units of the
+    same modules are reached together."""
     trains = {unit.spec.modules for unit in units if unit.spec.trainable}
     reached, result = False, {}
     for unit in units:
@@ -120,7 +121,8 @@ def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
 
 
 def _keeps_its_ring(training: Training) -> bool:
-    """Whether gathered weights survive a step (on a CPU, if they are small): those of frozen units stay valid."""
+    """Whether gathered weights stay held through a step (on a CPU, if they are small): then those of frozen units stay
+    valid."""
     buffers = training.pool()
     return all(any(buffer is kept for kept in resting(buffers, training.topology.device_type)) for buffer in buffers)
 
@@ -129,7 +131,7 @@ def _keeps_its_ring(training: Training) -> bool:
 
 
 def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
-    """Gradients to the ranks that step whole parameters, and main back; one message for each stepper and dtype."""
+    """Gradients to the owners of whole parameters, and main back: one exchange for each stepper and dtype."""
     events, rank = Counter[CommEvent](), training.rank
     if training.plan.main is REPLICATED:
         return events

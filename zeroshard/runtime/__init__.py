@@ -1,1 +1,1 @@
-"""When they move: the hooks, the schedule of gathers and reductions, and the life of it all."""
+"""When weights and gradients move: the hooks, the schedule of gathers and reductions, and the life cycle."""

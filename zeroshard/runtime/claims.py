@@ -1,4 +1,7 @@
-"""Which optimizer has which parameters of a model: at most one each. The optimizers are held weakly."""
+"""Records which optimizer has which parameters of a model: each parameter has at most one.
+
+Optimizers are referenced weakly.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,31 @@ class Owner(Protocol):
     """An optimizer, as the engine sees it."""
 
     def rebuild(self) -> None:
-        """There are more parameters to update than there were."""
+        """Plan anew: more parameters need updates than before."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What it holds, by kind."""
+        """The tensors that it holds, by kind."""
 
     def joined(self) -> Any:
-        """As a join sees it (`join.JoinedOptimizer`)."""
+        """Its interface for a join (`join.JoinedOptimizer`)."""
 
 
 class Claims:
-    """Of the optimizers of one model."""
+    """The claims of all optimizers of one model."""
 
     def __init__(self, name_of: Callable[[nn.Parameter], str]) -> None:
-        """`name_of`: a bound method, held weakly: whose it is owns the claims."""
+        """`name_of`: a bound method, held weakly, as its object owns the claims."""
         self._name_of = weakref.WeakMethod(name_of)
-        # Weak, and by id: a parameter that owned its optimizer would keep state and model alive after `del optimizer`.
+        # Weak references, and ids as keys: a strong reference would keep the optimizer's state and the model alive
+        # after `del optimizer`.
         self._owner_of: dict[int, weakref.ref[Owner]] = {}
-        self._owners: list[weakref.ref[Owner]] = []  # also those that have no parameter yet
+        self._owners: list[weakref.ref[Owner]] = []  # also optimizers that have no parameter yet
 
     def claim(self, parameters: Iterable[nn.Parameter], owner: Owner) -> None:
-        """From now on these are the owner's.
+        """Assign these parameters to the owner.
 
         Raises:
-            ValueError: a parameter that another living optimizer has.
+            ValueError: another living optimizer has one of them.
         """
         parameters = list(parameters)
         for parameter in parameters:
@@ -58,7 +62,7 @@ class Claims:
 
     @contextmanager
     def claimed(self, parameters: Iterable[nn.Parameter], owner: Owner) -> Iterator[None]:
-        """As `claim`; what is done inside may fail, and then nothing has been claimed."""
+        """Like `claim`; if the body raises, the claim is undone."""
         new, before = [p for p in parameters if self.owner_of(p) is not owner], list(self._owners)
         self.claim(new, owner)
         try:
@@ -70,7 +74,7 @@ class Claims:
             raise
 
     def unclaimed(self, unit: Unit) -> set[int]:
-        """Slots that no living optimizer has."""
+        """Slots whose parameter no living optimizer has."""
         owners = self._owner_of
         return {
             index
@@ -79,7 +83,7 @@ class Claims:
         }
 
     def owner_of(self, parameter: nn.Parameter) -> Owner | None:
-        """The living optimizer that has it."""
+        """The living optimizer that has the parameter, if any."""
         return self._owner_of.get(id(parameter), lambda: None)()
 
     def owners(self) -> list[Any]:
@@ -91,5 +95,5 @@ class Claims:
         return any(reference() is not None for reference in self._owner_of.values())
 
     def scratch_bytes(self) -> int:
-        """What the optimizers hold for the time of a step."""
+        """Bytes of the optimizers' scratch, which they hold only during a step."""
         return live_bytes([tensor for owner in self.owners() for tensor in owner.tensors().get("scratch", [])])

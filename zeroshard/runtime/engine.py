@@ -1,6 +1,6 @@
-"""What trains a sharded model: its units, and who moves, reduces and steps what of them, from `shard` to `close`.
+"""The engine of one sharded model: owns its units and the objects that gather, reduce and park them.
 
-The optimizers, checkpoints and joins of a model work on its engine. `handle.py` is what its user reads and touches.
+Optimizers, checkpoints and joins work on the engine. `handle.py` is its public face.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ KINDS = ("weights", "grads", "main", "state", "scalars", *TRANSIENT_KINDS)
 
 
 class Unfinished(Protocol):
-    """Work that goes on in the background. `finish`: wait for it, and raise its error if nobody has seen it yet."""
+    """Work in the background. `finish` waits for it, and raises its error unless it has been raised before."""
 
     def finish(self) -> None: ...
 
 
 class Engine(NotCopied):
-    """Of one sharded model.
+    """The engine of one sharded model.
 
     Attributes:
         plan: where weights, gradients and main rest.
-        plain: the model, as its user knows it.
-        ledger: which loss was multiplied by what.
+        plain: the model as a plain module.
+        ledger: the scales and weights of losses.
         claims: which optimizer has which parameters.
-        background: a checkpoint that is still being written.
-        untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by their names.
+        background: a checkpoint that is still being written, or None.
+        untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by name.
         life: open, parked, closed or abandoned.
-        units: in registration order; none once that is over.
+        units: in registration order; empty after `close` or `abandon`.
         pool: full-size buffers for weights, gradients and scratch.
-        gatherer: who brings the weights, and hides them.
-        reducer: who accumulates gradients, and reduces them.
-        schedule: which hook leads to which of both.
+        gatherer: gathers and hides weights.
+        reducer: accumulates and reduces gradients.
+        schedule: the hooks, which call gatherer and reducer.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Engine(NotCopied):
         self._hold(units, max_transient_bytes)
 
     def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
-        """Begin with these units; nothing is left of those before."""
+        """Start with these units, a new schedule and a new pool; drop all previous ones."""
         self.schedule = Schedule()
         self._freezing = Freezing(units, self.collectives)
         self._work_with(units, Pool(self.collectives, max_transient_bytes))
 
     def _work_with(self, units: Sequence[Unit], pool: Pool) -> None:
-        """From now on these units, of which nothing is under way, and this pool: who moves and reduces what of them is
-        planned anew."""
+        """Set the units (none of which may have a collective in flight) and the pool, and make a new gatherer and a new
+        reducer for them."""
         self.units, self.pool = tuple(units), pool
         pool.besides = self.claims.scratch_bytes
         self.gatherer = Gatherer(self.units, self.collectives, pool)
@@ -96,37 +96,38 @@ class Engine(NotCopied):
         self.schedule.lead_to(self.gatherer, self.reducer)
 
     def new_reducer(self) -> Reducer:
-        """For the units and the pool at hand."""
+        """A reducer for the current units and pool."""
         return Reducer(self.units, self.collectives, self.pool, self.ledger)
 
     def add(self, units: Sequence[Unit]) -> None:
-        """Further ones, without gradients of their own (OPTIMIZER_ONLY)."""
+        """Add units without gradients of their own (OPTIMIZER_ONLY)."""
         self._work_with((*self.units, *units), self.pool)
 
     @property
     def model(self) -> nn.Module:
         """
         Raises:
-            RuntimeError: it is gone, or there never was one.
+            RuntimeError: the model no longer exists, or there never was one.
         """
         return self.plain.module
 
     def admits(self, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer of this model may have it."""
+        """Whether an optimizer of this model may have the parameter."""
         return any(parameter is mine for unit in self.units for mine in unit.parameters)
 
     def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Those of an optimizer's parameters that are admitted, and not sharded yet, are from now on: there are some
-        only under OPTIMIZER_ONLY (`external.py`). Returns whether there were."""
+        """Shard those of an optimizer's parameters that are admitted and not sharded yet: there can be some only under
+        OPTIMIZER_ONLY (`external.py`). Returns whether there were any."""
         return False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """In the order of the model's `parameters()`: a plain optimizer over those has the same state_dict."""
+        """The trainable parameters in the order of the model's `parameters()`, so that a plain optimizer over them has
+        the same `state_dict`."""
         trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
         return [p for p in self.model.parameters() if id(p) in trainable]
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """For messages."""
+        """The parameter's name, for messages."""
         for unit in self.units:
             for mine, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 if mine is parameter:
@@ -166,10 +167,10 @@ class Engine(NotCopied):
         """Whether gradients are waiting for a step.
 
         Args:
-            units: only those of these; None: of all.
-            reduced: only those that have been reduced.
+            units: only look at these units; None: all.
+            reduced: only count gradients that have been reduced.
         """
-        self.reducer.notice()  # what the user has discarded since
+        self.reducer.notice()  # the user may have set `p.grad = None` in the meantime
         return self.reducer.has_gradients(units, reduced=reduced)
 
     def expect_no_gradients(self, what: str) -> None:
@@ -183,13 +184,13 @@ class Engine(NotCopied):
 
     @torch.no_grad()
     def unfreeze(self) -> None:
-        """Which parameters require grad may have changed: those that do not are not reduced any more, until they do
-        again; units that were frozen at `shard` get gradients and main, and the optimizers that have them
-        begin to update them. Collective; done by the next call of the model.
+        """Follow changes of `requires_grad`. Parameters that no longer require grad are not reduced any more. Units
+        that were frozen at `shard` and train now get gradients and main, and their optimizers begin to update them.
+        Called before each forward of the model; collective if something has changed.
 
         Raises:
-            ValueError: ranks differ; more transients than `max_transient_bytes` allows.
-            RuntimeError: gradients are waiting for a step, and a unit needs some for the first time.
+            ValueError: ranks differ; more pool buffers are needed than `max_transient_bytes` allows.
+            RuntimeError: gradients are waiting for a step, and a frozen unit is to train.
         """
         if not self._freezing.has_changed():
             return
@@ -210,13 +211,14 @@ class Engine(NotCopied):
         self.pool.expect_units(
             [replace(unit.spec, trainable=unit.spec.trainable or unit in frozen) for unit in self.units]
         )
-        self.gatherer.settle()  # the next gatherer knows nothing of what is arriving
+        self.gatherer.settle()  # a new gatherer does not know of gathers in flight
         for unit in self.units:
             unit.weights.rest()
         for unit in frozen:
             unit.unfreeze(self.collectives)
         local = self.reducer.local
-        self.pool.clear()  # its buffers are planned anew, for more units
+        # The old buffers are planned for fewer units. Units must have given theirs back by now (`rest` above).
+        self.pool.clear()
         self._work_with(self.units, self.pool)
         self.reducer.local = local
         self.schedule.hook_parameters(frozen)
@@ -228,11 +230,11 @@ class Engine(NotCopied):
 
     def check_open(self, what: str) -> None:
         """Raises:
-        RuntimeError: closed, or parked."""
+        RuntimeError: the handle is closed, abandoned or parked."""
         self.life.expect_open(what)
 
     def finish_background(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one; raises what went wrong with it."""
+        """Wait for the checkpoint that is being written, if there is one; raises its error."""
         unfinished, self.background = self.background, None
         if unfinished is not None:
             unfinished.finish()
@@ -245,10 +247,11 @@ class Engine(NotCopied):
         if self.has_gradients():
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()
-        self.collectives.exchange_objects(None)  # nobody reads any more what is emptied here
+        # After this exchange no peer reads this rank's memory any more: only then may storages be emptied.
+        self.collectives.exchange_objects(None)
         self.pool.empty()
         self._parking.park(self.units, self.claims.owners(), device)
-        # Last: a handle that refuses to park stays open.
+        # Last, so that the handle stays open if parking raises.
         self.life = parked
 
     @torch.no_grad()
@@ -261,16 +264,17 @@ class Engine(NotCopied):
         self.gatherer.settle()
 
     def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install the hooks that train the model."""
+        """Install the hooks on the model."""
         self.schedule.attach(self.model, casts, self.before_forward)
 
     @phase("before forward")
     def before_forward(self, module: nn.Module, args: object) -> None:
-        """The model is about to be called: agree on what trains, and look at what the user may have done since.
+        """Called before each forward of the model: agree on which parameters train, and check what the user may have
+        changed since the last call.
 
         Raises:
-            RuntimeError: closed or parked; torch DDP is around the model; a parameter that is new, or whose data
-                somebody has replaced; gradients that no optimizer uses; as `unfreeze`.
+            RuntimeError: closed or parked; the model is inside torch DDP; a new parameter, or one whose data have been
+                replaced; reduced gradients that no optimizer uses; as `unfreeze`.
         """
         self.check_open("forward")
         expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)
@@ -281,7 +285,9 @@ class Engine(NotCopied):
         with outside_transforms():
             if torch.is_grad_enabled():
                 self._expect_known_parameters()
-                if not in_use and not in_backward():  # inside `unsharded` ranks run what they like
+                # `unfreeze` is collective. Inside `unsharded` one rank may call the model alone, and in a backward only
+                # this rank may be recomputing: there it would hang.
+                if not in_use and not in_backward():
                     self.unfreeze()
             self.expect_in_place()
             self.gatherer.begin_forward()
@@ -300,12 +306,12 @@ class Engine(NotCopied):
             )
 
     def expect_in_place(self) -> None:
-        """Every parameter's data lie where the engine has put them (see `Weights`). Also where nothing moves them."""
+        """Check that every parameter's data lie where the engine has put them (see `Weights.expect_in_place`)."""
         for unit in self.units:
             unit.weights.expect_in_place()
 
     def release(self) -> None:
-        """Let go of the model, and of all memory."""
+        """Close: remove the hooks, and free all memory."""
         self.life = self.life.after("close")
         self._let_go()
 
@@ -316,9 +322,10 @@ class Engine(NotCopied):
             return
         self.life = self.life.after("abandon")
         # [Note: nobody waits for what was abandoned]
-        # What is under way waits for its peers when it is dropped (`Pending.__del__`), unless something has failed.
+        # A collective in flight waits for the peers when it is dropped (`Pending.__del__`), unless `failed` is set. The
+        # peers may not come any more, so set it before anything is dropped.
         self.collectives.messages.failed = True
-        self.background = None  # it goes on: whoever called save() has it
+        self.background = None  # the write continues: the caller of save() has the object
         for unit in self.units:
             with as_tensors():
                 for parameter in unit.parameters:

@@ -1,8 +1,8 @@
-"""Which parameters require grad: the same ones on every rank, as they change between steps.
+"""Agrees between ranks on which parameters require grad, when this changes between steps.
 
-What does not require grad is not reduced. A unit of which nothing does *rests*: it has no reductions at all. Ranks must
-agree in that, because a reduction is theirs together. So whoever finds a change, when the model is called, meets the
-others there. What was frozen with a gradient that waits for a step takes part until then.
+Parameters that do not require grad are not reduced, and a unit without any that does has no reductions at all. Ranks
+must agree on this, because a reduction is collective. So a rank that finds a change when the model is called meets the
+other ranks there. A parameter that was frozen while its gradient waits for a step takes part until that step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zeroshard.storage.unit import Unit
 _POINT = "a change of requires_grad"
 
 Slots = dict[Unit, set[int]]
-"""Of each unit, by index."""
+"""Unit -> indices of slots."""
 
 
 class Freezing:
-    """Of the units of one model. What they are built with is agreed."""
+    """`requires_grad` of the units of one model. The values at construction count as agreed."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self._units, self._collectives = units, collectives
@@ -28,16 +28,19 @@ class Freezing:
         collectives.messages.introduce(_POINT)
 
     def has_changed(self) -> bool:
-        """On this rank: what requires grad, or what had to take part nevertheless."""
+        """Whether, on this rank, `requires_grad` has changed since the last agreement, or a frozen slot still takes
+        part."""
         trained = self._trained()
         return trained != self._agreed or any(unit.grads.summed != slots for unit, slots in trained.items())
 
     def agree(self) -> Slots:
-        """Meet the other ranks. Collective. Returns what is summed over ranks from now on.
+        """Agree with the other ranks. Collective. Returns the slots that reductions sum from now on.
 
         Raises:
-            ValueError: on every rank: ranks differ, with a parameter and the ranks.
+            ValueError: on every rank: ranks differ; the message names a parameter and the ranks.
         """
+        # A rank without a change does not come here but gathers. `meet_at` makes it and this rank raise; the exchange
+        # alone would hang.
         self._collectives.meet_at(_POINT)
         trained = self._trained()
         waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.trainable}
@@ -55,7 +58,7 @@ class Freezing:
         return trained
 
     def apply(self, slots: Slots) -> None:
-        """From now on just these are summed, as agreed."""
+        """Sum exactly these slots from now on, as agreed."""
         self._agreed = self._trained()
         for unit, of_unit in slots.items():
             unit.grads.sum_only(of_unit)

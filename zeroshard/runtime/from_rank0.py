@@ -1,7 +1,7 @@
-"""A plain optimizer's `state_dict` that rank 0 alone has: what is in it, told to all ranks; its tensors, when they ask.
+"""Distributes a plain optimizer's `state_dict` that only rank 0 has: its structure at once, its tensors on request.
 
-What is told is small: hyper-parameters, names, shapes, and tensors of one number (counts of steps) themselves. Larger
-tensors travel when they are asked for, so that no rank has more of them than it can use.
+The structure is small: hyper-parameters, names, shapes, and the values of one-element tensors (step counts). Larger
+tensors are broadcast one by one when they are requested, so that no rank holds more of them than it can use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FromRank0:
     """See the module's note.
 
     Attributes:
-        state_dict: the same on every rank, with empty tensors on the meta device in place of those of many numbers.
+        state_dict: the same on every rank, with meta tensors in place of tensors of more than one element.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class FromRank0:
         """Collective.
 
         Args:
-            state_dict: rank 0's; what the others have is not looked at.
-            check: called on rank 0; may raise what is wrong with it.
+            state_dict: rank 0's; ignored on the other ranks.
+            check: called on rank 0 with it; raises if something is wrong.
 
         Raises:
-            ValueError: on every rank, what is wrong with it, or cannot be told.
+            ValueError: on every rank: `check` has raised, or a value cannot be encoded.
         """
         self._collectives = collectives
         self._tensors: list[Tensor] = []  # rank 0's
-        self._number_of: dict[int, int] = {}  # id of each empty tensor -> that of the tensor
+        self._number_of: dict[int, int] = {}  # id of each meta tensor -> its number in `_tensors`
 
         def look() -> Any:
             if collectives.mesh.world.rank != 0:
@@ -53,7 +53,7 @@ class FromRank0:
         self.state_dict: dict[str, Any] = decode(values, self._placeholder)
 
     def receive(self, tree: Any) -> Any:
-        """A part of `state_dict`, with all its tensors. Collective."""
+        """A part of `state_dict` with the values of all its tensors. Collective: every rank must pass the same part."""
         return map_tensors(self._receive, tree)
 
     def _keep(self, tensor: Tensor) -> str:

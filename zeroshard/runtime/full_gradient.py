@@ -1,4 +1,4 @@
-"""The reduced gradient of one parameter in full, out of the shards and back, between backward and step."""
+"""Reads and sets the reduced gradient of one parameter in full, between backward and step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zeroshard.storage.unit import Unit
 
 
 def full_gradient(engine: Engine, name: str) -> Tensor:
-    """In the shape of the parameter: the mean over ranks, unscaled. Collective.
+    """The reduced gradient of one parameter in its shape: the mean over ranks, without the loss scale. Collective.
 
     Raises:
         ValueError: no trainable parameter of that name.
-        RuntimeError: no gradient has been reduced.
+        RuntimeError: it has no reduced gradient.
     """
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
@@ -33,11 +33,11 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
 
 
 def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
-    """The reduced gradient becomes `values` (in the shape of the parameter, as above). Collective.
+    """Set the reduced gradient of one parameter to `values` (in its shape, without the loss scale). Collective.
 
     Raises:
-        ValueError: no trainable parameter of that name; values of another shape, or other values on each rank.
-        RuntimeError: gradients of its unit that are only accumulated; weighted losses.
+        ValueError: no trainable parameter of that name; values of another shape, or not the same on every rank.
+        RuntimeError: its unit has gradients that are accumulated and not reduced; losses have weights.
     """
     unit, index, _ = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape

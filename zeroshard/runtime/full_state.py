@@ -1,5 +1,7 @@
-"""The whole model under the plain model's names, out of the shards and back: unit by unit, so that nobody holds more on
-the device than one unit in full."""
+"""Reads and loads the full model under the plain model's names, one unit at a time.
+
+No rank holds more than one unit in full on the device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from zeroshard.storage.unit import Unit
 
 
 class IncompatibleKeys(NamedTuple):
-    """As `nn.Module.load_state_dict` returns them."""
+    """The result of `load_full_state_dict`, as `nn.Module.load_state_dict` returns it."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -34,7 +36,7 @@ PASS_THE_SAME = (
 
 
 class Destination(NamedTuple):
-    """Where full values go. `rank0_only`: the other ranks only take part; `device`: None leaves them where they are."""
+    """Where full values go. `rank0_only`: the other ranks only take part. `device`: None: the device of the model."""
 
     rank0_only: bool = False
     device: torch.device | str | None = None
@@ -51,14 +53,15 @@ EVERYWHERE = Destination()
 
 @phase("full state")
 def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[str, Tensor]:
-    """Name -> full value, on the ranks of the destination; empty on the others. Collective.
+    """Name -> full value on the ranks that the destination includes; an empty dict on the others. Collective.
 
     Args:
-        main: main's values instead of the weights'.
+        main: take main's values instead of the weights'.
     """
     keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     for unit in engine.units:
+        # Every rank must read every unit, also ranks that keep nothing: `read_in_full` is collective.
         for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit, main=main), strict=True):
             if keeps:
                 values[id(parameter)] = destination.copy(value)
@@ -69,27 +72,28 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
 
 
 def give_back(engine: Engine) -> None:
-    """Every parameter gets its own full storage, in the dtype it had before `shard` and with main's values.
+    """Give every parameter a full storage of its own, with main's values, in the dtype it had before `shard`.
     Collective."""
     values: list[tuple[nn.Parameter, Tensor]] = []
     for unit in engine.units:
         for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit), strict=True):
             values.append((parameter, value.to(unit.spec.dtype, copy=True)))
-    for parameter, value in values:  # after the last gather: units that take turns in a buffer move each other's
+    # Only after the last gather: a gather may drop another unit from its pool buffer, which hides its parameters again.
+    for parameter, value in values:
         give(parameter, value)
 
 
 @phase("load full state")
 def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
-    """Main, weights and buffers become these values. Collective.
+    """Load values into main, weights and buffers. Collective.
 
     Args:
-        state: name -> value, the same on every rank; or, `from_rank0`, what rank 0 has: the others get it unit by
-            unit. Buffers may differ, and what is ignored: each rank takes its own.
+        state: name -> value, the same on every rank; with `from_rank0` only rank 0's is used, and broadcast unit by
+            unit. Buffers and ignored parameters may differ between ranks: each rank takes its own values.
 
     Raises:
-        ValueError: on every rank, and nothing has been changed: other shapes; names that only one side has, if strict;
-            parameters of which the ranks have other values.
+        ValueError: on every rank, before anything has been changed: other shapes; names that only one side has, if
+            `strict`; parameters whose values differ between ranks.
     """
     names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
     collectives, left_alone = engine.collectives, engine.plain.ignored
@@ -115,7 +119,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
     keys = found[0]
     missing = set(keys.missing_keys)
     sharded = {id(parameter) for unit in units for parameter in unit.parameters}
-    if not from_rank0:  # each rank takes a part of these; of buffers and ignored parameters it has its own
+    if not from_rank0:  # each rank takes its part of these values, so all must have the same
         shared = {name: given[name] for name, v in names.items() if id(v) in sharded and name not in missing}
         expect_same(collectives, shared, "load_full_state_dict", PASS_THE_SAME)
     name_of = {id(value): name for name, value in names.items() if name not in missing}
@@ -137,7 +141,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
 
 
 def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict: bool) -> tuple[IncompatibleKeys, str]:
-    """What only one side has, and what is wrong with it."""
+    """The names that only one side has, and the problems in words ("" for none)."""
     missing = [name for name in names if name not in given]
     unexpected = [name for name in given if name not in names]
     problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]

@@ -1,15 +1,15 @@
-"""When weights are gathered: before the module that needs them, one step ahead, into a few buffers.
+"""Gathers weights: before the module that needs them, one unit ahead, into a few pool buffers.
 
     forward    buffer 0 | gather u0 | compute u0 | gather u2  | compute u2 ...
                buffer 1             | gather u1  | compute u1 | gather u3 ...
 
-Each unit keeps one pool buffer (autograd holds views of it), and two neighbours in execution order have different ones.
-Nothing is freed on the way: a unit whose forward is over is hidden, and the next unit that needs its buffer becomes the
-occupant. If none has, backward finds the weights still there; so the last units of a forward are not gathered again.
-A step gives all buffers back (`pool.py`).
+Each unit always uses the same pool buffer (autograd holds views of it), and two neighbours in execution order have
+different ones. No memory is freed during forward: a unit whose forward is over is hidden, and keeps the buffer until
+another unit needs it. Units that still have their buffer when backward comes, the last ones of the forward, are not
+gathered again. A step gives the buffers back (`pool.py`).
 
 Backward runs the nodes of the graph in the reverse of the order in which forward made them. So when it reaches the
-output of a unit, every unit that ran later in forward is done, and only what was reached last is protected.
+output of a unit, all units that ran later in forward are done, and only the unit reached last must keep its buffer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
 During = Literal["forward", "backward", "unshard"]
-"""What a unit is gathered for."""
+"""The phase for which a unit is gathered."""
 
 
 def in_backward() -> bool:
@@ -43,7 +43,7 @@ def in_backward() -> bool:
 
 
 class Gatherer:
-    """Unshards and hides the weights of all units of a model."""
+    """Gathers and hides the weights of all units of a model."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
@@ -51,10 +51,10 @@ class Gatherer:
         self._follower: dict[tuple[During, Unit | None], Unit] = {}
         self._last: tuple[During, Unit | None] = ("forward", None)
         self._protected: tuple[Unit, ...] = ()
-        self._called: set[Unit] = set()  # since they were updated
-        self._uncalled: set[Unit] = set()  # not between the last two updates, though they got gradients
-        self._begun: list[Unit] = []  # updated, and perhaps not read from the peers yet
-        self._read_by_peers = Pending()  # what this rank gave them then
+        self._called: set[Unit] = set()  # units whose modules ran since their last update
+        self._uncalled: set[Unit] = set()  # units updated twice without a call in between: other modules use them
+        self._begun: list[Unit] = []  # updated units whose gather has begun; peers' shards may not be copied yet
+        self._read_by_peers = Pending()  # done when the peers have copied this rank's updated shards
         self._own_thread = os.getpid(), threading.get_ident()
         requests = {unit: unit.spec.weight_request(unit.layout.numel) for unit in units if unit.weights.buffer.borrows}
         self._turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
@@ -63,8 +63,9 @@ class Gatherer:
                 unit.weights.absent.bring = partial(_bring, weakref.ref(self), unit)
 
     def begin_forward(self) -> None:
-        """The model is called. Weights that rest in full, of units that no module has been called for, may be read by
-        other modules (a head that uses the weight of a layer): nobody else would wait for them."""
+        """Called before a forward of the model. Weights that rest in full may be read by modules of other units (a head
+        that uses the weight of a layer). If a unit's own modules are not called, no hook waits for its weights, so
+        they are waited for here."""
         self._wait_for_readers()
         for unit in self._uncalled:
             if unit.weights.state is Residency.GATHERING:
@@ -74,7 +75,8 @@ class Gatherer:
     def enter(self, units: Sequence[Unit]) -> None:
         """A forward that needs these units begins."""
         self._called.update(units)
-        for unit in units:  # all of them before the first gather, which looks ahead
+        # All counters first: the prefetch in `_unshard` must not take the buffer of another of these units.
+        for unit in units:
             unit.weights.in_use += 1
         for unit in units:
             if not unit.weights.shown:
@@ -82,7 +84,8 @@ class Gatherer:
                     self._unshard(unit, "backward" if in_backward() else "forward")
 
     def leave(self, units: Sequence[Unit]) -> list[Unit]:
-        """That forward is over. Returns the units that no forward needs any more, and backward may have to gather."""
+        """A forward that needs these units is over. Returns those that no running forward needs and that only borrow
+        their full weights: backward may have to gather them again."""
         for unit in units:
             unit.weights.in_use -= 1
         free = [unit for unit in units if unit.weights.is_passing]
@@ -92,11 +95,11 @@ class Gatherer:
         return free
 
     def gather_for_backward(self, units: Sequence[Unit]) -> None:
-        """Backward has reached the output of a module whose forward needed these units. They begin to arrive."""
+        """Backward has reached the output of a module whose forward needed these units: start to gather them."""
         inner = tuple([unit for unit in units if not unit.spec.outer])
-        # Only what backward reached last is protected, and before the gather, which looks ahead: everything that ran
-        # later in forward is done. If the unit before were still protected, the next prefetch would find both pool
-        # buffers needed, and backward would gather nothing ahead.
+        # Protect only the units that backward reached last, and do so before the gather, which prefetches. All units
+        # that ran later in forward are done. If the previous unit stayed protected, the prefetch would find both pool
+        # buffers needed, and backward would never gather ahead.
         if inner:
             self._protected = inner
         for unit in units:
@@ -104,17 +107,17 @@ class Gatherer:
                 self.start(unit, "backward")
 
     def enter_backward(self, units: Sequence[Unit]) -> None:
-        """The same, and they are here."""
+        """Like `gather_for_backward`, and wait for the weights and show them."""
         self.gather_for_backward(units)
         for unit in units:
             if not unit.weights.shown:
                 self._unshard(unit, "backward")
 
     def expect_to_stay(self, units: Sequence[Unit]) -> None:
-        """A second backward will read these weights through views of their buffers.
+        """Check that these weights stay in their buffers: a second backward will read them through views.
 
         Raises:
-            RuntimeError: other units take turns in one.
+            RuntimeError: another unit takes turns in one of the buffers.
         """
         for unit in units:
             if not self._turns.is_alone(unit):
@@ -132,12 +135,13 @@ class Gatherer:
 
     @phase(of_unit("step: updated"))
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
-        """The optimizer has changed the own interval, or just what these slots have of it: weights that rest in full
-        start arriving from the others."""
+        """The optimizer has changed the own interval (`slots`: only in these slots). Weights that rest in full start to
+        be gathered from the other ranks. Collective."""
         were_there = unit.weights.state is not Residency.SHARDED
         unit.weights.drop()
         if unit.weights.buffer.rests_in_full:
-            # Weights that were not all here (a write inside `unsharded` has failed, say) miss more than these slots.
+            # If the weights were not complete before (after a failed write inside `unsharded`, for example), more than
+            # these slots is missing: gather everything.
             unit.weights.gather(self.collectives, "step", slots=slots if were_there else None)
             self._begun.append(unit)
             (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
@@ -145,29 +149,31 @@ class Gatherer:
 
     @phase("step: read from peers")
     def read(self) -> None:
-        """All ranks have updated their intervals, and are still in the same call: what they have updated is read."""
+        """Copy the peers' updated shards, if ranks read each other's memory. Call it while all ranks are still in the
+        call in which they have updated their shards."""
         begun, self._begun = self._begun, []
         # [Note: reading weights inside the step]
-        # In shared memory nothing moves by itself, and a peer's weights lie where its user may write to them once they
-        # are shown. So they are copied now, while every rank is in this call. Later nobody may wait for a peer: one
-        # rank may run the model alone (an evaluation on rank 0).
+        # In shared memory nothing moves before a wait, and the peer's user may write to the peer's weights once they
+        # are shown. So copy them now, while every rank is in this call. Later no rank may wait for a peer: one rank may
+        # run the model alone (an evaluation on rank 0).
         if begun and self.collectives.transport.reads_peers:
             self._wait_for_readers()
             for unit in begun:
                 unit.weights.arrive()
             self._read_by_peers = self.collectives.acknowledge()
-        if any(not unit.spec.modules for unit in begun):  # no forward will wait for them
+        if any(not unit.spec.modules for unit in begun):  # units without modules: no forward hook will wait for them
             self.settle()
 
     def _wait_for_readers(self) -> None:
-        """Before weights that rest in full are shown."""
+        """Wait until the peers have copied this rank's updated shards. Required before weights that rest in full are
+        shown: the user may then write to them."""
         self._read_by_peers.wait()
 
     def bring(self, unit: Unit) -> None:
-        """Somebody reads weights that rest in full, and are hidden since a step so that they can arrive behind the
-        next forward. All ranks have been in that step, so this one may wait for them alone."""
-        # Not in a worker ([Note: forked workers] in `watch.py`), where no message arrives, nor on a thread beside the
-        # one that may be showing them at this moment.
+        """The user reads weights that rest in full while they are hidden: a step has started to gather them, and they
+        arrive while the next forward runs. All ranks have been in that step, so this rank may wait alone."""
+        # Not in a forked worker ([Note: forked workers] in `watch.py`), where no message arrives, and not on another
+        # thread, as the main thread may be showing them at the same time.
         is_own_thread = (os.getpid(), threading.get_ident()) == self._own_thread
         if is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
             with torch.no_grad():
@@ -176,14 +182,14 @@ class Gatherer:
                 unit.weights.show()
 
     def finish(self) -> None:
-        """Wait for everything that is arriving (what was expected to be needed next, say, and was not)."""
+        """Wait for all gathers in flight (for example a prefetch whose weights were not needed)."""
         self.read()
         for unit in self.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
 
     def settle(self) -> None:
-        """The same; and weights that rest in full are shown."""
+        """Like `finish`, and show weights that rest in full."""
         self.finish()
         self._wait_for_readers()
         for unit in self.units:
@@ -193,7 +199,8 @@ class Gatherer:
 
     @phase(of_unit("unshard"))
     def unshard(self, unit: Unit, *, apart: bool = False) -> None:
-        """Gather one unit outside of any forward. `apart`: not in a pool buffer, which others may need meanwhile."""
+        """Gather one unit outside of any forward, and wait for it. Collective. `apart`: into a tensor of its own
+        instead of a pool buffer, which other units may need in the meantime."""
         self._wait_for_readers()
         unit.weights.expect_in_place()
         if apart and unit.weights.buffer.borrows:
@@ -205,8 +212,8 @@ class Gatherer:
 
     @phase(of_unit("read in full"))
     def read_in_full(self, unit: Unit, *, main: bool = True) -> list[Tensor]:
-        """Values of each slot, in the parameter's shape, from all ranks: main's, or the weights' (as of a frozen unit
-        always). They may be gone when the next unit is read. Collective."""
+        """Full values of each slot, in the parameter's shape: main's, or the weights' (always, for a frozen unit). They
+        are valid only until the next unit is read. Collective."""
         if main and unit.trainable:
             full = unit.gather_main(self.collectives)
         else:
@@ -215,7 +222,7 @@ class Gatherer:
         return [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
 
     def vacate(self, buffer: PoolBuffer) -> bool:
-        """Nobody needs the weights in it any more, unless a forward or a scope that shows them is under way."""
+        """Drop the weights in a pool buffer. False if a running forward or an open scope needs them."""
         unit: Unit | None = buffer.occupant
         if unit is None or unit.weights.state is Residency.SHARDED:
             return True
@@ -230,44 +237,43 @@ class Gatherer:
         if weights.state is Residency.SHARDED:
             self.start(unit, during)
         weights.arrive()
-        # Their peers may still be reading this rank's weights, which its user may write to once they are shown.
+        # Peers may still be reading this rank's weights, and the user may write to them once they are shown.
         self._wait_for_readers()
         weights.show()
         before, previous = self._last
         self._follower[during, previous if before == during else None] = unit
         self._last = (during, unit)
         # [Note: prefetch order]
-        # The unit that came next in the last step, not the next one in the model: what runs may skip units, or run
-        # them in another order. A guess from anything that differs between ranks (time, what has arrived) would make
-        # them issue gathers in different orders; all of them have gone this way last time. If the order is another
-        # one this time, a gather starts late, or another unit takes its buffer over: the values are right all the same.
+        # Prefetch the unit that followed this one last time, not the next one in the model: a forward may skip units,
+        # or run them in another order. The choice must depend on nothing that differs between ranks (time, what has
+        # arrived), or they would issue gathers in different orders. If the order has changed this time, a gather starts
+        # late, or the prefetched unit loses its buffer again; the values are right in any case.
         follower = self._follower.get((during, unit))
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)
 
     def _prefetch(self, unit: Unit, during: During, current: Unit) -> None:
-        """Start gathering unless the buffer is needed now."""
+        """Start to gather a unit, unless the occupant of its buffer is still needed."""
         occupant = self._turns.assigned(unit).occupant if unit.weights.buffer.borrows else None
         if occupant is None or occupant is unit or not self._needed(occupant, current):
             self.start(unit, during)
 
     def start(self, unit: Unit, during: During) -> None:
-        """Let the weights of a unit that is SHARDED arrive, in its buffer."""
+        """Start to gather a SHARDED unit into its buffer. Collective."""
         if during in ("forward", "backward"):
-            # Before this rank gathers: a follower joins in only when it has read the order (`orders.py`).
+            # Before the gather: a follower of a join takes part only after it has read the order (`orders.py`).
             self.collectives.give_order("gather", unit.name, during)
         if unit.weights.buffer.rests_in_full:
             unit.weights.gather(self.collectives, during)
             return
-        # The same one each time, though another may be free: see [Note: storage that autograd holds] in `weights.py`.
+        # Always the same buffer, even if another one is free: see [Note: storage that autograd holds] in `weights.py`.
         buffer = self._turns.assigned(unit)
         if buffer.occupant is not None and buffer.occupant is not unit:
             # [Note: who may take over a pool buffer]
-            # The occupant's values are overwritten. A forward that is under way still computes with them, so a unit
-            # that runs inside another one gets a buffer of its own. Once a forward is over backward needs them again,
-            # but it gathers what is not there (`gather_for_backward`): so nothing else has to be asked, and nothing is
-            # freed before a step.
-            if buffer.occupant.weights.in_use:  # units that run inside one another cannot take turns
+            # The occupant's values are overwritten. A running forward still computes with them, so a unit that runs
+            # inside another one gets a buffer of its own. After its forward, only backward needs the occupant again,
+            # and it gathers units that are not resident (`gather_for_backward`). So `in_use` is the only condition.
+            if buffer.occupant.weights.in_use:
                 why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
                 buffer = self._turns.give(unit, why)
             elif buffer.occupant.weights.state is not Residency.SHARDED:
@@ -280,6 +286,6 @@ class Gatherer:
 
 
 def _bring(gatherer: weakref.ref[Gatherer], unit: Unit) -> None:
-    """For a parameter, which may outlive the model and must not hold its memory."""
+    """Called by an absent parameter. Weak: a parameter may outlive the model, and must not keep its memory alive."""
     if (living := gatherer()) is not None:
         living.bring(unit)

@@ -1,17 +1,18 @@
-"""What is attached to the user's model: hooks on modules and parameters, and nothing else.
+"""The hooks on modules and parameters of the user's model; nothing else is attached to it.
 
 | hook                                  | where                              | does                                    |
 |---------------------------------------|------------------------------------|-----------------------------------------|
 | forward pre-hook, forward hook        | modules that need a unit's weights | gather and show, before any other hook; |
-|                                       |                                    | hide, after all others. Inside a call   |
-|                                       |                                    | that has done so: nothing               |
+|                                       |                                    | hide, after all others. Nothing inside  |
+|                                       |                                    | a call that has gathered the same units |
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
 | hooks around forward                  | the model, units, other precisions | cast inputs and outputs (`casting.py`)  |
 | gradient hook on outputs              | the model                          | mark the start of backward              |
-| gradient hook                         | trainable parameters               | the same, and empty `p.grad`            |
+| gradient hook                         | trainable parameters               | mark the start of backward              |
 | post-accumulate-grad hook, grad_dtype | trainable parameters               | move the gradient into its bucket       |
 
-Module hooks keep the schedule alive; parameter hooks refer to it weakly (a parameter must not own its owner).
+Module hooks hold a strong reference to the schedule. Parameter hooks hold a weak one: a parameter that outlives the
+model must not keep it alive.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from zeroshard.storage.unit import Unit
 
 
 class NotCopied:
-    """Refuses to be copied and pickled; through it, what it hangs on. A copy would share buffers and process groups."""
+    """Cannot be copied or pickled, nor can a module that has such an object as a hook: a copy would share buffers and
+    process groups."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise InvalidType(
@@ -54,21 +56,21 @@ class NotCopied:
 
 
 class OutsideGraphs(NotCopied, partial[Any]):
-    """A hook that torch.compile calls between two graphs, and does not look into: it moves data and communicates.
+    """A hook that torch.compile calls between two graphs without tracing it: it moves data and communicates.
 
-    A partial, because a `__call__` in Python would be compiled anew for every class of modules.
+    A `partial`, because torch.compile would compile a Python `__call__` again for every class of modules.
     """
 
     def __new__(cls, hook: Callable[..., Any]) -> Self:
-        import torch._dynamo  # slow to import; every optimizer does it too
+        import torch._dynamo  # slow to import, so not at the top; torch's optimizers import it as well
 
-        # Looked into, a hook is compiled once for each class of modules, up to Dynamo's limit of 8, with a page of
+        # Without `disable`, Dynamo compiles the hook once for each class of modules, up to its limit of 8, with many
         # warnings (torch._dynamo.config.recompile_limit).
         return super().__new__(cls, torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]
 
 
 _MOST_VISITS = 8
-"""Times the number of units: forwards to remember until a backward."""
+"""At most this many visits per unit are remembered until a backward."""
 
 
 @dataclass(eq=False)
@@ -80,12 +82,12 @@ class Visit:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """How the graph stood when a unit's forward began.
+    """The state of the autograd graph when a unit's forward began.
 
     Attributes:
-        next_node: the number of the next node that this thread would make. Each thread counts for itself: a forward
-            that is recomputed by the thread of a backward begins anew, below the numbers of what it is given.
-        given: the nodes that made what the forward was called with.
+        next_node: the sequence number of the next node of this thread. Each thread counts for itself, so a forward
+            that is recomputed on the thread of a backward may have lower numbers than its inputs.
+        given: the nodes that made the inputs of the forward.
     """
 
     next_node: int
@@ -97,51 +99,52 @@ class Entry:
 
     def has_made(self, output: Tensor) -> bool:
         # [Note: who made an output]
-        # A skipped block returns its input. To gather for that output would take the place of the unit that made it,
-        # just when backward is about to use it: gradients from another unit's weights, without an error. The number of
-        # a node alone does not tell: each thread counts for itself (pytorch/pytorch#52180), and a recomputed forward
-        # counts anew.
+        # A skipped block returns its input. A gather for that output could take over the pool buffer of the unit that
+        # made it, just before backward uses it: gradients from another unit's weights, without an error. Sequence
+        # numbers alone are not enough: each thread counts for itself (pytorch/pytorch#52180), so a recomputed forward
+        # may have lower numbers.
         node = _made_by(output)
         return node not in self.given and node._sequence_nr() >= self.next_node
 
 
 class Schedule(NotCopied):
-    """Ties one training step together: which hook leads to which gather or reduction.
+    """Decides which hook starts which gather or reduction.
 
-    Backward comes to the units of the forwards before it in reverse, on every rank: also to those that a rank's own
-    graph leaves out (a branch that was not taken there), because its peers may need them.
+    On every rank, backward visits the units of the previous forwards in reverse order: also units that are not in this
+    rank's own graph (a branch that was not taken here), because its peers may need them.
     """
 
     gatherer: Gatherer
     reducer: Reducer
 
     def __init__(self) -> None:
-        """Before anything else: `lead_to`."""
+        """Call `lead_to` before anything else."""
         self._removers: list[Callable[[], None]] = []
-        self._backward: int | None = None  # the graph task under way
+        self._backward: int | None = None  # id of autograd's graph task of the current backward
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, list[Unit]] = {}
         self._casts: dict[nn.Module, Cast] = {}
-        self._first: list[RemovableHandle] = []  # those that gather
+        self._first: list[RemovableHandle] = []  # the hooks that gather
         self._running = Running()
         self._entered: dict[Unit, Entry] = {}
-        self._visits: list[Visit] = []  # of the forwards since the last backward, in order; those not come to
-        self._trains = False  # whether a unit with trainable parameters has run in it
-        self._without_graph: dict[Unit, deque[Visit | None]] = _no_marks()  # the visit before each such forward
-        self._recomputed: Node | None = None  # the reentrant checkpoint that has run its forward again last
-        self._at: dict[Unit, int] = {}  # where backward is -> the number of the backward that came there
+        self._visits: list[Visit] = []  # forwards since the last backward that it has not visited, in order
+        self._trains = False  # whether a unit with trainable parameters has run since
+        self._without_graph: dict[Unit, deque[Visit | None]] = _no_marks()  # last visit before forwards without grad
+        self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
+        self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
 
     # Attaching ---------------------------------------------------------------------------------------------------
 
     def attach(
         self, model: nn.Module, casts: Mapping[nn.Module, Cast], begin: Callable[[nn.Module, Any], None]
     ) -> None:
-        """Install all hooks. The first are not copied: a copy of the model is refused before it begins.
+        """Install all hooks.
 
         Args:
-            casts: see `casting.py`; inside those hooks that gather and hide.
-            begin: what comes before a call of the whole model.
+            casts: see `casting.py`; their hooks run inside the hooks that gather and hide.
+            begin: called before each call of the whole model.
         """
+        # First, so that copying the model raises before anything else of it is copied (`NotCopied`).
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
         units = self.gatherer.units
         for unit in units:
@@ -151,15 +154,14 @@ class Schedule(NotCopied):
                     of_module.append(unit)
         self._casts = dict(casts)
         # [Note: order of hooks]
-        # Outermost to innermost: gather, casts, the user's hooks, forward; and back in reverse. torch runs hooks in the
-        # order of registration, but for `prepend=True`. So casts come first here, gathers are put before them, and the
-        # hooks that hide move to the end before each call, behind what the user has registered since.
+        # From outermost to innermost: gather, casts, the user's hooks, forward; afterwards in reverse. torch runs hooks
+        # in the order of registration, except with `prepend=True`. So casts are registered first, gathers are
+        # prepended, and the hooks that hide are moved to the end before each call, behind the user's newer hooks.
         self._removers += attach_casts(casts)
         inner = _inside_another(model, self._needs)
         for module, needed in self._needs.items():
             asked = Inside() if module in inner else None
-            # `always_call`: without it an exception in forward leaves the unit shown, and in use, for good
-            # (pytorch/pytorch#104278 added it for hooks that clean up).
+            # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
             after_call = _after(self, needed)
             after = module.register_forward_hook(
                 after_call if asked is None else _after_asking(asked, after_call), always_call=True
@@ -169,30 +171,30 @@ class Schedule(NotCopied):
                 before = self._unless_inside(needed, asked, before)
             gather = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._keep(gather)
-            if module is not model:  # whose hooks are under way when the model is called
+            if module is not model:  # its own hooks already run when `come_first` is called
                 self._first.append(gather)
             self._keep(after)
         self.hook_parameters(self.reducer.order)
-        # The last to come is the first to run. Not kept here: who owns this schedule may own what begins, too.
+        # Prepended last, so it runs first. `begin` is not stored here, as its object may own this schedule.
         self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
 
     def _unless_inside(
         self, units: Sequence[Unit], asked: Inside, before: Callable[[nn.Module, Any, Any], None]
     ) -> Callable[[nn.Module, Any, Any], None]:
-        """`before`, but for calls inside of another that has asked for the same units already. `asked`: whether a call
-        of this module has asked itself."""
+        """`before`, except for calls inside a call that has gathered the same units already. `asked`: whether a call of
+        this module itself has gathered them."""
         inside = tuple(self._running.inside[unit] for unit in units)
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             # [Note: modules inside a unit]
-            # torch.compile traces through this hook: it guards the attributes, and the call of a whole unit stays one
-            # graph. What it must not look into (`before`) would end the graph at each layer, and a graph break in a
+            # torch.compile traces this hook and guards its attributes, so the call of a whole unit stays one graph. A
+            # call of `before`, which it must not trace, would break the graph at each layer, and a graph break in a
             # pre-hook makes Dynamo skip the forward behind it (pytorch/pytorch#111966, pytorch/pytorch#135410).
             for of_unit in inside:
                 if not of_unit.now:
                     asked.begin()
                     return before(module, args, kwargs)
-            if asked.now:  # it calls itself
+            if asked.now:  # a recursive call: count it, so that the inner end does not end the outer
                 asked.begin()
             if not torch.compiler.is_compiling():
                 self._expect_present(module, units)
@@ -201,30 +203,32 @@ class Schedule(NotCopied):
         return hook
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
-        """From now on hooks lead to these."""
+        """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
-        """Of units that train."""
+        """Install the parameter hooks of units that train."""
         for unit in units:
             for index, parameter in enumerate(unit.parameters):
                 hook = _on_gradient(weakref.ref(self), unit, index)
-                frozen = not parameter.requires_grad  # in a unit of which others train; it takes a hook only while not
+                # torch refuses hooks on a parameter that does not require grad, and this one may train later.
+                frozen = not parameter.requires_grad
                 parameter.requires_grad_(True)
                 self._keep(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                # Both hooks hold weak references: a parameter that owns its owner keeps the model alive after `del`.
+                # Both hooks hold weak references: else a parameter would keep the model alive after `del`.
                 self._keep(parameter.register_hook(_before_gradient(weakref.ref(self), parameter)))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
-                if unit.spec.precision.grad.itemsize > parameter.element_size():  # uses in one backward add up, too
+                # A wider `grad_dtype`: autograd then also sums several uses of a parameter in it.
+                if unit.spec.precision.grad.itemsize > parameter.element_size():
                     parameter.grad_dtype = unit.spec.precision.grad
                     self._removers.append(partial(_reset_grad_dtype, parameter))
 
     def wrap(self, module: nn.Module, name: str, begin: Callable[[nn.Module, Any], None] | None) -> None:
-        """Let a method of a module do what calling the module does: its own parameters have their values inside, inputs
-        and outputs are cast.
+        """Make a method of a module gather the module's units and cast inputs and outputs, as a call of the module
+        does.
 
         Args:
-            begin: what comes before a call of the whole model, if it is that.
+            begin: called before the method, if the module is the whole model.
         """
         method, needed, casts = getattr(module, name), self._needs.get(module, []), self._casts.get(module, Cast())
         before, after = _before(self, needed, lambda: None), _after(self, needed)
@@ -246,7 +250,7 @@ class Schedule(NotCopied):
         self._removers.append(partial(delattr, module, name))
 
     def come_first(self) -> None:
-        """Before any module inside the model is called: the user may have registered hooks with `prepend=True`."""
+        """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
         for hook in self._first:
             _move_to_front(hook)
 
@@ -266,13 +270,13 @@ class Schedule(NotCopied):
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not under_transform():
             for leaf in _differentiable(output):
-                # On the output, as the loss is not known here. A backward that does not come by the output (of a loss
-                # on something in between) begins at its first gradient: `before_gradient`.
+                # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
+                # an intermediate value) begins at its first gradient: `before_gradient`.
                 leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
 
     def expect_no_transform(self, units: Sequence[Unit]) -> None:
         """Raises:
-        RuntimeError: `torch.func` would differentiate through weights that are only here for the time of the call."""
+        RuntimeError: `torch.func` would differentiate through weights that are gathered only during the call."""
         if not torch.is_grad_enabled() or not under_transform():
             return
         for unit in units:
@@ -304,9 +308,9 @@ class Schedule(NotCopied):
         self.gatherer.enter(units)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
-        """Backward needs a unit again when it reaches what the unit has made. An output that is older (a block that is
-        skipped returns its input) was made by another, and to gather for it would take that other's pool buffer."""
-        if not self._running.end(units):  # something raised before they had been entered
+        """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
+        units again when it reaches these. See [Note: who made an output]."""
+        if not self._running.end(units):  # an earlier pre-hook raised, and these units were never entered
             return
         free = self.gatherer.leave(units)
         if not free:
@@ -318,11 +322,11 @@ class Schedule(NotCopied):
             return
         if not in_backward():
             for unit in free:
-                self._without_graph.pop(unit, None)  # that was an evaluation
+                self._without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         visits = [Visit(unit) for unit in free]
         if self._trains:
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
-            if len(self._visits) > _MOST_VISITS * len(self.gatherer.units):  # forwards that no backward follows
+            if len(self._visits) > _MOST_VISITS * len(self.gatherer.units):  # forwards without a backward
                 self._visits.clear()
         for leaf in _differentiable(output):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
@@ -330,8 +334,8 @@ class Schedule(NotCopied):
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
 
     def _is_first_seen(self, unit: Unit) -> bool:
-        """A forward inside of a backward recomputes. In a reentrant checkpoint the first forward made no graph and left
-        no visit, and a backward of its own follows; any other left one, which backward has come to or will come to."""
+        """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
+        forward ran without grad and left none, and an inner backward follows. Any other forward has left a visit."""
         return unit not in self._at and all(visit.unit is not unit for visit in self._visits)
 
     # Backward ----------------------------------------------------------------------------------------------------
@@ -340,8 +344,8 @@ class Schedule(NotCopied):
         self.begin_backward()
         units = [visit.unit for visit in visits]
         if torch.is_grad_enabled():  # create_graph
-            # The second backward reads weights through views that the first has left in the graph: there is no hook
-            # that could gather them again.
+            # The second backward reads weights through views that the first has left in the graph. No hook could gather
+            # them again, so they must stay.
             self.gatherer.expect_to_stay(units)
         with torch.no_grad():
             waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
@@ -353,12 +357,12 @@ class Schedule(NotCopied):
             self._come_to(units)
 
     def _return_to(self, units: Sequence[Unit]) -> None:
-        """A reentrant checkpoint is about to run these again. Its forward made no graph and left no visit; backward is
-        done with what came after it."""
+        """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
+        Backward is done with the units that ran after it: visit them first."""
         marks = [self._without_graph[unit].pop() for unit in units if self._without_graph.get(unit)]
         checkpoint = torch._C._current_autograd_node()
         if not marks or self._backward is None or checkpoint is self._recomputed:
-            return  # the visits since are its own
+            return  # later visits belong to this checkpoint
         self._recomputed = checkpoint
         with torch.no_grad():
             self._visit_from(max(0 if mark is None else self._place_behind(mark) for mark in marks))
@@ -368,32 +372,31 @@ class Schedule(NotCopied):
         return self._visits.index(visit) + 1 if visit in self._visits else len(self._visits)
 
     def _visit_from(self, first: int) -> None:
-        """Come to the units of the visits from `first` on, the last one first."""
+        """Visit the units of the visits from number `first` on, the last one first."""
         while len(self._visits) > first:
             self._come_to([self._visits.pop().unit])
 
     def _come_to(self, units: Sequence[Unit]) -> None:
-        """Backward runs the graph in the reverse of the order in which forward made it: it is done with the units that
-        it came to before. (If peers have gradients of a unit, and this rank has not, they wait for its reduction here
-        before they gather the next.)"""
-        # First: peers may wait for this before they read what a reduction below waits for.
+        """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
+        they are reduced here, also if this rank has no gradient of them, as its peers may have some."""
+        # Gather before any reduction: a peer may wait for this gather before it reads what a reduction below waits for.
         self.gatherer.gather_for_backward(units)
         task = torch._C._current_graph_task_id()
-        # A backward inside of this one (a reentrant checkpoint's) has a later number. While it runs nobody can tell
-        # whether the outer one has more for a unit that it had come to: that is asked when it goes on.
+        # An inner backward (of a reentrant checkpoint) has a higher id. While it runs, it is unknown whether the outer
+        # backward has more gradients for the units that it was at: they stay in `_at` until the outer one goes on.
         unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._leave(unit, units)}
         self._at = dict.fromkeys(units, task) | unfinished
         self.gatherer.enter_backward(units)
 
     def _leave(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
-        """Backward goes on to the next units. Has it come here for the last time, the unit is reduced. False where the
-        graph has more for it, which an outer backward will be asked about again."""
+        """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
+        has gradients for it: then ask again later."""
         if unit in next_units or any(visit.unit is unit for visit in self._visits):
             return True
         return not self._accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
     def before_gradient(self, parameter: Tensor) -> None:
-        """Autograd is about to add to `p.grad`, or to give a gradient to `torch.autograd.grad`."""
+        """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
         if not self._accumulates and _is_accumulated(parameter):
             self.begin_backward(accumulates=True)
 
@@ -403,17 +406,17 @@ class Schedule(NotCopied):
         self.reducer.accumulate(unit, index, parameter)
 
     def begin_backward(self, *, accumulates: bool | None = None) -> None:
-        """The first hook of a backward asks for a call at its end (whatever the graph of this rank contains).
+        """Called by every hook of a backward; the first call queues a callback for its end.
 
         Args:
-            accumulates: whether it is known to leave gradients in parameters; None: look at the graph. (A reentrant
-                checkpoint hides its parameters from it until a backward of its own comes to them.)
+            accumulates: True: it leaves gradients in parameters; None: look at the graph. (In a reentrant checkpoint,
+                parameters are not in the graph until an inner backward reaches them.)
         """
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
-            # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 queue this one
-            # as well. It belongs to the graph task that runs now (pytorch/pytorch#24965): queued by the inner backward
-            # of a reentrant checkpoint it would run at the end of that one, in the middle of the outer
+            # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
+            # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
+            # of a reentrant checkpoint, it would run at the end of that one, in the middle of the outer backward
             # (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if accumulates is None:
@@ -423,7 +426,7 @@ class Schedule(NotCopied):
             self.reducer.begin_backward()
 
     def abandon_backward(self) -> None:
-        """If the last backward raised, and so never came to its end: what is under way arrives, to be discarded."""
+        """If the last backward raised and never ended: wait for its collectives, and discard its gradients."""
         if self._backward is not None and not in_backward():
             self._backward, self._accumulates = None, False
             self._forget()
@@ -432,7 +435,7 @@ class Schedule(NotCopied):
             self.gatherer.end_backward()
 
     def _forget(self) -> None:
-        """What forwards and this backward have left here."""
+        """Drop the records of forwards and of this backward."""
         self._visits.clear()
         self._without_graph.clear()
         self._recomputed, self._trains = None, False
@@ -442,7 +445,7 @@ class Schedule(NotCopied):
         self._backward = None
         try:
             with torch.no_grad():
-                self._visit_from(0)  # before the reductions: peers that wait for these have not reduced theirs
+                self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
         finally:
             accumulates, self._accumulates = self._accumulates, False
             self._forget()
@@ -462,7 +465,8 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
 def _before(
     schedule: Schedule, units: list[Unit], leave_last: Callable[[], None]
 ) -> Callable[[nn.Module, Any, Any], None]:
-    """`leave_last`: called first; the user may have registered hooks that read the weights after forward."""
+    """The pre-hook that gathers. `leave_last`: called first; moves the hook that hides to the end, as forward hooks of
+    the user may read the weights."""
 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -490,7 +494,7 @@ def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, A
 
 
 def _after_asking(asked: Inside, after: Callable[[nn.Module, Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
-    """`after`, for calls that have asked (see `Schedule._unless_inside`)."""
+    """`after`, only for calls that have gathered (see `Schedule._unless_inside`)."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if asked.now and asked.end():
@@ -500,7 +504,7 @@ def _after_asking(asked: Inside, after: Callable[[nn.Module, Any, Any], None]) -
 
 
 def _inside_another(model: nn.Module, needs: Mapping[nn.Module, Sequence[Unit]]) -> set[nn.Module]:
-    """Modules that lie inside one that needs the same units."""
+    """Modules inside a module that needs the same units."""
     inner = set()
     for path, module in model.named_modules():
         names = path.split(".") if path else []
@@ -511,18 +515,18 @@ def _inside_another(model: nn.Module, needs: Mapping[nn.Module, Sequence[Unit]])
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether the backward under way comes to the parameter, and adds to its `grad`."""
+    """Whether the current backward reaches the parameter and adds to its `grad`."""
     with as_tensors():
         if not parameter.requires_grad:
             return False
         try:
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-        except RuntimeError:  # it is one of those that torch.autograd.grad was asked for
+        except RuntimeError:  # torch raises for the inputs of `torch.autograd.grad`
             return False
 
 
 def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Callable[[Tensor], None]:
-    """The hook's argument is the gradient."""
+    """The gradient hook of a parameter. Its argument is the gradient."""
     of_parameter = weakref.ref(parameter)
 
     def hook(grad: Tensor) -> None:
@@ -534,7 +538,8 @@ def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Call
 
 
 def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Callable[[Tensor], None]:
-    """The hook's argument is the parameter, not its gradient. (Taken for one, the ranks average their weights.)"""
+    """The post-accumulate-grad hook of a parameter. Its argument is the parameter, not the gradient: code that confuses
+    the two averages weights."""
     unit_ref = weakref.ref(unit)
 
     def hook(parameter: Tensor) -> None:
@@ -546,7 +551,7 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
 
 
 def _move_to_end(hook: RemovableHandle) -> None:
-    """Among the hooks of its kind on its module."""
+    """Move a hook behind all hooks of its kind on its module."""
     hooks = hook.hooks_dict_ref()
     if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
         hooks.move_to_end(hook.id)
@@ -564,5 +569,5 @@ def _made_by(tensor: Tensor) -> Node:
 
 
 def _differentiable(output: Any) -> list[Tensor]:
-    """The tensors in an output that have been computed from something with a gradient."""
+    """The tensors in an output that have a `grad_fn`."""
     return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]

@@ -1,12 +1,12 @@
-"""Inputs for different numbers of steps: ranks that have run out take part in the others' steps until all have.
+"""Uneven inputs: ranks that have run out of inputs take part in the others' steps until all have run out.
 
     rank 0   forward  backward  step   forward  backward  step   forward  backward  step     leaves
     rank 1   forward  backward  step   leaves the loop: gather ... reduce zeros ... step     leaves
-                                    ^ all ranks meet before each forward: who goes on?
+                                    ^ all ranks meet before each forward and learn which ranks go on
 
-A rank that has run out of inputs does not run the model, so it has no part in random numbers, buffers and hooks. It
-calls the collectives that the other ranks call, in their order (`orders.py`): it provides its shard, contributes zeros
-to reductions, and updates its part of main with the others' hyper-parameters. So all ranks end with the same weights.
+A rank that has run out of inputs does not run the model: it draws no random numbers, and updates no buffers. It calls
+the collectives that the other ranks call, in their order (`orders.py`): it provides its shard, contributes zeros to
+reductions, and updates its part of main with the others' hyper-parameters. So all ranks end with the same weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def join(
 
 
 class Join:
-    """Of one handle or several, from entering the block to leaving it."""
+    """A join of one or several handles, from entering the block to leaving it."""
 
     def __init__(self, engines: Sequence[Engine], divide_by_initial_world_size: bool, throw: bool) -> None:
         self._throw, self._collectives = throw, engines[0].collectives
@@ -92,7 +92,7 @@ class Join:
             self._parts.append(Part(engine, self._orders, voice, weight))
 
     def follow(self) -> None:
-        """This rank has run out of inputs: take part until all have."""
+        """This rank has run out of inputs: take part in the others' steps until all ranks have run out."""
         self._give_meeting()
         while self._meet(active=False):
             self._follow_until_the_next_meeting()
@@ -106,16 +106,17 @@ class Join:
         self._meet(active=True)
 
     def _give_meeting(self) -> None:
-        """With the hyper-parameters, which a scheduler may have changed after the last step."""
+        """Give the order to meet, with the hyper-parameters: a scheduler may have changed them after the last step."""
         self._orders.give("meet", *(part.hyper_parameters() for part in self._parts))
 
     def _meet(self, *, active: bool) -> bool:
-        """Who goes on? Collective. False: nobody.
+        """Exchange which ranks go on. Collective. Returns whether any does.
 
         Raises:
-            RuntimeError: a rank has run out, and that was not to be.
+            RuntimeError: a rank has run out, and `throw_on_early_termination` is set.
         """
         collectives = self._collectives
+        # `told`: else `exchange` would be refused while there are followers. They are in this exchange by an order.
         with self._orders.told():
             rows = collectives.exchange(
                 torch.tensor([active], dtype=torch.uint8, device=collectives.device), "a forward inside of a join"
@@ -137,10 +138,10 @@ class Join:
 
 
 class Part:
-    """What one engine does in a join."""
+    """The part of one engine in a join: what its followers do, by order."""
 
     def __init__(self, engine: Engine, orders: Orders, voice: Voice, weight: float) -> None:
-        """`weight`: of a follower's losses, where they have none of their own."""
+        """`weight`: the weight of a follower that has no losses in a step."""
         self._engine, self._orders, self._voice, self._weight = engine, orders, voice, weight
         self._units = {unit.name: unit for unit in engine.units}
         self._optimizers: list[JoinedOptimizer] = [owner.joined() for owner in engine.claims.owners()]
@@ -167,7 +168,7 @@ class Part:
             hook.remove()
 
     def hyper_parameters(self) -> list[Any]:
-        """Of each optimizer."""
+        """The hyper-parameters of each optimizer."""
         return [optimizer.groups.hyper_parameters() for optimizer in self._optimizers]
 
     def set_hyper_parameters(self, groups: Sequence[Any]) -> None:
@@ -197,28 +198,30 @@ class Part:
 
     @torch.no_grad()
     def act(self, what: str, arguments: Sequence[Any]) -> None:
-        """As an order says."""
+        """Carry out an order."""
         with span(f"join: {what}"):
             self._acts[what](*arguments)
 
     def _gather(self, unit: str, during: During) -> None:
-        """Give the own shard; what arrives goes where it would."""
+        """Take part in a gather, as a rank that runs the model does."""
         weights = self._units[unit].weights
         if weights.state is not Residency.SHARDED:
             weights.drop()
         self._engine.gatherer.start(self._units[unit], during)
 
     def _begin_backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
-        """`waiting`: units whose gradients add to what is there; all others begin anew. `scale`: of the loss."""
+        """`waiting`: units whose gradients are added to existing ones; those of all others are discarded. `scale`: of
+        the loss."""
         reducer = self._engine.reducer
         reducer.keep_only(waiting)
         if not waiting:
-            self._engine.ledger.forget_losses()  # also those of this rank's last micro-batches
+            # This rank's last micro-batches may have left losses whose gradients the others have discarded.
+            self._engine.ledger.forget_losses()
         with self._engine.ledger.backward(Loss(scale, weighted)):
             reducer.begin_backward()
 
     def _open(self, unit: str) -> None:
-        """A bucket; the others may wait until this rank has read the one before."""
+        """Open a bucket. This may wait for earlier reductions, which the other ranks wait for as well."""
         self._engine.reducer.open_empty(self._units[unit])
 
     def _reduce(self, unit: str) -> None:
@@ -236,7 +239,7 @@ class Part:
         self._optimizers[optimizer].step_as(values)
 
     def _come_into(self, situation: dict[str, Any], optimizer: JoinedOptimizer) -> None:
-        """What is under way arrives; gradients, scales and weights of losses are as those of a rank that has inputs."""
+        """Wait for gathers in flight, and set gradients, loss scales and weights as on a rank that has inputs."""
         for unit in self._engine.units:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive()
@@ -249,7 +252,7 @@ class Part:
 
 def _expect_tellable(optimizer: JoinedOptimizer) -> None:
     """Raises:
-    ValueError: hyper-parameters that no order can tell of."""
+    ValueError: a hyper-parameter that cannot be sent as JSON in an order."""
     for group in optimizer.groups.hyper_parameters():
         for key, value in group.items():
             try:

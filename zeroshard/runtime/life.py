@@ -1,4 +1,4 @@
-"""The life of a sharded model, and what is refused in it.
+"""The life cycle of a sharded model, and the errors of calls that do not fit its state.
 
 OPEN --park()--> PARKED --unpark()--> OPEN --close()--> CLOSED
 OPEN, PARKED --abandon()--> ABANDONED
@@ -24,7 +24,7 @@ class Life(Enum):
 
     def expect_open(self, what: str) -> None:
         """Raises:
-        RuntimeError: it is not, and `what` needs that."""
+        RuntimeError: the handle is not open. `what`: the call, for the message."""
         if self is Life.CLOSED:
             raise InvalidState(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
         if self is Life.ABANDONED:
@@ -35,13 +35,13 @@ class Life(Enum):
             raise InvalidState(f"{what}: this handle is parked; call unpark() first")
 
     def after(self, what: Literal["park", "unpark", "close", "abandon"]) -> Life:
-        """Where that leads.
+        """The state after that call.
 
         Raises:
-            RuntimeError: it is not possible now.
+            RuntimeError: the call is not possible in this state.
         """
         if what == "abandon":
-            return self if self.is_over else Life.ABANDONED  # a teardown may come at any time, and twice
+            return self if self.is_over else Life.ABANDONED  # teardown code may call it at any time, also twice
         begins, ends = _EDGES[what]
         if begins is Life.OPEN:
             self.expect_open(what)

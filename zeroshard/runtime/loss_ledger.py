@@ -1,10 +1,10 @@
-"""Which loss was multiplied by what, what the gradients of several make together, and what has overflowed.
+"""Records the scales and weights of losses, the common scale of accumulated gradients, and which losses overflowed.
 
-    LossLedger   of one model: the loss whose backward is under way; the gradients that wait for a step
+    LossLedger   of one model: the loss of the current backward; the scale of gradients that wait for a step
     LossAccount  of one optimizer: the losses since its last step. A loss belongs to all optimizers of the model
 
-A gradient that is not finite is found in the reduced shard, in the control exchange, at no extra cost. *Which loss* it
-came from is known where gradients are looked at before they are accumulated. That is done for losses with a scaler of
+A gradient that is not finite is found in the reduced shard, by the control exchange, at no extra cost. To know *which
+loss* it came from, gradients must be checked before they are accumulated. This is done only for losses with a scaler of
 their own. (Which parameter, rank and micro-batch it was: `origins.py`.)
 """
 
@@ -25,14 +25,14 @@ from zeroshard.loss_scale import LossScaler, ScaleState
 
 @dataclass(eq=False, slots=True)
 class Loss:
-    """One backward pass, and what its loss was multiplied by.
+    """One backward pass, and the factors on its loss.
 
     Attributes:
-        scale: of the loss; 1 for none.
-        is_weighted: whether it was also multiplied by a weight, and the step divides by the sum of the weights.
-        scaler: where `scale` is from.
-        looked_at: whether the scaler is this loss's own, and its gradients are looked at, one by one.
-        finite: whether the gradients that were looked at are, each 0-d bool.
+        scale: the loss scale; 1 for none.
+        is_weighted: whether the loss was also multiplied by a weight; the step then divides by the sum of the weights.
+        scaler: the scaler that `scale` comes from.
+        looked_at: whether the loss has a scaler of its own, and each of its gradients is checked.
+        finite: for each checked gradient, whether it is finite (0-d bool).
     """
 
     scale: float = 1.0
@@ -43,10 +43,10 @@ class Loss:
 
 
 class LossLedger:
-    """Of one model. See the module's note.
+    """The ledger of one model. See the module's note.
 
     Attributes:
-        has_final: whether the gradients that wait for a step are means of the losses as they are: neither scaled nor
+        has_final: whether the gradients that wait for a step are the final means: of losses neither scaled nor
             weighted.
     """
 
@@ -58,32 +58,31 @@ class LossLedger:
         self._before: dict[LossScaler, tuple[ScaleState, bool]] = {}
 
     def open_account(self, default: LossScaler | None) -> LossAccount:
-        """For one more optimizer; `default`: the scaler of losses that name none."""
+        """A new account, for one optimizer. `default`: the scaler of losses that name none."""
         account = LossAccount(self, default)
         self._accounts.add(account)
         return account
 
     @property
     def accounts(self) -> list[LossAccount]:
-        """Of the living optimizers of the model."""
+        """The accounts of the living optimizers of the model."""
         return list(self._accounts)
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
-        """What the gradients that wait for a step are multiplied by: the scale of the first loss since there were
-        none."""
+        """The scale of the gradients that wait for a step: the scale of the first loss that contributed to them."""
         return 1.0 if self._scale is None else self._scale
 
     @property
     def loss(self) -> Loss:
-        """The one whose backward is under way; outside of `backward` one that was not multiplied by anything."""
+        """The loss of the current backward; outside of `backward`, a loss without scale and weight."""
         return self._loss
 
     @contextmanager
     def backward(self, loss: Loss) -> Iterator[None]:
-        """The backward inside is that of this loss."""
+        """Set the current loss for the backward that runs inside."""
         self._before.clear()
         self._loss = loss
         try:
@@ -92,32 +91,32 @@ class LossLedger:
             self._loss = Loss()
 
     def begin(self) -> None:
-        """The loss at hand begins to add to the gradients."""
+        """The current loss begins to contribute to the gradients."""
         if self._scale is None:
             self._scale = self._loss.scale
         self.has_final &= self._scale == 1.0 and not self._loss.is_weighted
 
     def add(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """A gradient of the loss at hand, multiplied as those are that it is added to, in `dtype`."""
+        """A gradient of the current loss, rescaled to the scale of the gradients that it is added to, in `dtype`."""
         if self._loss.looked_at:
-            # Not read here: that would wait for the GPU at every gradient.
+            # Kept on the device. Reading the flag here would make the host wait for the GPU at every gradient.
             self._loss.finite.append(torch.isfinite(grad).all())
         if self._scale is None or self._scale == self._loss.scale:
             return grad
         return grad.to(dtype, copy=True).mul_(self._scale / self._loss.scale)
 
     def forget_gradients(self) -> None:
-        """All of them have been used, or discarded."""
+        """All gradients have been used or discarded: the next loss sets the scale."""
         self._scale, self.has_final = None, True
 
     def forget_losses(self) -> None:
-        """Their gradients have been discarded."""
+        """Forget the losses of all optimizers: their gradients have been discarded."""
         for account in self._accounts:
             account.clear()
 
     def expect_one_scale(self) -> None:
         """Raises:
-        ValueError: the loss at hand has another scale than those before, where nobody can multiply it as theirs."""
+        ValueError: the current loss has another scale than earlier ones, and its gradients cannot be rescaled."""
         if self._scale not in (None, self._loss.scale):
             raise InvalidValue(
                 f"losses scaled by {self._scale} and by {self._loss.scale} would be mixed in p.grad, which plan "
@@ -127,26 +126,26 @@ class LossLedger:
     # Scalers ---------------------------------------------------------------------------------------------------------
 
     def adjusted(self, scaler: LossScaler, overflow: bool) -> LossScaler:
-        """As a step makes it. Several optimizers of the model step after one backward: each adjusts the scaler from the
-        state before the first of them, on an overflow of any."""
+        """The scaler after a step. If several optimizers of the model step after one backward, each adjusts the scaler
+        from its state before the first of these steps, and counts an overflow of any of them."""
         before, found = self._before.get(scaler, (scaler.state, False))
         result = LossScaler(scaler.policy, before)
         result.update(found or overflow)
         return result
 
     def adjust(self, scaler: LossScaler, overflow: bool) -> None:
-        """A step of one optimizer is over."""
+        """Adjust the scaler, at the end of one optimizer's step."""
         before, found = self._before.get(scaler, (scaler.state, False))
         scaler.state = self.adjusted(scaler, overflow).state
         self._before[scaler] = before, found or overflow
 
 
 class LossAccount:
-    """Of one optimizer: the losses since its last step. See the module's note.
+    """The losses of one optimizer since its last step. See the module's note.
 
     Attributes:
         default: the scaler of losses that name none; None for no scaling.
-        weight: sum of the weights of this rank's losses; None where none was given.
+        weight: sum of the weights of this rank's losses; None if losses have no weights.
     """
 
     def __init__(self, ledger: LossLedger, default: LossScaler | None) -> None:
@@ -158,13 +157,13 @@ class LossAccount:
 
     @contextmanager
     def backward(self, scaler: LossScaler | None, weight: float | None, *, anew: bool) -> Iterator[float]:
-        """Around one backward pass; gives the factor on its loss.
+        """Around one backward pass; yields the factor on its loss.
 
         Args:
-            anew: no gradients wait: those of the losses before have been discarded.
+            anew: no gradients wait for a step: those of earlier losses have been discarded.
 
         Raises:
-            RuntimeError: losses with a weight, and losses without one.
+            RuntimeError: some losses of a step have weights, others have none.
         """
         together = self._ledger.accounts
         if anew:
@@ -186,13 +185,13 @@ class LossAccount:
             self.weight = (self.weight or 0.0) + weight
 
     def clear(self) -> None:
-        """Gradients have been used or discarded."""
+        """Forget the losses: their gradients have been used or discarded."""
         self.weight = None
         self._losses, self._used = [], []
 
     def use_as(self, used: Sequence[LossScaler], weight: float) -> None:
-        """As other ranks have done with losses that this one has not. (One that has run out of inputs between two
-        micro-batches has given gradients of its own to the sum: they count with the weight that they have.)"""
+        """On a follower of a join: use the scalers of the other ranks' losses, and `weight` if this rank has no losses.
+        (If it has run out of inputs between two micro-batches, its own losses keep their weight.)"""
         self._used = list(used)
         if not self._losses:
             self.weight = weight
@@ -212,14 +211,15 @@ class LossAccount:
             )
 
     def overflows(self) -> list[bool]:
-        """For each scaler in use: whether this rank saw its loss overflow (all False where nobody looked)."""
+        """For each scaler in use, whether this rank saw its loss overflow (False if gradients were not checked)."""
         looks = [(loss.scaler, finite) for loss in self._losses for finite in loss.finite]
         flags = torch.stack([finite for _, finite in looks]).tolist() if looks else []
         guilty = {scaler for (scaler, _), finite in zip(looks, flags, strict=True) if not finite}
         return [scaler in guilty for scaler in self._used]
 
     def adjust(self, found_inf: bool, overflows: list[bool]) -> None:
-        """All ranks agree: every scaler in use adjusts, on its own overflow where that is known.
+        """Adjust every scaler in use: on its own overflow if that is known, else on `found_inf`. The arguments must be
+        the same on all ranks.
 
         Args:
             found_inf: whether the gradient was not finite.
@@ -230,7 +230,8 @@ class LossAccount:
         self.clear()
 
     def exhausted(self, overflows: list[bool]) -> int | None:
-        """Overflows in a row, with the one at hand, of a scaler that gives up now. `overflows`: as for `adjust`."""
+        """The number of overflows in a row, with the current one, of a scaler that gives up now; None if none does.
+        `overflows`: as for `adjust`."""
         for scaler, overflow in zip(self._used, self._blamed(True, overflows), strict=True):
             adjusted = self._ledger.adjusted(scaler, overflow)
             if overflow and adjusted.exhausted:
@@ -238,8 +239,8 @@ class LossAccount:
         return None
 
     def _blamed(self, found_inf: bool, overflows: list[bool]) -> list[bool]:
-        """It must depend on nothing but what all ranks have agreed on: a rank that has run out of inputs has not seen
-        the losses."""
+        """For each scaler in use, whether it counts an overflow."""
+        # Use only values that all ranks have agreed on: a follower of a join has not seen the losses.
         return overflows if any(overflows) else [found_inf] * len(self._used)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Models that were built on the meta device get their values one module, or one fragment, at a time.
+"""Gives models that were built on the meta device their values, one module or one fragment at a time.
 
-No rank ever holds more than its own part and the parameters of one module (or the fragments of one parameter).
+No rank holds more than its own part and the parameters of one module (or the fragments of one parameter).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroshard.storage.unit import Unit
 
 META = torch.device("meta")
 LOOKED_AT = 1024
-"""Elements of each parameter in a file that ranks compare: files of other weights differ there."""
+"""How many elements of each parameter in a file ranks compare, to find out whether they read the same weights."""
 Source = Callable[[nn.Module], None] | str | os.PathLike[str]
 
 
@@ -37,14 +37,14 @@ def is_on_meta(tensors: Iterable[Tensor]) -> bool:
 
 
 def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
-    """From the meta device, or back to it. Every parameter stays the object it is; away from the meta device it reads
-    as NaN, and takes no memory. Buffers do."""
+    """Move a model from the meta device, or back to it. Parameters stay the same objects; off the meta device they are
+    NaN and take no memory. Buffers are allocated."""
     for parameter in model.parameters():
         if parameter.device.type == source.type:
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=target).expand(parameter.shape)
             moved = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
             moved.__dict__.update(parameter.__dict__)
-            # Swapped, not replaced: tied modules, and optimizers of other parts, refer to the parameter itself.
+            # Swapped, not replaced: tied modules, and optimizers of other parts, refer to this very object.
             torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -55,11 +55,11 @@ def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
 def materialize(
     model: nn.Module, units: Sequence[Unit], source: Source, collectives: Collectives, managed: Managed
 ) -> None:
-    """Give the units of a model that has left the meta device their values. Weights that rest in full have to be
-    gathered then.
+    """Set main and the own shards of all units, after `move`. The caller must then gather weights that rest in full.
+    Collective.
 
     Raises:
-        ValueError: a file without, or with other, parameters.
+        ValueError: a file does not have the model's parameters, or has them with other shapes.
     """
     if callable(source):
         _initialize(model, units, source, collectives)
@@ -70,17 +70,17 @@ def materialize(
 def _initialize(
     model: nn.Module, units: Sequence[Unit], init: Callable[[nn.Module], None], collectives: Collectives
 ) -> None:
-    """As `model.apply(init)`, with the values of one module at a time; rank 0's win."""
+    """Like `model.apply(init)`, with memory for one module at a time; rank 0's values are used."""
     place = {id(p): (unit, index) for unit in units for index, p in enumerate(unit.parameters)}
     for module in _children_first(model):
-        own = [p for p in module._parameters.values() if p is not None]  # a shared one is filled by the last who has it
+        own = [p for p in module._parameters.values() if p is not None]  # the last module sets a shared one
         absent = [parameter.data for parameter in own]
         for parameter in own:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         with torch.no_grad():
             together(collectives, f"materialize, at a {type(module).__name__}", partial(init, module), words=repr)
         taken = [parameter.data for parameter in own if id(parameter) in place]
-        # Always: ranks draw other random numbers unless the user has seeded them alike, and `init` may depend on
+        # Broadcast always: ranks draw different random numbers unless they are seeded alike, and `init` may depend on
         # anything.
         collectives.broadcast([*taken, *module.buffers(recurse=False)])
         for parameter, before in zip(own, absent, strict=True):
@@ -102,7 +102,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed, collectives: Collectives) -> None:
-    """Of each parameter, the part of a safetensors file, or of several with an index, that this rank keeps."""
+    """Read this rank's part of each parameter from a safetensors file, or from several with an index."""
     with ExitStack() as files:
         found: dict[str, TensorFile] = {}
         names: dict[int, str] = {}
@@ -125,7 +125,7 @@ def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed,
 
 
 def _start_of(name: str, file: TensorFile) -> Tensor:
-    """Enough to know other weights by."""
+    """The first elements of a parameter, for the comparison between ranks."""
     return file.read(name, Interval(0, min(LOOKED_AT, file.tensors[name].numel)))
 
 
@@ -133,7 +133,7 @@ def _names_in(found: Mapping[str, TensorFile], model: nn.Module, path: Path, man
     """Id of each parameter and buffer -> its name in the file.
 
     Raises:
-        ValueError: missing, unexpected, or of another shape.
+        ValueError: names are missing or unexpected, or a shape differs.
     """
     wanted: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:

@@ -1,8 +1,8 @@
-"""Where a gradient that is not finite has come from: which parameter, on which rank, in which micro-batch.
+"""Finds the origin of a gradient that is not finite: which parameter, on which rank, in which micro-batch.
 
-A sum over ranks does not say who has spoiled it. So each rank takes the norm of each gradient of its
-own, when a unit is about to be reduced, or when a backward that reduces nothing is over. Nobody waits for these
-numbers, and nobody reads them, until a step finds a gradient that is not finite.
+A sum over ranks does not show which rank's term was not finite. So each rank takes the norm of each of its own
+gradients before a unit is reduced, and after a backward that reduces nothing. The norms stay on the device, and are
+read only if a step finds a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.unit import Unit
 
 _NAMED = 3
-"""Parameters at most, for each rank."""
+"""How many parameters are named at most, for each rank."""
 
 
 class Origins:
-    """What this rank has accumulated since the last step, in the order of backward."""
+    """Norms of the gradients that this rank has accumulated since the last step, in the order of backward."""
 
     def __init__(self) -> None:
         self._backwards: list[list[tuple[list[str], list[Tensor]]]] = [[]]
 
     def look(self, unit: Unit, grads: Gradients) -> None:
-        """At the terms of the backward under way. The slots of a unit lie in the order of backward."""
+        """Take the norms of the current backward's gradients of a unit. (Slots lie in the order of backward.)"""
         views = grads.buffer.views()
         fresh = [index for index in sorted(grads.ready - grads.stale) if views[index].numel()]
         if fresh:
             wide = torch.promote_types(grads.buffer.dtype, torch.float32)
-            # The 2-norm: a tenth of the time of the largest value, on a CPU.
+            # The 2-norm, as it takes a tenth of the time of the largest value on a CPU.
             norms = torch._foreach_norm([views[index] for index in fresh], 2, dtype=wide)
             self._backwards[-1].append(([unit.layout.slots[index].name for index in fresh], list(norms)))
 
@@ -41,8 +41,9 @@ class Origins:
         self._backwards = [[]]
 
     def first(self, among: set[str]) -> tuple[int, str] | None:
-        """The first micro-batch that has left a gradient of these parameters that is not finite, and which. (What has
-        been reduced before may be in it: of several ranks, those with the earliest micro-batch are the origin.)"""
+        """(micro-batch, names in words) of the first micro-batch with a gradient of these parameters that is not
+        finite. Later micro-batches may contain what was reduced before, so the ranks with the earliest micro-batch are
+        the origin."""
         for micro_batch, looks in enumerate(self._backwards):
             names = [name for of_unit, _ in looks for name in of_unit]
             values = [value for _, of_unit in looks for value in of_unit]

@@ -1,10 +1,10 @@
-"""Giving memory back between two phases of training, and taking it again: storages are emptied, views stay.
+"""Gives memory back between two phases of training and takes it again: storages are emptied, views stay.
 
-| kind                        | while parked                                                             |
-|-----------------------------|--------------------------------------------------------------------------|
-| weights                     | the own shard, elsewhere (replicated ones are gathered when they return) |
-| main, state of the optimizer| elsewhere                                                                |
-| gradients, pool buffers     | nothing: between steps their values do not matter                        |
+| kind                        | while parked                                                                |
+|-----------------------------|-----------------------------------------------------------------------------|
+| weights                     | the own shard, on the other device (replicated ones are gathered by unpark) |
+| main, optimizer state       | on the other device                                                         |
+| gradients, pool buffers     | not kept: their values are not needed between steps                         |
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from zeroshard.runtime.claims import Owner
 from zeroshard.storage.buffer import live_bytes, plain_parts
 from zeroshard.storage.unit import Unit
 
-_MADV_REMOVE = 9  # frees the pages of a shared mapping; the next access finds zeros
+_MADV_REMOVE = 9  # frees the pages of a shared mapping, which then reads as zeros
 
 
 class Parking:
-    """Of one model. While it is not parked, nothing is."""
+    """Parks one model. While it is not parked, all lists are empty."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._moved: list[tuple[Tensor, Tensor]] = []  # tensor, and its values elsewhere
+        self._moved: list[tuple[Tensor, Tensor]] = []  # tensor, and its values on the other device
         self._emptied: list[tuple[Tensor, int]] = []  # tensor, and the bytes of its storage
         self._shards: dict[Unit, Tensor] = {}  # of replicated weights
 
     def park(self, units: Iterable[Unit], owners: Iterable[Owner], device: torch.device) -> None:
-        """Empty all storages. Those whose values matter have them on `device` meanwhile, or lie there already."""
+        """Empty all storages, after copying values that are needed to `device`. Storages that already lie there are not
+        touched."""
         kept: list[Tensor] = []
         emptied: list[Tensor] = []
         for unit in units:
@@ -43,6 +44,7 @@ class Parking:
                 emptied += unit.weights.buffer.storages()
             else:
                 kept += unit.weights.buffer.storages()
+            # `forget`: cached views of a pool buffer would keep its memory.
             unit.weights.drop(forget=True)
             emptied += unit.grads.storages()
             kept += unit.main.storages()
@@ -55,22 +57,24 @@ class Parking:
             self._empty(tensor)
 
     def unpark(self) -> None:
-        """Every storage has its size again, those that were kept their values, and replicated weights start arriving.
+        """Restore the sizes of all storages and the values that were kept, and start to gather replicated weights.
         Collective."""
         for tensor, num_bytes in self._emptied:
+            # Storages in shared memory were not resized (`_empty`), and cannot be.
             if not tensor.untyped_storage().nbytes():
                 tensor.untyped_storage().resize_(num_bytes)
         for tensor, value in self._moved:
             tensor.copy_(value)
         for unit, values in self._shards.items():
             unit.weights.own().copy_(values)
-        self._collectives.exchange_objects(None)  # nobody reads what is not there yet
+        # Peers read shards in shared memory: they must not start before every rank has restored its own.
+        self._collectives.exchange_objects(None)
         for unit in self._shards:
             unit.weights.gather(self._collectives, "unshard")
         self._moved, self._emptied, self._shards = [], [], {}
 
     def live_bytes(self, kinds: dict[str, list[Tensor]]) -> dict[str, int]:
-        """By kind, where the model lives: without what has been emptied."""
+        """Bytes by kind on the model's device, without emptied storages."""
         empty = {tensor.untyped_storage().data_ptr() for tensor, _ in self._emptied}
         found = {
             kind: live_bytes([part for part in plain_parts(tensors) if part.untyped_storage().data_ptr() not in empty])
@@ -85,8 +89,8 @@ class Parking:
         if not storage.nbytes():
             return
         self._emptied.append((tensor, storage.nbytes()))
-        # A mapped file cannot be resized as a storage, and peers map it, too. The pages go, for all of them; the
-        # mappings stay.
+        # A mapped file cannot be resized as a storage, and peers have mapped it. `madvise` frees its pages, for all
+        # ranks, and keeps the mappings.
         if self._collectives.is_shared(tensor):
             if ctypes.CDLL(None).madvise(
                 ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), _MADV_REMOVE

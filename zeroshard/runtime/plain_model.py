@@ -1,4 +1,4 @@
-"""The user's model as a plain module: what its `state_dict()` would list if nothing of it were sharded."""
+"""The user's model as a plain module: the names and tensors that its `state_dict()` would list without sharding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Undo = Callable[[], None]
 
 
 class PlainModel:
-    """Held weakly: its hooks own what trains it.
+    """The model, held weakly, as its hooks own the engine.
 
     Attributes:
-        is_read: its `state_dict()` is being called from here, for the names alone.
+        is_read: whether this class is calling the model's `state_dict()`, for the names only.
     """
 
     def __init__(self, model: nn.Module | None, managed: Managed) -> None:
         """
         Args:
-            model: None where parameters alone are trained, without any names.
-            managed: what of it is not left alone.
+            model: None if an optimizer was built over parameters without a model.
+            managed: which parameters and buffers are managed.
         """
         self._model, self._managed = None if model is None else weakref.ref(model), managed
         self.is_read = False
@@ -35,7 +35,7 @@ class PlainModel:
     def module(self) -> nn.Module:
         """
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no model, or it no longer exists.
         """
         module = None if self._model is None else self._model()
         if module is None:
@@ -43,7 +43,7 @@ class PlainModel:
         return module
 
     def guard(self, before_saving: Callable[..., None], before_loading: Callable[..., None]) -> list[Undo]:
-        """Let these be called before its `state_dict()` and `load_state_dict()`."""
+        """Have these called before the model's `state_dict()` and `load_state_dict()`. Returns what undoes it."""
         if self._model is None:
             return []
         return [
@@ -52,11 +52,11 @@ class PlainModel:
         ]
 
     def describe(self, words: Callable[[], str]) -> list[Undo]:
-        """Let `print(model)` say so, in front of the modules inside."""
+        """Make `print(model)` show these words, before the inner modules. Returns what undoes it."""
         if self._model is None:
             return []
         model, module = self._model, self.module
-        own = vars(module).get("extra_repr")  # of this very module
+        own = vars(module).get("extra_repr")  # set on this instance
 
         def extra_repr() -> str:
             alive = model()
@@ -68,37 +68,37 @@ class PlainModel:
                 vars(alive).pop("extra_repr", None)
                 vars(alive).update({"extra_repr": own} if own is not None else {})
 
-        # Past `__setattr__`, which a module that torch.compile has made passes on to the one inside.
+        # Not by `setattr`: a module made by torch.compile forwards that to the module inside.
         vars(module)["extra_repr"] = extra_repr
         return [undo]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are managed."""
+        """The managed parameters, by name."""
         return self._managed.parameters(self.module)
 
     def newcomers(self, units: Sequence[Unit]) -> list[str]:
-        """Names of parameters that are in none of the units and have come into the model."""
+        """Names of parameters of the model that are in none of the units."""
         known = {id(parameter) for unit in units for parameter in unit.parameters}
-        if has_only(self.module, known):  # before each forward: without a name for anything
+        if has_only(self.module, known):  # a fast test, as this runs before each forward
             return []
         return [
             name
             for name, parameter in self.parameters().items()
-            # What is no Parameter has been put there by a functional_call, for this call alone.
+            # Plain tensors there come from a functional_call, and are gone after it.
             if id(parameter) not in known and isinstance(parameter, nn.Parameter)
         ]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are managed."""
+        """The managed buffers, by name."""
         return self._managed.buffers(self.module)
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Names in the `state_dict()` of what is left alone."""
+        """Names, as in the `state_dict()`, of ignored parameters and buffers."""
         return frozenset(map(plain_name, self._managed.ignored))
 
     def state(self) -> dict[str, Tensor]:
-        """All of it: parameters and buffers themselves."""
+        """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`."""
         self.is_read = True
         try:
             return {plain_name(name): value for name, value in self.module.state_dict(keep_vars=True).items()}
@@ -106,14 +106,14 @@ class PlainModel:
             self.is_read = False
 
     def unsharded_state(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """What it lists besides the sharded parameters: buffers, and what is ignored."""
+        """The entries of `state` that are not sharded parameters: buffers, and ignored parameters."""
         if self._model is None:
             return {}
         sharded = {id(parameter) for unit in units for parameter in unit.parameters}
         return {name: value for name, value in self.state().items() if id(value) not in sharded}
 
     def tied(self, units: Sequence[Unit]) -> dict[str, str]:
-        """Of parameters that it lists under several names: further name -> the one in `units`."""
+        """For parameters with several names in the `state_dict()`: further name -> the name in `units`."""
         if self._model is None:
             return {}
         first = names_by_id(units)
@@ -121,5 +121,5 @@ class PlainModel:
 
 
 def names_by_id(units: Sequence[Unit]) -> dict[int, str]:
-    """id of each sharded parameter -> its name in the `state_dict()`, the first one where it has several."""
+    """id of each sharded parameter -> its (first) name in the `state_dict()`."""
     return {id(p): slot.name for unit in units for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)}

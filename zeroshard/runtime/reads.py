@@ -1,8 +1,9 @@
-"""Reads of absent parameters that nobody is asked for.
+"""Finds reads of absent parameters that bypass `__torch_function__`.
 
-What Python calls raises by itself (`absent.py`). C++ that is handed a parameter (`torch.tensor(p)`, a scripted module),
-and a `torch.func` transform of it, find its NaN. A mode of torch that looks at the operands of every operation sees
-these, too. It takes some ten microseconds an operation, so the user asks for it (`Handle.find_reads`).
+Operations called from Python raise by themselves (`absent.py`). C++ code that is passed a parameter
+(`torch.tensor(p)`, a scripted module) and `torch.func` transforms silently read its NaN. A dispatch mode, which sees
+the operands of every operation, finds these as well. It takes about ten microseconds per operation, so it is on only
+by request (`Handle.find_reads`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from zeroshard.storage.unit import Unit
 
 
 class ReadsRaise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, on this thread, an operation on a parameter that is not here raises, with the name of the parameter, at
-    the line of the reader. Shapes, dtypes and views may be taken."""
+    """Inside, on this thread, an operation that reads an absent parameter raises with the parameter's name, at the line
+    that reads it. Shapes, dtypes and views may be taken."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,11 +43,11 @@ class ReadsRaise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _OF_THE_TENSOR = {"_has_compatible_shallow_copy_type", "set_data", "_version", "result_type", "size", "stride"}
-"""Operations on the tensor itself, that inference mode lets through to here."""
+"""Operations on the tensor object that read no values, and that reach the mode under inference mode."""
 
 
 def _takes_no_values(func: Any) -> bool:
-    """Views, and operations that take a shape and a dtype from their operand."""
+    """Whether the operation is a view, or takes only shape and dtype from its operand."""
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("new_", "sym_", "is_")) or name.endswith("_like") or name in _OF_THE_TENSOR:
         return True

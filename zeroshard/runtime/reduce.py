@@ -1,10 +1,10 @@
-"""When gradients are reduced: unit by unit during backward, in one fixed order on every rank.
+"""Reduces gradients unit by unit during backward, in one fixed order on every rank.
 
     accumulated   u3 u2 u1 u0            (as backward produces them, maybe differently on each rank)
     reduced          u3 u2 u1 u0         (always this order: reverse registration; an early unit waits)
 
-A unit is *ready* when all its parameters that train have a gradient in this backward. What is not ready at the end of
-backward takes part with zeros: no collective ever depends on what one rank's graph happens to contain.
+A unit is *ready* when all its trainable parameters have a gradient in this backward. Parameters without a gradient at
+the end of backward contribute zeros. So the sequence of collectives never depends on the graph of one rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
-        grads: what is reduced here, by unit, the last unit first.
-        order: units of which something is summed, in the order in which they are reduced.
-        local: units whose gradients are accumulated, in full-size buckets, and not reduced.
-        ledger: what the buckets' values are multiplied by.
-        visible: what the user finds in `p.grad`.
-        origins: which gradients of this rank were not finite.
+        grads: unit -> its gradients, the last unit first.
+        order: units with slots that are summed, in the order in which they are reduced.
+        local: units whose gradients are only accumulated, in full-size buckets, and not reduced (`no_sync`).
+        ledger: the scale of the buckets' values.
+        visible: shows gradients in `p.grad`.
+        origins: finds gradients of this rank that were not finite.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
@@ -51,16 +51,17 @@ class Reducer:
         self.origins = Origins()
         self._pool = pool
         self._cursor = 0
-        self._complete_but_seen = False  # a unit whose last gradient hooks of the user still look at
+        self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
         self._reductions = Reductions(self.grads, collectives, pool)
 
     def find_order(self) -> None:
-        """Between two backwards: what is summed has changed. Units of which nothing is have no gradients."""
+        """Compute `order` and positions again. Call it between two backwards, after slots that are summed have
+        changed."""
         self.order = [unit for unit, grads in self.grads.items() if grads.summed]
         self._position_of = {unit: position for position, unit in enumerate(self.order)}
 
     def accumulate_locally(self, units: frozenset[Unit]) -> None:
-        """From now on just these are not reduced.
+        """Accumulate the gradients of exactly these units without reducing them, from now on.
 
         Raises:
             RuntimeError: the pool's limit does not allow that many buckets.
@@ -69,11 +70,12 @@ class Reducer:
         self.local = units
 
     def expect_backward(self) -> None:
-        """An optimizer is going to run one. Nothing to do: hooks of the model say when it begins."""
+        """Called before an optimizer runs a backward. No effect here: the hooks notice when it begins."""
 
     @phase("begin of backward")
     def begin_backward(self) -> None:
-        """Gradients are going to be accumulated."""
+        """A backward begins to accumulate gradients."""
+        # Before any gradient: autograd would add to the view of the bucket that lies in `p.grad`.
         self.visible.withdraw()
         self.forget_losses()
         loss = self.ledger.loss
@@ -81,13 +83,13 @@ class Reducer:
         self.ledger.begin()
 
     def forget_losses(self) -> None:
-        """Once all gradients have been used or discarded."""
+        """Forget scale and origins, if all gradients have been used or discarded."""
         if not self.has_gradients():
             self.ledger.forget_gradients()
             self.origins.clear()
 
     def waiting(self) -> list[str]:
-        """Units of which gradients wait for a step."""
+        """Names of the units whose gradients wait for a step."""
         return [unit.name for unit in self.order if unit.grads.state is not GradState.EMPTY]
 
     def keep_only(self, waiting: Sequence[str]) -> None:
@@ -97,23 +99,24 @@ class Reducer:
                 unit.grads.consume(set(unit.grads.waiting))
 
     def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
-        """Whether any wait for a step.
+        """Whether gradients wait for a step.
 
         Args:
-            units: only of these; None: of all.
-            reduced: only those that have been reduced.
+            units: only look at these; None: all.
+            reduced: only count gradients that have been reduced.
         """
         looked_at = self.grads if units is None else units
         states = [unit.grads.state for unit in looked_at]
         return GradState.REDUCED in states if reduced else states.count(GradState.EMPTY) < len(states)
 
     def begins_anew(self) -> bool:
-        """Whether what there was has been discarded, perhaps by `model.zero_grad()`."""
+        """Whether no gradients wait for a step (the user may have discarded them, by `model.zero_grad()` for
+        example)."""
         return bool(self.order) and not (self.notice() or self.has_gradients())
 
     @property
     def version(self) -> object:
-        """Equal as long as no reduced gradient has changed."""
+        """A value that stays equal as long as no reduced gradient changes."""
         return self.visible.version
 
     def notice(self) -> dict[tuple[int, int], Tensor]:
@@ -124,11 +127,11 @@ class Reducer:
 
     @torch.no_grad()
     def reduce_by_hand(self, terms: dict[tuple[int, int], Tensor]) -> None:
-        """Gradients that were set by hand become the mean over ranks of what each has set (zeros where it has not).
-        Collective.
+        """Reduce gradients that users have set in `p.grad`: to the mean over ranks, where a rank that has set none
+        contributes zeros. Collective.
 
         Args:
-            terms: (index of the unit, slot) -> this rank's.
+            terms: (index of the unit, slot) -> this rank's gradient.
         """
         wanted = {
             tuple(key)
@@ -141,10 +144,11 @@ class Reducer:
                 self._reduce_slots(unit, {index: terms.get((unit.index, index)) for index in slots})
 
     def set_gradient(self, unit: Unit, index: int, values: Tensor) -> None:
-        """The reduced gradient of one slot becomes `values` (in its shape, unscaled, the same on every rank).
+        """Set the reduced gradient of one slot to `values` (in its shape, without the loss scale, the same on every
+        rank).
 
         Raises:
-            RuntimeError: the step would not take it as it is.
+            RuntimeError: losses have weights, so the step would divide it by their sum.
         """
         grads, world = self.grads[unit], unit.layout.slots[index].world
         self.notice()
@@ -162,9 +166,9 @@ class Reducer:
         self.visible.assign(unit, index, part)
 
     def _reduce_slots(self, unit: Unit, terms: dict[int, Tensor | None]) -> None:
-        """In storage of its own: this is rare, and buckets may hold what other slots wait with."""
+        """Reduce some slots in a storage of their own: this is rare, and buckets may hold gradients of other slots."""
         grads = self.grads[unit]
-        # Peers can read it as long as this lives.
+        # In memory that peers can map, as they read it. It must live until the last exchange below.
         sums = unit.new_buffer(grads.buffer.dtype, PARTIAL, self.collectives.allocate)
         assert sums.full is not None
         for index, term in terms.items():
@@ -185,10 +189,10 @@ class Reducer:
         sums.release()
         for index in terms:
             self._assign(unit, index, sums.full[(unit.layout.slots[index].world & grads.held_interval).slice])
-        self.collectives.exchange_objects(None)  # nobody reads any more what is freed here
+        self.collectives.exchange_objects(None)  # after this, no peer reads the memory that is freed on return
 
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
-        """Backward has left a parameter's gradient: move it into the unit's bucket."""
+        """Backward has written a parameter's gradient: move it into the unit's bucket."""
         grads = self.grads[unit]
         name = unit.layout.slots[index].name
         position = self._position_of.get(unit)
@@ -202,12 +206,12 @@ class Reducer:
                 f"{name} got a second gradient in one backward, after its unit has been reduced: its module runs in "
                 "several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) (torch DDP asks for the same)"
             )
-        if self._complete_but_seen:  # hooks of the user have seen, by now, the last gradient of the unit before
+        if self._complete_but_seen:  # the user's hooks have run for the previous gradient by now
             self._advance()
         # [Note: the user's gradient hooks]
-        # Hooks of one parameter run in the order of registration, so those that the user has added after shard() have
-        # not seen this gradient yet, and may still change it. It stays in `p.grad`, and is taken when the unit is
-        # reduced: not before the next gradient of any unit, or the end of backward.
+        # Hooks of one parameter run in the order of registration. So hooks that the user has added after shard() have
+        # not seen this gradient yet, and may still change it. It stays in `p.grad` until the unit is reduced: at the
+        # next gradient of any unit at the earliest, or at the end of backward.
         seen_by_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
         if not seen_by_others:
             self._take(unit, index, grads)
@@ -218,11 +222,12 @@ class Reducer:
                 self._advance()
 
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
-        """Move what lies in `p.grad` into the bucket."""
+        """Move `p.grad` into the bucket."""
         parameter = unit.parameters[index]
         if parameter.grad is None:
             return
-        # Emptied at once: autograd adds to what lies there, and the bucket would get the sum a second time.
+        # Set `p.grad` to None at once: autograd would add the next gradient to it, and the bucket would count this one
+        # twice.
         grad, parameter.grad = parameter.grad.detach(), None
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
             grad = grad.to_dense()
@@ -231,8 +236,8 @@ class Reducer:
         grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype))
 
     def complete(self, unit: Unit, *, at_end: bool = False) -> bool:
-        """Backward is done with the unit: parameters without a gradient by now have none on this rank. False where the
-        graph says that one is still to come (`at_end`: it has been run, and none is)."""
+        """Backward is done with the unit: reduce it, with zeros for parameters without a gradient. False, without
+        effect, if the graph still has a gradient for one of them (`at_end`: the graph has been run completely)."""
         if unit in self.local or self._position_of.get(unit, -1) < self._cursor:
             return True
         grads = self.grads[unit]
@@ -246,7 +251,8 @@ class Reducer:
     @torch.no_grad()
     @phase("end of backward")
     def end_backward(self) -> None:
-        """Reduce what is left, with zeros for what is missing, and wait for all of it. Then `p.grad` shows it."""
+        """Reduce the remaining units, with zeros for missing gradients; wait for all reductions; then show gradients in
+        `p.grad`."""
         for index, unit in enumerate(self.order):
             if unit in self.local:
                 self._take_all(unit)
@@ -254,10 +260,10 @@ class Reducer:
             elif index >= self._cursor:
                 self._launch(unit)
         self.origins.next_backward()
-        # Before this rank waits for its reductions: followers must have been told to take part in all of them.
+        # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
         self.collectives.give_order("end")
         self._finish()
-        for unit in self.order:  # all have been started: they arrive together
+        for unit in self.order:  # only now wait for the gathers of means: all have been started
             if self.grads[unit].state is GradState.REDUCED:
                 self.grads[unit].release()
         self.visible.show()
@@ -265,25 +271,24 @@ class Reducer:
             self.collectives.orders.version = self.visible.version
 
     def open_empty(self, unit: Unit) -> None:
-        """Be ready to reduce a unit in which this rank has nothing new (see `join.py`)."""
+        """On a follower of a join: open the bucket of a unit for which this rank has no new gradients."""
         grads = self.grads[unit]
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
 
     def reduce_next(self, unit: Unit) -> None:
-        """Take part in the reduction of that unit, whatever is in it."""
+        """On a follower of a join: take part in the reduction of a unit."""
         self._launch(unit)
 
     def end_following(self) -> None:
-        """The others have reduced what they wanted to."""
+        """On a follower of a join: end the backward, without reducing further units."""
         self._cursor = len(self.order)
         self.end_backward()
 
     @torch.no_grad()
     def abandon_backward(self) -> None:
-        """A backward has raised half way: wait for what is under way, and discard all gradients, as they are no sum of
-        whole losses. (Plain torch keeps them, and `zero_grad` of any kind discards them; what the user has called
-        meanwhile cannot be told.)"""
+        """A backward has raised: wait for its reductions, and discard all gradients, as they are incomplete. (Plain
+        torch keeps them until `zero_grad`. Whether the user has called that in the meantime is not known here.)"""
         self._finish()
         for unit, grads in self.grads.items():
             grads.consume(set(grads.waiting))
@@ -293,7 +298,7 @@ class Reducer:
         self.forget_losses()
 
     def _finish(self) -> None:
-        """Backward has ended."""
+        """Wait for all reductions, and reset the records of this backward."""
         self._reductions.wait()
         self._cursor = 0
         self._complete_but_seen = False
@@ -301,10 +306,12 @@ class Reducer:
             grads.ready.clear()
 
     def use_idle_buckets(self) -> None:
-        """A step begins: reduced gradients may lie where buckets wait for the next backward."""
+        """At the beginning of a step: move reduced gradients into idle buckets (`Pool.lodge`)."""
         self._pool.lodge(grads.buffer for grads in self.grads.values() if grads.may_move)
 
     def _advance(self) -> None:
+        # In `order`, up to the first unit that is not ready: every rank must issue reductions in the same order, so a
+        # later unit that is ready earlier on this rank must wait.
         while self._cursor < len(self.order):
             unit = self.order[self._cursor]
             grads = self.grads[unit]
@@ -315,8 +322,8 @@ class Reducer:
             self._cursor += 1
 
     def _take_all(self, unit: Unit) -> None:
-        """What hooks of the user have left in `p.grad`, or the user has put there before this backward. (Where it is
-        not summed it stays there, as set by hand.)"""
+        """Move gradients that the user's hooks have left in `p.grad`, or that the user has put there before this
+        backward, into the bucket. (Gradients of slots that are not summed stay in `p.grad`.)"""
         grads = self.grads[unit]
         for index in sorted(grads.summed):
             if unit.parameters[index].grad is not None:
@@ -334,7 +341,8 @@ class Reducer:
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
         self._look(unit)
-        self.collectives.give_order("reduce", unit.name)  # before this rank waits for one whose reduction is not over
+        # Before `start`, which may wait for an earlier reduction: a follower of a join must have the order by then.
+        self.collectives.give_order("reduce", unit.name)
         self._reductions.start(unit, grads)
 
     def _open(self, unit: Unit, grads: Gradients) -> None:

@@ -1,7 +1,7 @@
-"""The reductions under way, and the buckets and scratch that they need.
+"""The reductions in flight, and the buckets and scratch that they need.
 
-fill u3 | reduce u3 ........ | fill u1     bucket 0      a bucket is free when its unit is reduced, here and
-        | fill u2 | reduce u2 ....         bucket 1      wherever a peer reads it
+fill u3 | reduce u3 ........ | fill u1     bucket 0      a bucket is free when its unit is reduced on this rank,
+        | fill u2 | reduce u2 ....         bucket 1      and on every peer that reads the bucket
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from zeroshard.storage.pool import Pool, PoolBuffer, Turns
 from zeroshard.storage.unit import Unit
 
 IN_FLIGHT = 2
-"""Reductions under way at a time: one arriving, one starting. Where each needs memory of its own (a bucket, scratch)
-there is one, while the gradients of the next unit come."""
+"""The most reductions in flight: one arriving, one starting. If each needs memory of its own (a bucket, scratch) there
+is only one, while the gradients of the next unit are accumulated."""
 
 
 class Reductions:
-    """Of the trainable units of a model, in the order in which they are reduced."""
+    """The reductions of the trainable units of a model, in the order of reduction."""
 
     def __init__(self, grads: Mapping[Unit, Gradients], collectives: Collectives, pool: Pool) -> None:
         self._collectives = collectives
@@ -31,7 +31,7 @@ class Reductions:
         reads_peers = collectives.transport.reads_peers
         plan = PoolPlan.for_gradients(requests.values(), reads_peers=reads_peers)
         self._buckets = Turns(pool, "buckets", plan, requests, self)
-        self._last_two: dict[Hashable, list[Unit]] = {}  # of those that take turns, see `PoolPlan.for_gradients`
+        self._last_two: dict[Hashable, list[Unit]] = {}  # of the units that take turns; see `PoolPlan.for_gradients`
         for queue, buckets in self._buckets.shared.items():
             if len(buckets) > 1 and not reads_peers:
                 taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
@@ -41,10 +41,10 @@ class Reductions:
         is_alone = self._borrowing and (num_bytes or not reads_peers)
         self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
         self._arriving: deque[tuple[Unit, Gradients, PoolBuffer]] = deque()
-        self._read_by_peers: deque[tuple[Unit, Gradients]] = deque()  # reduced here, perhaps not yet everywhere
+        self._read_by_peers: deque[tuple[Unit, Gradients]] = deque()  # reduced here; peers may still read the buckets
 
     def expect_room(self, units: Collection[Unit]) -> None:
-        """For gradients of all these units, in full, at once.
+        """Check that all these units could have a bucket at once.
 
         Raises:
             RuntimeError: the pool's limit does not allow that many buckets.
@@ -56,12 +56,12 @@ class Reductions:
         )
 
     def open(self, unit: Unit, grads: Gradients) -> None:
-        """Gradients of the unit come: they have a bucket from now on."""
+        """Give the unit a bucket: its gradients are about to be accumulated."""
         if not grads.needs_bucket:
             grads.open()
             return
         bucket = self._buckets.given(unit) or self._bucket_in_turn(unit, grads)
-        if bucket is None:  # local sums wait for more, or earlier units for gradients that may never come
+        if bucket is None:  # all buckets hold sums that are not reduced yet: under `no_sync`, or incomplete
             why = f"a bucket for unit {unit.name}, while others wait for gradients or a backward that reduces,"
             bucket = self._buckets.give(unit, why)
             bucket.lasting = bucket.is_shared
@@ -69,7 +69,8 @@ class Reductions:
         grads.open(bucket.tensor(unit.layout.numel, grads.buffer.dtype))
 
     def _bucket_in_turn(self, unit: Unit, grads: Gradients) -> PoolBuffer | None:
-        """The one that is free, or will be when a reduction under way is over."""
+        """A bucket that is free, or the first that becomes free when reductions complete; None if there is none."""
+        # The last unit takes over the bucket of the one before, so that there is one bucket less.
         if unit in self._last_two.get(grads.buffer.dtype, ())[1:]:
             self.wait()
         bucket = self._buckets.free(unit)
@@ -81,9 +82,10 @@ class Reductions:
         return bucket
 
     def start(self, unit: Unit, grads: Gradients) -> None:
-        """Let the gradients of an opened unit be reduced."""
+        """Start to reduce the gradients of an opened unit. Collective."""
         if not self._free_scratch:
             self._finish_oldest()
+        # No unit accumulates while the last but one is reduced: complete the others, and free their memory first.
         if unit in self._last_two.get(grads.buffer.dtype, ())[:1]:
             self.wait()
             for bucket in self._buckets.shared[grads.buffer.dtype]:
@@ -93,7 +95,7 @@ class Reductions:
         self._arriving.append((unit, grads, scratch))
 
     def wait(self) -> None:
-        """For all that are under way."""
+        """Wait for all reductions in flight, here and on the peers that read this rank's buckets."""
         while self._arriving:
             self._finish_oldest()
         while self._read_by_peers:
@@ -108,8 +110,8 @@ class Reductions:
 
     def _release_oldest(self) -> None:
         unit, grads = self._read_by_peers.popleft()
-        # Before the bucket is given to anybody: the next unit's gradients overwrite what a peer may still be reading.
-        # See [Note: who may write to shared memory] in `shared_transport.py`.
+        # Before the bucket is given to another unit, whose gradients overwrite it: a peer may still be reading. See
+        # [Note: who may write to shared memory] in `shared_transport.py`.
         with span(f"wait: peers have read({unit.name})"):
             grads.release()
         grads.replicate(self._collectives)
@@ -122,10 +124,11 @@ class Reductions:
             bucket.occupant = None
 
     def vacate(self, buffer: PoolBuffer) -> bool:
-        """Nobody refers to it any more, unless it holds gradients that have not been reduced."""
+        """Drop all references to a pool buffer. False if it holds gradients that have not been reduced, or the scratch
+        of a reduction in flight."""
         unit: Unit | None = buffer.occupant
         if unit is not None and self._borrowing[unit].state is GradState.EMPTY:
-            self.close(unit, self._borrowing[unit])  # they have been discarded
+            self.close(unit, self._borrowing[unit])  # its gradients have been discarded
         if buffer.occupant is not None or any(buffer is scratch for *_, scratch in self._arriving):
             return False
         for other, grads in self._borrowing.items() if buffer.kind == "buckets" else ():
@@ -135,7 +138,7 @@ class Reductions:
 
 
 def scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> int:
-    """What reducing the unit needs beside its bucket. `in_place`: all buckets are the plan's own."""
+    """Scratch bytes for the reduction of a unit. `in_place`: no unit borrows its bucket."""
     precision, mesh = unit.spec.precision, collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
     return collectives.transport.reduce_scratch_bytes(

@@ -1,6 +1,6 @@
-"""The calls of modules that need units and are not over.
+"""Tracks running calls of modules that need units.
 
-A call inside of another that has asked for the same units asks for nothing.
+A call inside a call that has gathered the same units does not gather them again.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from zeroshard.storage.unit import Unit
 
 
 class Inside:
-    """Of one unit: `now`, whether a call that needs it is running. A plain attribute, which torch.compile can guard."""
+    """Counts running calls that need one unit. `now`: whether there is one."""
 
     def __init__(self) -> None:
-        self.now = False
+        self.now = False  # a plain attribute, not a property: torch.compile guards it
         self._calls = 0
 
     def begin(self) -> None:
         self._calls, self.now = self._calls + 1, True
 
     def end(self) -> bool:
-        """Whether no other is left."""
+        """One call is over. Returns whether no other is running."""
         self._calls -= 1
         self.now = self._calls > 0
         return not self.now
 
 
 class Running:
-    """The calls that have asked for units and are not over, the innermost last. `inside`: of each unit."""
+    """The running calls that have gathered units, the innermost last. `inside`: unit -> its counter."""
 
     def __init__(self) -> None:
         self._calls: list[Sequence[Unit]] = []
@@ -44,7 +44,7 @@ class Running:
             self.inside[unit].begin()
 
     def end(self, units: Sequence[Unit]) -> bool:
-        """The innermost call of these is over. False if none has begun: something raised before."""
+        """The innermost call that needs these units is over. False if none has begun, because of an earlier error."""
         for index in range(len(self._calls) - 1, -1, -1):
             if self._calls[index] is units:  # not `==`: several modules may need the same units
                 del self._calls[index]

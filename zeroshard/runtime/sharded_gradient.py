@@ -1,11 +1,11 @@
-"""What `p.grad` is where no rank holds the gradient of a parameter in full.
+"""The tensor in `p.grad` of a parameter whose gradient no rank holds in full.
 
-A tensor of the parameter's shape without values of its own. It bears what torch's own utilities do to gradients
-between backward and step: a norm (collective), and in-place operations that treat every element alike. Those act on the
-part that this rank holds. Everything else raises, and says what to write. So `torch.nn.utils.clip_grad_norm_`,
-`clip_grad_value_`, `p.grad.div_(n)`, `model.zero_grad()` work as in plain torch, and nothing is ignored in silence.
+It has the parameter's shape, and no values of its own. It supports what torch's utilities do to gradients between
+backward and step: a norm (collective), and in-place operations that treat every element alike; these act on the part
+that this rank holds. All other operations raise, and the message says what to write instead. So
+`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `p.grad.div_(n)` and `model.zero_grad()` work as in plain torch.
 
-(FSDP2 puts a `DTensor` here, to the same end.)
+(FSDP2 uses a `DTensor` for the same purpose.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IN_PLACE = {
     _aten.sign_.default,
     _aten.zero_.default,
 }
-"""Operations that treat every element alike, and leave a zero a zero (or are asked for: padding is not touched)."""
+"""In-place operations that treat every element alike. (They are applied to slots only, never to padding.)"""
 SAME = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 EACH = {
     _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
@@ -47,16 +47,17 @@ EACH = {
 
 
 class Holder(Protocol):
-    """Who has the values. Both raise where the gradient is not what torch would show here."""
+    """Has the values. `edit` and `norm` raise if the gradient is not what plain torch would have in `p.grad`."""
 
     def edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
-        """Apply to the flat part that this rank holds; the same on every rank. `operands`: for ranks to compare."""
+        """Apply `operation` to the flat part that this rank holds. Every rank must do the same; `operands` are compared
+        between ranks."""
 
     def norm(self, norm_type: float) -> Tensor:
-        """0-d, of the whole gradient, equal on all ranks. Collective."""
+        """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
 
     def explain(self, what: str) -> NoReturn:
-        """Raise: this is not possible here, and what is."""
+        """Raise an error that says what is possible instead of `what`."""
 
 
 class ShardedGradient(Tensor):
@@ -66,7 +67,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, holder: Holder) -> ShardedGradient:
-        """`like`: of the parameter's shape; what would be read if anything went past the dispatch."""
+        """`like`: NaN in the parameter's shape: what code that bypasses the dispatch would read."""
         gradient = Tensor._make_subclass(cls, like)
         gradient.holder = holder
         return gradient
@@ -105,7 +106,7 @@ class ShardedGradient(Tensor):
 
 
 def _are_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all that a gradient is changed by is a number for all of its elements."""
+    """Whether all operands are single numbers."""
     return all(
         not isinstance(leaf, Tensor) or (leaf.dim() == 0 and not isinstance(leaf, ShardedGradient))
         for leaf in pytree.tree_leaves((args, kwargs))

@@ -1,4 +1,4 @@
-"""What a sharded model is, in words: in one line, and unit by unit in a table."""
+"""Describes a sharded model: in one line, and unit by unit in a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLUMNS = ("unit", "parameters", "weights", "gradients", "main", "bytes here")
 
 
 def in_one_line(engine: Engine) -> str:
-    """Plan, units, parameters, ranks, precision; or that it is over."""
+    """Plan, units, parameters, ranks and precision; or "closed" or "abandoned"."""
     if engine.life.is_over:
         return engine.life.value
     units, mesh = engine.units, engine.collectives.mesh
@@ -29,8 +29,8 @@ def in_one_line(engine: Engine) -> str:
 
 
 def table(engine: Engine) -> str:
-    """One row for each unit: its parameters, in which dtype its three buffers are and where they rest, and the bytes
-    that this rank holds of them now; a row for all of them; and what this rank holds in all, by kind."""
+    """One row for each unit (its parameters, dtype and resting placement of its three buffers, bytes that this rank
+    holds now), a row of totals, and the bytes on this rank by kind."""
     held = [live_bytes([t for kind in unit.tensors().values() for t in kind]) for unit in engine.units]
     rows = [(*_row(unit), f"{num_bytes:,}") for unit, num_bytes in zip(engine.units, held, strict=True)]
     total = ("all", f"{sum(map(_numel, engine.units)):,}", "", "", "", f"{sum(held):,}")
@@ -63,7 +63,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Numbers to the right."""
+    """The rows with aligned columns, numbers to the right."""
     columns = []
     for name, *cells in zip(*rows, strict=True):
         width = max(map(len, [name, *cells]))

@@ -1,12 +1,12 @@
-"""Full weights for a while, outside of forward and backward: to look at, or to write to.
+"""Scopes with full weights outside of forward and backward, to read or to write.
 
-What may be written is known to be the same on every rank, or it is taken from one. So it is compared (a digest for each
-parameter) or broadcast, once, on the way out. Where ranks differ, or the code inside raises, the values are as before:
+Values written inside must be the same on every rank, or are taken from one rank. On leaving the scope they are compared
+(a digest for each parameter) or broadcast. If ranks differ, or the code inside raises, the old values are restored:
 
-| weights rest | what is kept of the old values meanwhile                                           |
+| weights rest | where the old values are kept                                                      |
 |--------------|------------------------------------------------------------------------------------|
-| in shards    | nothing: the shard itself holds them                                               |
-| in full      | a copy of what this rank updates (its shard; all of it where main is replicated)   |
+| in shards    | in the shard                                                                       |
+| in full      | in a copy of what this rank updates (its shard, or all if main is replicated)      |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def units_of(parts: Sequence[Part], model: nn.Module, units: Sequence[Unit], wha
     """The units that hold parameters of these parts of the model.
 
     Raises:
-        ValueError: a part that the model does not have.
+        ValueError: the model does not have one of the parts.
     """
     wanted = {id(parameter) for part in parts for parameter in _parameters_of(part, model, what)}
     return [unit for unit in units if wanted & {id(p) for p in unit.parameters}]
@@ -46,7 +46,7 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
             raise InvalidValue(f"{what}: the model has no parameter and no module of the name {part!r}")
         part = named[part]
     found = list(part.parameters()) if isinstance(part, nn.Module) else [part]
-    known = set(map(id, model.parameters()))  # those that are left alone, too: they are always here
+    known = set(map(id, model.parameters()))  # also ignored ones, whose values are always there
     if not all(id(parameter) in known for parameter in found):
         raise InvalidValue(f"{what}: a parameter that is not of this handle's model")
     return found
@@ -54,10 +54,10 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
 
 @contextmanager
 def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
-    """Inside, these units have their full values, to look at. Entering is collective.
+    """A scope in which these units have their full weights, to read. Entering is collective.
 
     Raises:
-        RuntimeError: a parameter has been written to.
+        RuntimeError: a parameter was written to inside.
     """
     with _shown(units, gatherer):
         before = [(unit.edits, [parameter._version for parameter in unit.parameters]) for unit in units]
@@ -65,7 +65,7 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
         for unit, (edits, versions) in zip(units, before, strict=True):
             for parameter, slot, version in zip(unit.parameters, unit.layout.slots, versions, strict=True):
                 # Writes through `p.data` are not seen: they leave the version as it is (pytorch/pytorch#7386).
-                if parameter._version != version and unit.edits == edits:  # else a scope inside has taken it
+                if parameter._version != version and unit.edits == edits:  # else an inner scope has accepted the write
                     raise InvalidState(
                         f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
                         "or modifier_rank= for the values of one rank; this write is lost, or on this rank alone"
@@ -74,22 +74,22 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
 
 @contextmanager
 def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None) -> Iterator[None]:
-    """Inside, these units have their full values, and what is written there becomes the new weights, and main.
-    Collective, also on leaving, but not where the code inside raises.
+    """A scope in which these units have their full weights; values written inside become the new weights and main.
+    Entering and leaving are collective; leaving by an error is not.
 
     Args:
-        modifier_rank: whose values are taken; None: they must be the same on every rank.
+        modifier_rank: the rank whose values are taken; None: all ranks must have written the same.
 
     Raises:
-        ValueError: on every rank: not a rank; ranks that differ in `modifier_rank`, or in what they have written. The
-            values are as before.
+        ValueError: on every rank: `modifier_rank` is not a rank, or differs between ranks; or the written values
+            differ. The old values are restored.
     """
     collectives = gatherer.collectives
     size = collectives.mesh.world.size
     if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):
         raise InvalidValue(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
     with _shown(units, gatherer):
-        # Nobody writes before everybody has read.
+        # This exchange also keeps every rank from writing before all ranks have read its weights.
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
@@ -113,11 +113,11 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
 @contextmanager
 def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
     for unit in units:
-        if not unit.weights.in_use:  # else they are here: a scope around this one has gathered them
-            # Apart: a scope may stay open for long, and show more units than there are pool buffers.
+        if not unit.weights.in_use:  # else an outer scope has gathered them
+            # `apart`: a scope may stay open for long, and show more units than there are pool buffers.
             gatherer.unshard(unit, apart=True)
             unit.weights.show()
-        unit.weights.in_use += 1  # a forward inside leaves them as they are
+        unit.weights.in_use += 1  # keeps a forward inside the scope from hiding them
     try:
         yield
     finally:
@@ -139,12 +139,13 @@ def _open_for_writing(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _before(unit: Unit) -> Tensor:
-    """[unit.updated.numel] the weights that this rank updates, as they are now."""
+    """[unit.updated.numel], the current weights in the interval that this rank updates."""
     return unit.weights.full[unit.updated.slice].clone() if unit.weights.buffer.rests_in_full else unit.weights.own()
 
 
 def _restore(unit: Unit, before: Tensor) -> None:
-    """Not collective: what this rank does not update is gathered when it is needed next."""
+    """Restore the old weights of the interval that this rank updates."""
+    # Not collective, as only one rank may have raised: the rest of the weights is gathered when it is needed next.
     unit.weights.full[unit.updated.slice] = before
     if unit.updated.numel < unit.layout.numel:
         unit.weights.drop()

@@ -1,4 +1,4 @@
-"""What the user finds in `p.grad` between backward and step, and what it means if something else is found there later.
+"""Shows gradients in `p.grad` between backward and step, and notices what the user has changed there.
 
 | gradients of the unit           | `p.grad`                                                                           |
 |---------------------------------|------------------------------------------------------------------------------------|
@@ -6,17 +6,17 @@
 | REDUCED, in full on every rank  | a view of the bucket: the mean over ranks                                          |
 | all others                      | a `ShardedGradient`                                                                |
 
-Where losses were scaled or weighted, what is REDUCED is not yet what the step uses: it is a `ShardedGradient`, too,
-which says so.
+If losses were scaled or weighted, REDUCED gradients are not yet the values that the step uses: `p.grad` is then a
+`ShardedGradient`, too, and operations on it raise an error that says so.
 
 | found later        | means                                                                           |
 |--------------------|---------------------------------------------------------------------------------|
-| what was put there | changed in place or not, it is what the step uses                               |
+| the same tensor    | changed in place or not, the step uses it                                       |
 | None               | `model.zero_grad()`, `p.grad = None`: this gradient is discarded                |
-| another tensor     | a gradient set by hand, of this rank: the step takes the mean over ranks, and a |
-|                    | backward before it adds to it                                                   |
+| another tensor     | a gradient of this rank, set by hand: the step takes the mean over ranks, and a |
+|                    | backward before the step adds to it                                             |
 
-Nothing of this is in the way of autograd: `withdraw` empties `p.grad` when a backward begins.
+`withdraw` sets `p.grad` to None when a backward begins, so that autograd does not add to these tensors.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from zeroshard.storage.unit import Unit
 
 
 class VisibleGradients:
-    """Of all trainable units of a model.
+    """The gradients in `p.grad` of all trainable units of a model.
 
     Attributes:
         version: changes whenever a reduced gradient may have changed.
-        edits: what has been done to gradients that no rank holds in full, since ranks have compared it: (parameter,
-            what).
+        edits: operations on gradients that no rank holds in full, since the ranks last compared them: (parameter,
+            operation).
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, ledger: LossLedger) -> None:
@@ -61,7 +61,7 @@ class VisibleGradients:
 
     @property
     def final(self) -> bool:
-        """Whether reduced gradients are what the step uses."""
+        """Whether reduced gradients are the values that the step uses."""
         return self._ledger.has_final
 
     @property
@@ -71,14 +71,14 @@ class VisibleGradients:
         return self._edits, sum(full._version for full in buckets if full is not None)
 
     def changed(self) -> None:
-        """Reduced gradients are others than they were."""
+        """Count a change of reduced gradients."""
         self._edits += 1
 
     # Backward ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def show(self) -> None:
-        """A backward is over."""
+        """Put gradients into `p.grad`, after a backward."""
         self.changed()
         with as_tensors():
             for unit, grads in self._grads.items():
@@ -93,14 +93,14 @@ class VisibleGradients:
                 continue
             if not in_full or grads.buffer.dtype != _dtype_of_grad(parameter):
                 shown: Tensor = self._sharded_gradient(unit, index, grads)
-            elif index in grads.present or bool(grads.buffer.views()[index].any()):  # some rank has had one
+            elif index in grads.present or bool(grads.buffer.views()[index].any()):  # a rank had one
                 shown = grads.buffer.views()[index]
             else:
                 continue
             parameter.grad = self._shown[unit][index] = shown
 
     def withdraw(self) -> None:
-        """A backward begins: `p.grad` is empty, but for what was set by hand, which backward adds to."""
+        """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds."""
         self._discard_all_gone()
         for unit in self._grads:
             with as_tensors():
@@ -112,7 +112,8 @@ class VisibleGradients:
 
     @torch.no_grad()
     def notice(self) -> dict[tuple[int, int], Tensor]:
-        """Discard what has been discarded since. Returns what has been set by hand: (unit, slot) -> this rank's."""
+        """Discard gradients that the user has removed from `p.grad`. Returns gradients set by hand: (index of the unit,
+        slot) -> this rank's gradient."""
         by_hand = {}
         self._discard_all_gone()
         for unit in self._grads:
@@ -122,17 +123,17 @@ class VisibleGradients:
         return by_hand
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
-        """The reduced gradient of a slot becomes `part` (see `Gradients.assign`). `show` shows it."""
+        """Set the reduced gradient of a slot to `part` (see `Gradients.assign`). Call `show` afterwards."""
         unit.parameters[index].grad = None
         self._grads[unit].assign(index, part)
         self.changed()
 
     def shows(self, unit: Unit) -> bool:
-        """Whether something of it has been put into `p.grad`."""
+        """Whether a gradient of the unit has been put into `p.grad`."""
         return bool(self._shown.get(unit))
 
     def forget(self, unit: Unit, slots: set[int]) -> None:
-        """The gradients of these slots are used up, or discarded."""
+        """Remove the gradients of these slots from `p.grad`: they have been used or discarded."""
         shown = self._shown.get(unit, {})
         with as_tensors():
             for index in slots & shown.keys():
@@ -141,15 +142,16 @@ class VisibleGradients:
                 del shown[index]
 
     def _discard_all_gone(self) -> None:
-        """Where nothing that was shown is left, units of which nothing need be shown (no rank had a gradient) are
-        discarded, too."""
+        """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
+        were not shown (of parameters for which no rank had a gradient)."""
         gone = [self._discard_gone(unit, grads) for unit, grads in self._grads.items()]
         if any(gone) and not any(self._shown.values()):
             for grads in self._grads.values():
                 grads.consume(set(grads.waiting))
 
     def _discard_gone(self, unit: Unit, grads: Gradients) -> bool:
-        """Discard what was shown and is not there any more; where that is all, also what need not be shown."""
+        """Discard gradients of one unit that the user has removed from `p.grad`. If none is left there, discard all of
+        the unit. Returns whether there were any."""
         shown = self._shown[unit]
         found = unit.user_grads() if shown else []
         slots = {index for index, gradient in shown.items() if found[index] is not gradient}
@@ -157,7 +159,9 @@ class VisibleGradients:
             return False
         for index in slots:
             del shown[index]
-        if not grads.is_local and not grads.means_in_full:  # a rank that keeps its part would go another way
+        # Logged, because all ranks must discard the same: a rank that keeps its part of a sharded gradient would step
+        # with it. The digest of the log is compared in the next control exchange.
+        if not grads.is_local and not grads.means_in_full:
             names = ", ".join(unit.layout.slots[index].name for index in sorted(slots))
             self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
         grads.consume(slots if shown else set(grads.waiting))
@@ -176,14 +180,15 @@ class VisibleGradients:
         return shown
 
     def edited(self) -> Items:
-        """For ranks to compare: of each parameter, what has been done to its gradient."""
+        """For the comparison between ranks: for each parameter, the operations on its gradient."""
         of_each: dict[str, list[str]] = {}
         for name, what in self.edits:
             of_each.setdefault(name, []).append(what)
         return tuple((f"what was done to p.grad of {name}", ", ".join(done)) for name, done in of_each.items())
 
     def _number(self, value: Any) -> Any:
-        """Of an operand; of a tensor that many gradients are multiplied by (a clip's) it is asked for once."""
+        """An operand as a number. Cached for a tensor that many gradients are multiplied by (the factor of a clip), as
+        reading it waits for the device."""
         if not isinstance(value, Tensor) or value.is_inference():
             return plain(value)
         if self._last_number is None or self._last_number[0] is not value or self._last_number[1] != value._version:
@@ -203,13 +208,13 @@ class VisibleGradients:
 
     @torch.no_grad()
     def norm(self, unit: Unit, index: int, norm_type: float) -> Tensor:
-        """Of one gradient; one exchange for those of all."""
+        """The norm of one gradient. The norms of all are computed by one exchange, and cached."""
         if self._norms is None or self._norms[:2] != (self.version, norm_type):
             self._norms = self.version, norm_type, self._all_norms(norm_type)
         return self._norms[2][unit, index]
 
     def _all_norms(self, norm_type: float) -> dict[tuple[Unit, int], Tensor]:
-        """Every slot of every unit that has been reduced. Collective."""
+        """The norm of each slot of all units with reduced gradients. Collective."""
         slots = [
             (unit, index, grads.own_part(index))
             for unit, grads in self._grads.items()
@@ -235,12 +240,13 @@ def _norm_of(norm_type: float) -> str:
 
 
 def _dtype_of_grad(parameter: nn.Parameter) -> torch.dtype:
-    """What torch lets into `p.grad`."""
+    """The dtype that torch accepts for `p.grad`."""
     return parameter.grad_dtype or parameter.dtype
 
 
 class _Holder:
-    """The values behind the `ShardedGradient` of one slot. Weak: a parameter, whose `grad` it is, owns nobody."""
+    """Has the values of the `ShardedGradient` of one slot. Its references are weak: a parameter, whose `grad` leads
+    here, must not keep the model alive."""
 
     def __init__(self, visible: VisibleGradients, unit: Unit, index: int) -> None:
         self._visible_ref, self._unit_ref, self._index = weakref.ref(visible), weakref.ref(unit), index

@@ -1,1 +1,1 @@
-"""What an optimizer step does with them: what ranks agree on, and the steppers."""
+"""The optimizer step: the agreement between ranks, and the steppers that update main."""

@@ -1,4 +1,4 @@
-"""What the ranks agree on before a step: that everybody is ready, the norm, who has gradients, and whether to skip."""
+"""The agreement of all ranks before a step: all are ready, the norm, which slots have gradients, whether to skip."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ NonFinite = Literal["raise", "skip", "ignore"]
 
 
 class Agreement:
-    """Of one optimizer with its counterparts on the other ranks.
+    """The agreement of one optimizer with its counterparts on the other ranks.
 
     Attributes:
-        follows: this rank has run out of inputs, and does what the others tell it (see `joined.py`).
-        half_done: an update has raised: some of main is new, some is not.
-        losses: since the last step, as the ledger of the model has them.
-        same: where every rank has the gradients in full: samples of them.
-        used_up: a step has used the gradients, and nobody has called `zero_grad` since.
+        follows: whether this rank is a follower of a join, and carries out orders (see `joined.py`).
+        half_done: whether an update has raised, so that only part of main is updated.
+        losses: the losses since the last step (`loss_ledger.py`).
+        same: samples of the gradients, if every rank has them in full; else None.
+        used_up: whether a step has consumed the gradients, and `zero_grad` has not been called since.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Agreement:
         self._engine, self._groups, self._state = engine, groups, state
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported = SettingsReport()
-        self._last_status = Status.NO_GRADIENTS  # as the others have been told
-        self._known: tuple[object, Control] | None = None  # and the version of the gradients it is about
+        self._last_status = Status.NO_GRADIENTS  # as sent to the other ranks
+        self._known: tuple[object, Control] | None = None  # with the version of the gradients
 
     @property
     def units(self) -> dict[Unit, set[int]]:
@@ -76,7 +76,7 @@ class Agreement:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside, this rank does what the others tell it: it has no settings of its own to compare."""
+        """Inside, this rank carries out an order, and has no settings of its own to compare."""
         self.follows = True
         try:
             yield
@@ -85,27 +85,28 @@ class Agreement:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, main becomes new. After an error there nobody knows how much of it is."""
+        """Around the update of main. After an error inside, it is unknown how much of main is updated."""
+        # Not in `finally`: it must stay True if the body raises.
         self.half_done = True
         yield
         self.half_done = False
 
     def control(self, clipping: Clipping, arguments: Options, norm_type: float | None = None) -> Control:
-        """The control exchange. Once per step and type of norm (but for gradients in p.grad, which change without our
-        knowing). Collective.
+        """The control exchange: once per step and type of norm. (Repeated for external gradients in `p.grad`, whose
+        changes cannot be noticed.) Collective.
 
         Args:
-            clipping, arguments: what the step is asked to do.
-            norm_type: None: as before in this step, or 2.
+            clipping, arguments: of the step.
+            norm_type: None: the last one used in this step, or 2.
 
         Raises:
-            RuntimeError: on all ranks alike, if one is not ready.
+            RuntimeError: on all ranks, if one is not ready.
             ValueError: the weights of all losses are 0.
         """
         return self._control(None if self.follows else self._settings(clipping, arguments), norm_type)
 
     def _control(self, settings: Settings | None, norm_type: float | None) -> Control:
-        """`settings`: that this rank steps with; None: those that the others tell it."""
+        """`settings`: of this rank; None: it is a follower."""
         self._engine.check_open("use the optimizer")
         if norm_type is None:
             norm_type = self._known[1].norm_type if self._known else 2.0
@@ -123,13 +124,13 @@ class Agreement:
                     return self._control(settings, norm_type)
                 self._expect_ready(control)
         finally:
-            self._engine.reducer.visible.edits.clear()  # they have been compared
+            self._engine.reducer.visible.edits.clear()  # the edits have been compared
         self._known = self._engine.reducer.version, control
         return control
 
     @contextmanager
     def _told(self, norm_type: float, version: object) -> Iterator[None]:
-        """Inside of a join, ranks that have run out of inputs hear of it, and do the same."""
+        """In a join, order the followers to take part in the control exchange that runs inside."""
         orders = self._engine.collectives.orders
         if orders is None:
             yield
@@ -142,7 +143,7 @@ class Agreement:
             yield
 
     def situation(self, orders: Voice) -> dict[str, Any]:
-        """What a rank that has run out of inputs must know before it agrees: see `join.Part`."""
+        """What a follower of a join must know before it agrees: see `join.Part`."""
         return {
             "weighted": self.losses.weight is not None,
             "scalers": orders.scalers_used(self.losses.used),
@@ -154,7 +155,8 @@ class Agreement:
         status, collectives, steppers = self._status(by_hand=by_hand), self._engine.collectives, self._state.steppers
         self._last_status = status
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
-        self._engine.gatherer.finish()  # a gather that is late would meet what the step writes
+        # A gather in flight would mix old weights and those that the step writes.
+        self._engine.gatherer.finish()
         self._sample_weights()
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
@@ -168,7 +170,7 @@ class Agreement:
         control = exchange_control(collectives, contribution, self._reported, self.same)
         if control.finite or math.isinf(norm_type):
             return control
-        # An element, or just the fp32 sum of squares?
+        # Not finite: because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
         return exchange_norms(collectives, control, self._norms(gradients, norm_type, torch.float64))
 
     def _norms(self, gradients: Sequence[tuple[int, Tensor]], kind: float, dtype: torch.dtype) -> Norms:
@@ -188,7 +190,7 @@ class Agreement:
             raise InvalidValue("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
 
     def _settings(self, clipping: Clipping, arguments: Options) -> Settings:
-        """What the step at hand depends on beside the gradients, and all ranks must be told alike."""
+        """The settings of this step, which must be the same on all ranks."""
         own = (
             ("non_finite", self._non_finite),
             ("skip_norm_above", plain(self._skip_norm_above)),
@@ -204,11 +206,12 @@ class Agreement:
         )
 
     def _sample_weights(self) -> None:
-        """Of one unit whose weights rest in full, another one each time: nothing else may tell that they differ."""
+        """Sample one unit whose weights rest in full, a different one each time: no other check may find that they
+        differ between ranks."""
         samples, units = self._engine.collectives.samples, self._engine.units
         if units:
             unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
-            if unit.weights.is_resting_in_full:  # it may still be arriving on a rank that has not called it
+            if unit.weights.is_resting_in_full:  # if only some ranks skip it here, the comparison skips it
                 samples.take(number, unit.name, unit.weights.full)
 
     def expect_no_gradients(self) -> None:
@@ -220,14 +223,15 @@ class Agreement:
             )
 
     def forget(self) -> None:
-        """The gradients it was made of are gone."""
+        """Forget the last control exchange: its gradients have been consumed."""
         self._known = None
 
     def _status(self, *, by_hand: bool) -> Status:
         if self.half_done:
             return Status.HALF_DONE
         updated = {id(p) for unit in self._engine.units if unit.trainable for p in unit.parameters}
-        watched = [*self._groups.parameters(), *self._groups.adoptable()]  # also those that would join if they trained
+        # Also parameters that would join this optimizer once they require grad.
+        watched = [*self._groups.parameters(), *self._groups.adoptable()]
         with as_tensors():
             if any(p.grad is not None and id(p) not in updated for p in watched):
                 return Status.UNFROZEN
@@ -239,10 +243,10 @@ class Agreement:
             return Status.READY
         return Status.USED_UP if self.used_up else Status.NO_GRADIENTS
 
-    # What follows from it --------------------------------------------------------------------------------------------
+    # Conclusions from a control exchange -----------------------------------------------------------------------------
 
     def mean_factor(self, control: Control) -> float:
-        """Buffers hold means over ranks of scaled, weighted losses."""
+        """The factor from the buffers' values (means over ranks of scaled, weighted losses) to the mean gradient."""
         return control.num_ranks / (control.weight * self._engine.ledger.scale)
 
     def active(self, control: Control) -> dict[Unit, list[bool]]:
@@ -254,14 +258,14 @@ class Agreement:
         return active
 
     def overflows(self, control: Control) -> list[bool]:
-        """For each scaler in use: whether any rank saw its loss overflow."""
+        """For each scaler in use, whether any rank saw its loss overflow."""
         return list(control.present[sum(len(unit.parameters) for unit in self.units) :])
 
     def is_skipped(self, control: Control, norm: float) -> bool:
         """Whether the step changes nothing.
 
         Raises:
-            RuntimeError: a gradient that is not finite, where that is not to be skipped, or once too often in a row.
+            RuntimeError: the gradient is not finite, and such steps are not skipped, or too many were in a row.
         """
         policy = self._non_finite or ("skip" if self.losses.used else "raise")
         if control.finite or policy == "ignore":
@@ -282,11 +286,12 @@ class Agreement:
             for tensor in unit.grads.views(world)
         )
         collectives = self._engine.collectives
-        own = 0 if collectives.mesh.replicate.rank else zeros  # of several replicas of a shard the first one counts
+        own = 0 if collectives.mesh.replicate.rank else zeros  # count each shard once
         return collectives.count(own, "optimizer.count_zero_gradients()")
 
     def _name_nonfinite(self) -> str:
-        """Where, as far as it is known: two more exchanges, on the way out."""
+        """The origin of a gradient that is not finite, in words, as far as it is known. Two exchanges, on the way to an
+        error. Collective."""
         collectives = self._engine.collectives
         mine = [
             (-unit.index, unit.slot_index(fragment.slot.name), fragment.slot.name)  # in the order of backward
@@ -305,7 +310,7 @@ class Agreement:
 
 
 _REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
-"""Whatever else there is."""
+"""If a rank has one of these, the step raises, also if other ranks have gradients set by hand."""
 
 _NOT_READY = {
     Status.HALF_DONE: "an earlier update raised half way, so some weights are one step ahead of others. Load "

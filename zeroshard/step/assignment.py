@@ -1,4 +1,4 @@
-"""What one stepper is built from: param groups of one optimizer class, and where their parameters lie."""
+"""The input of one stepper: param groups of one optimizer class, and the units and slots of their parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroshard.storage.unit import Unit
 Options = dict[str, Any]
 OptimizerClass = type[torch.optim.Optimizer]
 Groups = dict[Unit, list[int | None]]
-"""Unit -> the param group of each slot (None: another stepper's, or nobody's)."""
+"""Unit -> the param group of each slot (None: the slot belongs to another stepper, or to none)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +41,11 @@ class Assignment:
     """See the module's note.
 
     Attributes:
-        optimizer_class: the user's.
-        defaults: what it is built with.
-        options: the hyper-parameters of each of the param groups, by its index among all groups of the optimizer.
-        groups: where the parameters lie. At least one is there.
-        collectives: over the ranks that step together.
+        optimizer_class: the user's class.
+        defaults: the keyword arguments that it is built with.
+        options: index among all param groups of the optimizer -> hyper-parameters of the group.
+        groups: the units and slots of the parameters; at least one.
+        collectives: of the ranks that step together.
     """
 
     optimizer_class: OptimizerClass

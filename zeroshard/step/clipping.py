@@ -1,4 +1,4 @@
-"""What is asked of the next step's gradient, between backward and the step."""
+"""The clips that are requested between backward and step, for the next step's gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zeroshard.step.stepper import Update
 
 @dataclass
 class Clipping:
-    """Of one optimizer, until its step is done.
+    """The clips of one optimizer, until its step is done.
 
     Attributes:
-        factor: multiplies the gradient, so that its norm is at most what was asked for.
-        value: bound on the absolute value of each element of the mean gradient, after that.
-        asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for all ranks to compare.
+        factor: multiplies the gradient, so that its norm is at most `max_norm`.
+        value: bound on the absolute value of each element of the mean gradient, applied after `factor`.
+        asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for the comparison between ranks.
     """
 
     factor: float = 1.0
@@ -24,19 +24,19 @@ class Clipping:
     asked: tuple[float, float] | None = None
 
     def clear(self) -> None:
-        """As it began. In place: frameworks wrap an optimizer in an object that has its methods, and attributes of its
-        own, which would hide a new record."""
+        """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
+        attributes: a new record would be set on one of the two only."""
         self.factor, self.value, self.asked = 1.0, None, None
 
     def limit(self, norm: float, max_norm: float) -> None:
-        """`norm`: of the mean gradient. One that is not finite is left to the step."""
+        """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
         self.factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def update(self, mean: float) -> Update:
-        """`mean`: factor from the sum to the mean gradient."""
+        """The factor and bound for the step. `mean`: the factor from the buffers' values to the mean gradient."""
         return Update(mean * self.factor, self.value)
 
     def settings(self) -> Items:
-        """What all ranks must have asked for alike."""
+        """The settings that all ranks must have alike."""
         asked = () if self.asked is None else (("clip_grad_norm_(max_norm, norm_type)", self.asked),)
         return ("clip_grad_value_", plain(self.value)), *asked

@@ -1,8 +1,8 @@
 """The one control exchange of a step: every rank learns the same few numbers, and so takes the same decision.
 
-All of it is sums over the ranks of whole numbers (`Row`), in one exchange that does not grow with their number: how
-many ranks say what, whether all have the same digest (`comm/alike.py`), and norms and weights, which are added exactly
-(`layout/exact.py`). Who it was that differs is found by one more exchange, on the way out.
+Everything is a sum of integers over the ranks (`Row`), in one exchange whose size does not grow with the number of
+ranks: how many ranks have which status, whether all have the same digests (`comm/alike.py`), and norms and weights,
+which are added exactly (`layout/exact.py`). If something differs, one more exchange finds the rank, before all raise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroshard.step.same_gradients import SameGradients
 
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
 _RECENT = 2000
-"""Collectives of each name that ranks compare when they have not issued the same."""
+"""How many recent collectives of each name ranks compare, if they have not issued the same."""
 
 
 class Status(IntEnum):
@@ -50,9 +50,9 @@ class Control:
     """What all ranks agree on before anything is updated.
 
     Attributes:
-        status: how many ranks have each; those that nobody has are left out.
+        status: status -> number of ranks that have it, without those that no rank has.
         weight: sum over ranks of the weight of each rank's batch.
-        group_norms: norm of the summed gradient, per param group, over all shards.
+        group_norms: norm of the gradient in the buffers, per param group, over all shards.
         norm_type: p of the p-norm (inf for the largest absolute value).
         finite: whether every element of the gradient is finite.
         present: slots (by position in the list that was contributed) with a gradient on at least one rank.
@@ -71,12 +71,12 @@ class Control:
 
     @property
     def is_idle(self) -> bool:
-        """No rank has any gradient: there is nothing to do."""
+        """Whether no rank has any gradient."""
         return set(self.status) == {Status.NO_GRADIENTS}
 
     @property
     def norm(self) -> float:
-        """Over all groups."""
+        """The norm over all groups."""
         if math.isinf(self.norm_type):
             return max(self.group_norms, default=0.0)
         return float(sum(norm**self.norm_type for norm in self.group_norms) ** (1 / self.norm_type))
@@ -84,12 +84,12 @@ class Control:
 
 @dataclass(frozen=True)
 class Norms:
-    """Of the own shard.
+    """Norms of the gradients in the own shard.
 
     Attributes:
-        of_pieces: [pieces] float64, on the device: p-norms; p is `kind`.
-        groups: the param group of each.
-        num_groups: of the optimizer.
+        of_pieces: [pieces] float64, on the device: p-norms with p = `kind`.
+        groups: the param group of each piece.
+        num_groups: number of param groups of the optimizer.
     """
 
     of_pieces: Tensor
@@ -100,11 +100,11 @@ class Norms:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one rank says of the step at hand.
+    """What one rank contributes to the control exchange.
 
     Attributes:
-        weight: of its batches.
-        present: for each slot, whether it got a gradient; and whatever else all ranks are to know if one says so.
+        weight: the sum of the weights of its losses.
+        present: for each slot, whether it got a gradient; then further flags, which are set if any rank sets them.
     """
 
     status: Status
@@ -114,17 +114,17 @@ class Contribution:
 
 
 class Row(NamedTuple):
-    """The layout of a row: so many numbers of each, one after the other. Of one rank, or added up over all.
+    """The fields of a row, concatenated: of one rank, or summed over all ranks.
 
     Attributes:
-        status: for each, how many ranks have it.
-        collectives: digest of what has been issued since the start.
-        settings: of what is stepped with.
-        samples: of what has been gathered since the last step.
-        gradients: of gradients that every rank has in full.
-        norm_terms: see there, per param group.
-        weight: exact, as a term of a norm.
-        present: how many ranks have set each flag; as many to a number as fit.
+        status: for each status, how many ranks have it.
+        collectives: digest of the collectives issued since the start.
+        settings: digest of the settings of this step.
+        samples: digest of samples of gathered weights since the last step.
+        gradients: digest of samples of gradients that every rank has in full.
+        norm_terms: `gradient_norms.norm_terms`, per param group.
+        weight: exact, in the form of a norm term.
+        present: how many ranks have set each flag; several counts are packed into one number.
     """
 
     status: Sequence[int]
@@ -151,12 +151,12 @@ class Row(NamedTuple):
 
 
 def _sizes(num_groups: int) -> list[int]:
-    """Of all fields of a row but the last."""
+    """The sizes of all fields of a row but the last."""
     return [len(Status), *[alike.WIDTH] * 4, num_groups * exact.WIDTH, exact.WIDTH]
 
 
 def row_numbers(num_groups: int, num_flags: int, num_ranks: int) -> int:
-    """How many a row has. Planned, before there is any."""
+    """How many int64 numbers a row has, for the planner."""
     return sum(_sizes(num_groups)) + len(_as_counts([False] * num_flags, num_ranks))
 
 
@@ -166,12 +166,12 @@ def exchange_control(
     """Contribute this rank's row, and read the sum of all. Collective. Waits once for the device.
 
     Args:
-        settings: which this rank steps with.
-        same: samples of the gradients, where every rank has them in full.
+        settings: of this rank's step.
+        same: samples of the gradients, if every rank has them in full.
 
     Raises:
-        RuntimeError: ranks step with different settings or gradients (with what differs), have not issued the same
-            collectives since the start (with the ranks that differ), or have found other values in what they gathered.
+        RuntimeError: on all ranks: they step with different settings or gradients, have not issued the same collectives
+            since the start, or have gathered different values. The message says what differs, and on which ranks.
     """
     norms, world = own.norms, collectives.mesh.world
     try:
@@ -193,14 +193,15 @@ def exchange_control(
 
 
 def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> Control:
-    """With norms that have been computed once more. Collective."""
+    """`control` with norms that have been computed again. Collective."""
     sums = collectives.add_up(_norm_terms(collectives, norms).view(-1), CONTROL).view(-1, exact.WIDTH).tolist()
     finite = not any(of_group[exact.LIMBS] for of_group in sums)
     return replace(control, group_norms=_group_norms(collectives, norms, sums), finite=finite)
 
 
 def _pack(collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None) -> Tensor:
-    """The row, on the device: what the device has computed is not waited for."""
+    """This rank's row, on the device."""
+    # Nothing here may read a device value: the one wait of a step is in `add_up`.
     status = [int(own.status is one) for one in Status]
     flags = _as_counts(own.present, collectives.mesh.world.size)
     (weight,) = struct.unpack("<q", struct.pack("<d", own.weight))
@@ -221,7 +222,7 @@ def _pack(collectives: Collectives, own: Contribution, settings: SettingsReport,
 
 
 def _norm_terms(collectives: Collectives, norms: Norms) -> Tensor:
-    """Of this rank: of several replicas of a shard the first one counts."""
+    """The norm terms of this rank. Of several replicas of a shard, only the first contributes."""
     of_pieces = norms.of_pieces.to(collectives.device)
     terms = norm_terms(of_pieces, on_device([*norms.groups], of_pieces.device), norms.num_groups, norms.kind)
     if collectives.mesh.replicate.rank:
@@ -230,7 +231,7 @@ def _norm_terms(collectives: Collectives, norms: Norms) -> Tensor:
 
 
 def _group_norms(collectives: Collectives, norms: Norms, sums: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Collective for inf-norms, which no sum tells."""
+    """The norm of each group. Collective for inf-norms, which cannot be computed by a sum."""
     if not math.isinf(norms.kind):
         return norms_of_sums(sums, norms.kind)
     of_pieces = norms.of_pieces.to(collectives.device)
@@ -245,11 +246,11 @@ def _expect_agreement(
     settings: SettingsReport,
     same: SameGradients | None,
 ) -> None:
-    """What all ranks must have done alike, they have done alike. Collective where a digest says that they have not: one
-    more exchange finds out what differs.
+    """Check that all digests are equal on all ranks. If one is not, one more exchange finds what differs: collective,
+    as all ranks see the same sums.
 
     Raises:
-        RuntimeError: as above.
+        RuntimeError: as `exchange_control`.
     """
     if len(status) == 1 and not alike.are_alike(row.settings):  # else the caller raises for the status
         _expect_same_settings(collectives, settings)
@@ -266,7 +267,7 @@ def _expect_agreement(
 
 
 def _as_counts(flags: Sequence[bool], num_ranks: int) -> list[int]:
-    """Flags to be added up over the ranks: as many to a number as have room for their counts."""
+    """Flags packed for a sum over the ranks: each flag has as many bits as the count of `num_ranks` needs."""
     bits = num_ranks.bit_length()
     each = 63 // bits
     groups = [flags[start : start + each] for start in range(0, len(flags), each)]
@@ -274,14 +275,15 @@ def _as_counts(flags: Sequence[bool], num_ranks: int) -> list[int]:
 
 
 def _of_any(counts: Sequence[int], num_flags: int, num_ranks: int) -> tuple[bool, ...]:
-    """The flags that any rank has set, from the sum of `_as_counts` of all."""
+    """The flags that any rank has set, from the sum of all ranks' `_as_counts`."""
     bits = num_ranks.bit_length()
     each, mask = 63 // bits, (1 << bits) - 1
     return tuple(bool(counts[flag // each] >> (bits * (flag % each)) & mask) for flag in range(num_flags))
 
 
 def _first_difference(collectives: Collectives) -> str:
-    """Where the ranks' logs part: one more exchange, on the way out. Those of one name keep their order."""
+    """The first difference between the ranks' logs, in words. One more exchange, before the error. Logs are compared
+    per name of collective, as only the order within a name is fixed."""
     lists: dict[str, list[str]] = {}
     for event in collectives.log.entries:
         lists.setdefault(event.op, []).append(f"unit {event.unit}")
@@ -300,7 +302,11 @@ def _first_difference(collectives: Collectives) -> str:
 
 
 def _expect_same_settings(collectives: Collectives, settings: SettingsReport) -> None:
-    """One more exchange, as a digest says that they are not the same."""
+    """One more exchange, after digests have differed.
+
+    Raises:
+        RuntimeError: with the first setting that differs.
+    """
     found = difference(collectives.exchange_objects(settings.words(), CONTROL))
     settings.end()
     if found:
@@ -308,7 +314,11 @@ def _expect_same_settings(collectives: Collectives, settings: SettingsReport) ->
 
 
 def _expect_same_samples(collectives: Collectives) -> None:
-    """One more exchange, as a digest says that ranks have not seen the same."""
+    """One more exchange, after digests have differed.
+
+    Raises:
+        RuntimeError: with the first sample that differs.
+    """
     difference = first_difference(collectives.exchange_objects(collectives.samples.listing(), CONTROL))
     if difference is not None:
         collectives.samples.forget()

@@ -1,7 +1,7 @@
-"""The state of elementwise optimizers: of pieces of main, put together to torch's own layout, and cut again.
+"""The state of elementwise optimizers: held per piece of main, gathered to torch's own layout, and cut again.
 
-In a piece, which is 1-D, shapes say what an item is: as many values as elements, or one for all of them. In torch's
-layout they do not: of a parameter of a single element, moments and counts of steps look alike. There the class says it.
+In a piece, which is 1-D, the shape of an item tells whether it has a value per element or one for all. For a piece or
+parameter of a single element it does not: moments and step counts look alike. Then the optimizer class decides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zeroshard.step.stepper import (
 from zeroshard.storage.unit import Unit
 
 ELEMENTWISE, SCALAR, PLAIN = "elementwise", "scalar", "plain"
-"""What an item of a parameter's state is: a value for every element; a tensor of one number; no tensor."""
+"""The forms of an item of state: a value for every element; a tensor of one number; no tensor."""
 
 Described = dict[str, list[Any]]
 """Key -> [ELEMENTWISE, dtype], [SCALAR, dtype, shape, number] or [PLAIN, value as JSON]."""
@@ -47,9 +47,9 @@ class FlatState:
     """The pieces that this rank updates, and their state in the inner optimizer.
 
     Attributes:
-        pieces: all of them, in unit order.
-        inner: the optimizer whose parameters they are.
-        num_cuts: how often pieces have been replaced by others.
+        pieces: all pieces, in unit order.
+        inner: the inner optimizer, whose parameters are the pieces.
+        num_cuts: how often pieces have been cut further.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -100,8 +100,8 @@ class FlatState:
         return value.numel() != 1 or self.elementwise(piece.group).get(key, True)
 
     def _as_held(self, piece: Piece, key: str, value: Any) -> Any:
-        """An item of a piece's state as the class holds it: torchao's classes quantise moments, by this method; fused
-        and capturable kernels want step counts on the device."""
+        """An item of a piece's state in the form that the class expects: torchao's classes quantise moments, by their
+        method `_new_buffer`; fused and capturable kernels want step counts on the device."""
         if not isinstance(value, Tensor):
             return value
         options = self.inner.groups[piece.group]
@@ -114,13 +114,13 @@ class FlatState:
 
     @property
     def _quantises(self) -> bool:
-        """Whether the class holds moments in fewer bits, and says how (torchao's do)."""
+        """Whether the class quantises moments, and has a method for it (torchao's do)."""
         return hasattr(self.inner.optimizer, "_new_buffer")
 
     # Storing -----------------------------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[StateEntry]:
-        """Of the own shard; numbers by the rank that has the first element of the parameter."""
+        """The state of the own shard. Single numbers are stored by the rank that has the parameter's first element."""
         for piece in self.pieces:
             state = self.inner.state_of(piece.tensor)
             for fragment in piece.unit.layout.fragments_in(piece.world & piece.unit.own_shard()):
@@ -131,7 +131,7 @@ class FlatState:
                             expect_dense(slot.name, key, value)
                         read = partial(_read_fragment, value, fragment)
                         yield StateChunk(slot.name, key, slot.shape, value.dtype, param, False, read)
-                    elif param.start == 0:  # once for each parameter
+                    elif param.start == 0:  # one rank per parameter
                         if isinstance(value, Tensor) and value.numel() != 1:
                             raise InvalidValue(f"state {key} of {slot.name} has the shape {tuple(value.shape)}")
                         yield whole_entry(slot.name, key, value, False)
@@ -152,7 +152,8 @@ class FlatState:
 
     @torch.no_grad()
     def load(self, state: SavedState, only: Collection[Tensor] | None = None) -> None:
-        """Pieces are cut where parameters differ in their numbers, and where the state of one is to stay."""
+        """Pieces are cut where parameters have different single numbers (step counts), or where the state of only some
+        parameters is loaded."""
         for unit, groups in self._groups.items():
             slots = list(zip(unit.parameters, groups, strict=True))
             loaded = [group is not None and (only is None or parameter in only) for parameter, group in slots]
@@ -167,8 +168,8 @@ class FlatState:
                     self._load_piece(piece, of_slot, next((of_slot[i] for i in of_piece if of_slot[i]), {}))
 
     def _load_piece(self, piece: Piece, of_slot: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> None:
-        """`first`: the state of a slot that has all the keys."""
-        self.inner.set_state(piece.tensor, {})  # before the new one is made
+        """`first`: the state of a slot in the piece, for its keys."""
+        self.inner.set_state(piece.tensor, {})  # free the old state before the new one is allocated
         values = {key: _piece_value(piece, key, of_slot, value) for key, value in first.items()}
         self.inner.set_state(piece.tensor, {key: self._as_held(piece, key, value) for key, value in values.items()})
 
@@ -178,7 +179,7 @@ class FlatState:
     # Gathering ---------------------------------------------------------------------------------------------------
 
     def gather(self, only: Collection[Tensor] | None = None) -> FullState:
-        """Unit by unit and key by key: the transient is one full buffer."""
+        """Unit by unit and key by key, so that it needs only one full buffer at a time."""
         result: FullState = {}
         for unit, of_slot in self._described(only).items():
             dtypes: dict[str, torch.dtype] = {}
@@ -202,7 +203,7 @@ class FlatState:
         return [unit.parameters[index] for unit, of_slot in self._described(None).items() for index in of_slot]
 
     def _described(self, only: Collection[Tensor] | None) -> dict[Unit, dict[int, Described]]:
-        """Unit -> slot -> its state, as the rank has it that holds the first element. Collective."""
+        """Unit -> slot -> description of its state, from the rank that holds the first element. Collective."""
         units = list(self._groups)
 
         def describe() -> list[Any]:
@@ -218,7 +219,7 @@ class FlatState:
 
         found = {(number, index): item for number, index, item in describe_together(self._assignment, describe)}
         result: dict[Unit, dict[int, Described]] = {}
-        for (number, index), described in sorted(found.items()):  # replicas say the same
+        for (number, index), described in sorted(found.items()):  # replicas describe the same
             result.setdefault(units[number], {})[index] = described
         return result
 
@@ -241,7 +242,7 @@ class FlatState:
         return result
 
     def _gather_key(self, unit: Unit, key: str, dtype: torch.dtype) -> Tensor:
-        """[layout.numel]: an elementwise item of each piece's state in its place, from all ranks."""
+        """[layout.numel]: one elementwise item of the state, gathered from the pieces of all ranks. Collective."""
         gathered = unit.new_buffer(dtype, unit.plan.main)
         assert gathered.full is not None
         for piece in self.of_unit(unit):
@@ -254,7 +255,7 @@ class FlatState:
 
 
 def main_tensor(unit: Unit, world: Interval) -> Tensor:
-    """What stands for a piece in the inner optimizer: a view of main, or a placeholder until it is joined."""
+    """The tensor of a piece in the inner optimizer: a view of main; or a placeholder, if main must be joined first."""
     main = unit.main
     if main.needs_scratch:
         return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
@@ -262,13 +263,13 @@ def main_tensor(unit: Unit, world: Interval) -> Tensor:
 
 
 def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
-    """The pieces of what this rank updates; `keys` (finer than `groups`) say where neighbours are cut."""
+    """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than `groups`) are cut."""
     assert unit.trainable, f"unit {unit.name} is frozen"
     for _, world in cut(unit.layout, keys):
         if world in unit.main.interval:
             slots = slots_in(unit, world)
             group = groups[slots[0]] if slots else None
-            if group is not None:  # what is only padding stays zero by itself
+            if group is not None:  # padding alone is not stepped: it stays zero
                 yield Piece(unit, world, group, main_tensor(unit, world))
 
 
@@ -289,7 +290,7 @@ def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
 
 
 def _read_fragment(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
-    """Elements `param` of a parameter's state, out of that of the piece. What is quantised is stored by its values."""
+    """Elements `param` of a parameter's state, from the state of its piece. Quantised state is dequantised."""
     return dense(value)[fragment.local.slice][param.relative_to(fragment.param.start).slice]
 
 
@@ -308,7 +309,7 @@ def _piece_value(piece: Piece, key: str, of_slot: Sequence[Mapping[str, Any]], e
 
 
 def _same_in_a_piece(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What all parameters of one piece must agree in."""
+    """The values that all parameters of one piece must have in common."""
     numbers = {
         key: value.item() if isinstance(value, Tensor) else value
         for key, value in values.items()

@@ -1,8 +1,8 @@
-"""The user's optimizer class, on flat pieces of main: any elementwise optimizer, unmodified.
+"""Steps flat pieces of main with the user's optimizer class: any elementwise optimizer, unmodified.
 
-for each batch of pieces (a few MB: gradient, main and moments stay in cache between the four lines)
-    gradient -> main's dtype, times one factor (mean over ranks, loss scale, clip: folded)
-    main     -> joined, where only a remainder is kept
+for each batch of pieces (a few MB, so that gradient, main and moments stay in cache between the four lines)
+    gradient -> main's dtype, times one factor (mean over ranks, loss scale and clip in one number)
+    main     -> joined, if only a remainder is kept
     inner optimizer steps
     main     -> weights (rounded, or split)
 """
@@ -28,7 +28,7 @@ from zeroshard.storage.unit import Unit
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces stepped together; `finished`: units of which no piece comes later."""
+    """Pieces that are stepped together. `finished`: units without pieces in later batches."""
 
     pieces: tuple[Piece, ...]
     finished: tuple[Unit, ...]
@@ -38,7 +38,7 @@ class FlatStep:
     """Steps the pieces of main that this rank updates, in batches (see `stepper.Stepper`).
 
     Attributes:
-        state: the pieces, and what the inner optimizer holds of them.
+        state: the pieces, and their state in the inner optimizer.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -48,11 +48,12 @@ class FlatStep:
         self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
         self._active: dict[Unit, list[bool]] = {}
         self._batches: tuple[Batch, ...] = ()
-        self._planned_at = 0  # the number of cuts then
+        self._planned_at = 0  # `num_cuts` when batches were planned
         self._plan_batches()
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
-        """Where one piece holds slots that take part and others it is cut, and its state with it."""
+        """Set which slots take part. A piece with slots that take part and others that do not is cut, with its
+        state."""
         if active == self._active:
             return
         self._active = active
@@ -71,7 +72,7 @@ class FlatStep:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """Of all pieces in the own shard, whatever this rank updates."""
+        """(param group, gradient) of all pieces in the own shard, also if this rank updates more than its shard."""
         for piece in self.state.pieces:
             own = piece.unit.own_shard()
             if piece.world in own:
@@ -101,8 +102,9 @@ class FlatStep:
                         started.add(piece.unit)
                         start(piece.unit)
                 self._load(batch.pieces, update)
-                # Every group is stepped, and every batch starts from the same options: a class that counts steps in
-                # its groups counts one, on all ranks, however many pieces there are.
+                # The first batch steps every group, also groups without pieces on this rank, and every batch starts
+                # from the same options. So a class that counts steps in its groups counts one step, on all ranks,
+                # however many pieces there are.
                 for index, group in inner.groups.items():
                     group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
                 stepped = {index: group for index, group in inner.groups.items() if group["params"] or not number}
@@ -116,15 +118,15 @@ class FlatStep:
             inner.optimizer.param_groups = list(inner.groups.values())
             for index, group in inner.groups.items():
                 group["params"] = self.state.tensors_of(index)
-            # Gradients lie in scratch that the next step overwrites, or are views of a bucket that is going to be given
-            # back.
+            # Also after an error: gradients are scratch that the next step overwrites, or views of a bucket that will
+            # be given back.
             for piece in self.state.pieces:
                 piece.tensor.grad = None
         inner.write_options(options)
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
-        """Another method of the class, on all pieces; what it does to main reaches the weights."""
+        """Call another method of the class on all pieces; then set the weights from main."""
         with self.state.inner.with_options(options):
             for piece in self.state.pieces:
                 self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
@@ -145,10 +147,10 @@ class FlatStep:
             piece.tensor.grad = update.apply(piece.unit.grads.read(piece.world, cast))
 
     def _bring_main(self, piece: Piece, scratch: Callable[[int], Tensor]) -> None:
-        """Main of a piece, as it is now, in its tensor."""
+        """Put the current main into the tensor of a piece."""
         main = piece.unit.main
         if main.needs_scratch:
-            # `.data`, so that the object stays: it is the key of its state in the inner optimizer.
+            # Set `.data`, so that the tensor object stays: it is the key of its state in the inner optimizer.
             piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
         elif main.follows:  # the tensor is a view of main
             self._held_scratch.rewind()
@@ -162,18 +164,19 @@ class FlatStep:
     # Memory ------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """State as large as main, the scalars beside it (step counts), and scratch."""
+        """The tensors held, by kind: state per element, scalars (step counts), and scratch."""
         if self._planned_at != self.state.num_cuts:
             self._plan_batches()
         scratch = (self._gradient_scratch, self._main_scratch, self._held_scratch)
         return self.state.inner.tensors() | {"scratch": [one.storage for one in scratch]}
 
     def _plan_batches(self) -> None:
-        """Fill batches in unit order, and hold as much scratch as the largest one needs."""
+        """Divide the pieces into batches in unit order, and reserve scratch for the largest."""
         active = [piece for piece in self.state.pieces if piece.active]
         limit = BATCH_NUMEL["cuda" if active and active[0].tensor.is_cuda else "cpu"]
         ranges = batches([piece.world.numel for piece in active], limit)
-        # Every unit is finished once, in one order, on all ranks: also where this one has no piece of it.
+        # Every unit must be finished exactly once, in the same order on all ranks, also if this rank has no piece of
+        # it: `updated` starts a gather.
         units, done = list(self.assignment.groups), 0
         planned = []
         for of_batch in ranges:

@@ -1,7 +1,7 @@
-"""Norms of a step's gradients, per param group: this rank's terms, and what the terms of all shards make together.
+"""Norms of a step's gradients, per param group: the terms of this rank, and the norm from the sum of all ranks' terms.
 
-Norms are those of the own shard under every plan, also where gradients are replicated. Terms are added exactly
-(`layout/exact.py`), so norms are bit-equal on every rank and under every plan, whatever adds them, in whatever order.
+Under every plan a rank computes terms of its own shard only, also if gradients are replicated. Terms are added exactly
+(`layout/exact.py`), so norms are bit-equal on every rank and under every plan, independent of the order of additions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zeroshard.layout.norms import norms_of_rows
 
 
 def norms_of_pieces(pieces: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[pieces] float64, of pieces that have elements. `dtype`: sums are taken in at least. Nothing waits for the
-    device."""
+    """The norm of each piece (none may be empty), [pieces] float64. `dtype`: the least precision of the sums. The host
+    does not wait for the device."""
     for piece_dtype in {piece.dtype for piece in pieces}:
         dtype = torch.promote_types(dtype, piece_dtype)
     if not pieces:
@@ -31,8 +31,8 @@ def norms_of_pieces(pieces: Sequence[Tensor], norm_type: float, dtype: torch.dty
 
 
 def norm_terms(norms: Tensor, groups: Tensor, num_groups: int, norm_type: float) -> Tensor:
-    """[num_groups, WIDTH] int64: per group the sum of |g|^p over the own shard, exact; of inf-norms, which are not
-    added, only how many are not finite.
+    """[num_groups, WIDTH] int64: per group the exact sum of |g|^p over the own shard. For inf-norms, which cannot be
+    added, only the number of norms that are not finite is meaningful.
 
     Args:
         norms: [pieces] float64, p-norms (`norms_of_pieces`).
@@ -42,15 +42,15 @@ def norm_terms(norms: Tensor, groups: Tensor, num_groups: int, norm_type: float)
 
 
 def largest(norms: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """[num_groups] float64 of inf-norms; 0 where there is none."""
+    """The largest norm of each group, [num_groups] float64, for inf-norms; 0 for groups without pieces."""
     terms = torch.zeros(num_groups, dtype=torch.float64, device=norms.device)
     return terms.scatter_reduce_(0, groups, norms, "amax")
 
 
 def norms_of_sums(sums: Sequence[Sequence[int]], norm_type: float) -> tuple[float, ...]:
-    """Per group, the norm over all shards; NaN where a term is not finite. Not for inf-norms.
+    """Per group, the norm over all shards; NaN if a term is not finite. Not for inf-norms.
 
     Args:
-        sums: `norm_terms`, added up over the shards.
+        sums: `norm_terms`, summed over the ranks.
     """
     return tuple(rounded(of_group) ** (1 / norm_type) for of_group in sums)

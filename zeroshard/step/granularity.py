@@ -1,4 +1,4 @@
-"""The granularity of an optimizer class: elements, or whole parameters. Never a guess: listed, or tried.
+"""The granularity of an optimizer class: elements, or whole parameters. It is listed, declared, or found by a trial.
 
 An elementwise optimizer updates each element from that element's own gradient and state (and scalars): it gives the
 same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo do not.
@@ -52,11 +52,12 @@ _REFUSED = {
 
 
 def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwise: bool | None) -> Granularity:
-    """Listed classes by name, torchao's low-bit ones (elementwise in blocks of 256, which shards never cut), others as
-    declared by `elementwise`, or else by trial: two small matrices stepped together, one by one, and cut.
+    """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
+    classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
+    stepped together, one by one, and cut into pieces, and the results are compared.
 
     Raises:
-        ValueError: a class that cannot be sharded, or that the trial cannot run.
+        ValueError: the class cannot be sharded, or the trial fails.
     """
     if optimizer_class in _REFUSED:
         raise InvalidValue(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
@@ -81,13 +82,13 @@ def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwis
         )
     try:
         cuts_alike = _close(one_by_one, _try_out(optimizer_class, options, cut=True))
-    except Exception:  # it takes matrices, and no pieces of them
+    except Exception:  # the class takes matrices only
         cuts_alike = False
     return Granularity.ELEMENT if cuts_alike else Granularity.PARAMETER
 
 
 def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool = True, cut: bool = False) -> Tensor:
-    """Two matrices, or pieces of them, after four steps: by one optimizer, or by one each."""
+    """Two matrices, or pieces of them, after four steps: by one optimizer, or by one optimizer for each tensor."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

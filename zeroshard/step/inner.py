@@ -1,7 +1,7 @@
-"""The user's optimizer class as the steppers run it: its options, one step, what its state is made of.
+"""Runs the user's optimizer class inside a stepper: its options, its step without hooks, and its state.
 
-Pieces and whole parameters at owners are an affair of the engine. So hooks on `step` (torch's global ones, too) run
-once, around `ShardedOptimizer.step`, and not around each of the inner steps that it is made of.
+Hooks on `step` (torch's global ones, too) run once, around `ShardedOptimizer.step`, and not around each of the inner
+steps that it consists of.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zeroshard.step.assignment import Assignment, OptimizerClass, Options
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 READING = "optimizer.state, optimizer.state_dict(), or what reads them"
-"""What ranks exchange then is named so."""
+"""The purpose of exchanges that read the state, in error messages."""
 
 
 class Inner:
-    """An instance of the user's class over the tensors that a stepper gives it.
+    """The inner optimizer: an instance of the user's class over the tensors that a stepper gives it.
 
     Attributes:
         optimizer: the instance.
-        groups: index of each of the user's param groups that it has -> its own, with the hyper-parameters.
+        groups: index of the user's param group -> the inner optimizer's own group, with the hyper-parameters.
     """
 
     def __init__(self, assignment: Assignment, tensors_of: Callable[[int], list[Tensor]]) -> None:
@@ -45,24 +45,24 @@ class Inner:
 
     @contextmanager
     def with_options(self, options: Sequence[Options]) -> Iterator[None]:
-        """Around a step, or another method of the class: the hyper-parameters of the user's param groups take effect,
-        and what the class makes of them goes back."""
+        """Around a step, or another method of the class: copy the hyper-parameters of the user's param groups in, and
+        copy changes by the class back."""
         self.read_options(options)
         yield
         self.write_options(options)
 
     def read_options(self, options: Sequence[Options], indices: Collection[int] | None = None) -> None:
-        """The hyper-parameters of the user's param groups take effect, of these groups (None: of all)."""
+        """Copy the hyper-parameters of the user's param groups (None: of all) into the inner groups."""
         for index in self.groups if indices is None else indices:
             group = self.groups[index]
             for key, value in options[index].items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
-                    group[key].fill_(value)  # a class that made a tensor of its learning rate wants to keep it
+                    group[key].fill_(value)  # a class that keeps a tensor expects the same object
                 elif key != "params":
                     group[key] = value
 
     def write_options(self, options: Sequence[Options]) -> None:
-        """Back to the user's: some classes keep counts in their groups."""
+        """Copy the inner groups' values back to the user's: some classes keep counts in their groups."""
         for index, group in self.groups.items():
             options[index].update({key: value for key, value in group.items() if key != "params"})
 
@@ -75,21 +75,21 @@ class Inner:
         return self._elementwise[group]
 
     def state_of(self, tensor: Tensor) -> dict[str, Any]:
-        """Empty before the first step."""
+        """The state of a tensor; empty before the first step."""
         return self.optimizer.state.get(tensor) or {}
 
     def set_state(self, tensor: Tensor, state: dict[str, Any]) -> None:
-        """It is kept, not copied. Empty: there is none."""
+        """Set the state of a tensor, without copying it. An empty dict removes the state."""
         self.optimizer.state.pop(tensor, None)
         if state:
             self.optimizer.state[tensor] = state
 
     def clear(self) -> None:
-        """As if no step had been taken."""
+        """Remove all state, as before the first step."""
         self.optimizer.state.clear()
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Its state, by kind: "state", and "scalars" beside it (step counts)."""
+        """The tensors of the state, by kind: "state", and "scalars" (0-d tensors: step counts)."""
         kinds: dict[str, list[Tensor]] = {"state": [], "scalars": []}
         for value in chain.from_iterable(state.values() for state in self.optimizer.state.values()):
             if isinstance(value, Tensor):
@@ -106,22 +106,22 @@ def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None)
 
 
 def begin_training(optimizer: Any) -> None:
-    """Schedule-free classes step in their training mode alone."""
+    """Call `train()` if the class has it: schedule-free classes step only in training mode."""
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
 
 
 def _step_of(optimizer_class: OptimizerClass) -> Callable[..., Any]:
-    """torch wraps `step` once per class, and keeps what it has wrapped."""
+    """The class's own `step`, without the wrapper that torch puts around it once per class."""
     function: Any = optimizer_class.step
-    # With the wrapper the user's hooks would run once for each batch of pieces, not once for a step.
+    # Through the wrapper, the user's hooks would run once for each batch of pieces instead of once per step.
     unwrapped: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
     return unwrapped
 
 
 def expect_no_closure(optimizer_class: OptimizerClass) -> None:
     """Raises:
-    ValueError: a class that evaluates the loss itself, while it steps."""
+    ValueError: `step` of the class needs arguments (a closure that evaluates the loss)."""
     try:
         inspect.signature(_step_of(optimizer_class)).bind(None)
     except TypeError as error:
@@ -132,7 +132,7 @@ def expect_no_closure(optimizer_class: OptimizerClass) -> None:
 
 
 def arguments_for(optimizer_class: OptimizerClass, arguments: Options) -> Options:
-    """Those of these keyword arguments that the `step` of a class takes."""
+    """The keyword arguments that the `step` of a class takes."""
     parameters = inspect.signature(_step_of(optimizer_class)).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
@@ -142,7 +142,7 @@ def arguments_for(optimizer_class: OptimizerClass, arguments: Options) -> Option
 def expect_arguments(classes: Sequence[OptimizerClass], arguments: Options) -> None:
     """Raises:
     TypeError: a keyword argument of `step` that no class takes.
-    ValueError: one that holds tensors of many elements: by parameter, they would not fit the pieces."""
+    ValueError: an argument holds tensors of many elements (values per parameter would not fit the pieces)."""
     for name, value in arguments.items():
         takers = [one for one in classes if name in arguments_for(one, arguments)]
         if not takers:
@@ -156,27 +156,27 @@ def expect_arguments(classes: Sequence[OptimizerClass], arguments: Options) -> N
 
 
 def describe_together(assignment: Assignment, describe: Callable[[], list[Any]]) -> list[Any]:
-    """What all ranks that step together hold of the state: what `describe` lists, JSON-able, one rank after the other.
-    Collective.
+    """The lists that `describe` returns (JSON-able descriptions of state), of all ranks that step together,
+    concatenated. Collective.
 
     Raises:
-        ValueError: on every rank: state that cannot be described.
+        ValueError: on every rank: a rank's state cannot be described.
     """
     _, of_ranks = tell_together(assignment.collectives, READING, lambda: (None, describe()))
     return list(chain.from_iterable(of_ranks))
 
 
 def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defaults: Options) -> dict[str, bool]:
-    """What each entry of the state is: a value for every element of the parameter (True), or one for all of it. Shapes
-    alone do not tell for a parameter of a single element; so the class steps a small matrix. Entries that it does not
-    make for that one are left out, all of them if it takes no matrix.
+    """For each key of the state: whether it has a value for every element of the parameter, or one value for all. For a
+    parameter of one element the shape does not tell, so the class steps a small matrix here. Keys that it does not
+    create for that matrix are left out; all keys, if it cannot step a matrix.
 
     Args:
         options: of a param group; defaults: what the class was built with.
     """
     implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
     parameter = torch.zeros(2, 3, requires_grad=True)
-    # The user's random numbers must be what they would be without this trial.
+    # The trial must not change the user's random numbers.
     with torch.random.fork_rng(devices=()), torch.no_grad():
         try:
             group = {**copy.deepcopy(options), **implementation, "params": [parameter]}

@@ -1,5 +1,6 @@
-"""An optimizer inside of a join: what ranks that have run out of inputs must hear of a step, and the step as they take
-it. `handle.join()` (`runtime/join.py`) and torch's `Join` (`uneven_inputs.py`) work on it.
+"""An optimizer in a join: the values that followers need for a step, and the step of a follower.
+
+`handle.join()` (`runtime/join.py`) and torch's `Join` (`uneven_inputs.py`) use it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from zeroshard.step_result import StepResult
 
 
 class Optimizer(Protocol):
-    """A `ShardedOptimizer`, as this file sees it."""
+    """The part of a `ShardedOptimizer` that this file uses."""
 
     groups: ParamGroups
     agreement: Agreement
@@ -34,7 +35,7 @@ class JoinedOptimizer:
 
     Attributes:
         groups: the param groups.
-        agreement: with the other ranks.
+        agreement: the optimizer's agreement with the other ranks.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,33 +44,33 @@ class JoinedOptimizer:
 
     @property
     def losses(self) -> LossAccount:
-        """Since the last step."""
+        """The losses since the last step."""
         return self.agreement.losses
 
     def around_steps(self, before: Callable[..., None], after: Callable[..., None]) -> tuple[Any, Any]:
-        """Two hooks on `step`, to be removed."""
+        """Register hooks before and after `step`. Returns their handles, to remove them."""
         return self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)
 
-    # By a rank that has inputs -----------------------------------------------------------------------------------
+    # On a rank that has inputs -----------------------------------------------------------------------------------
 
     def step_values(self) -> dict[str, Any]:
-        """What a step depends on beside gradients, state and scales of losses, JSON-able."""
+        """The values that a step depends on besides gradients, state and loss scales, JSON-able."""
         clipping = self._optimizer.clipping
         return {"groups": self.groups.hyper_parameters(), "clip": clipping.factor, "clip_value": clipping.value}
 
-    # By a rank that has none -------------------------------------------------------------------------------------
+    # On a follower -----------------------------------------------------------------------------------------------
 
     def look_for_newcomers(self) -> None:
-        """As the others do before each exchange of a step."""
+        """Look for parameters that begin to train, as the other ranks do before each exchange of a step."""
         self._optimizer.look_for_newcomers()
 
     def agree_as(self, norm_type: float) -> None:
-        """As the others, before they clip."""
+        """Take part in the control exchange of the other ranks' `clip_grad_norm_`."""
         with self.agreement.following():
             self._optimizer.agree(norm_type)
 
     def step_as(self, values: Mapping[str, Any]) -> None:
-        """Step with what another rank's `step_values` has said."""
+        """Step with the `step_values` of another rank."""
         self.groups.set_hyper_parameters(values["groups"])
         clipping = self._optimizer.clipping
         clipping.factor, clipping.value = values["clip"], values["clip_value"]

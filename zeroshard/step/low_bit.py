@@ -1,12 +1,11 @@
-"""Optimizer state that a class holds in few bits (torchao's: codes, a scale for each block, a codebook): its values,
-and back.
+"""Dequantises and quantises optimizer state held in few bits (torchao's: codes, a scale per block, a codebook).
 
-The codebook of signed codes has 1 and no -1. torchao scales a block by its largest absolute value; where that is of a
-negative element, it stores 0.993 of it (4 bits: 0.89), and all of the block would shrink each time it is read and
-quantised again. So, where a scale by which the lowest code is the lowest value gives back all values of a block, that
-is the scale: what was quantised once has the same values again, bit for bit. torchao computes the codebook by kernels
-whose last bit depends on the kind of processor: what was quantised on another kind has the same codes here, and values
-that differ in their last bits.
+The codebook of signed codes has 1, but not -1. torchao scales a block by its largest absolute value. If that is of a
+negative element, torchao stores 0.993 of it (4 bits: 0.89), and all values of the block would shrink each time they are
+dequantised and quantised again. So `quantise` also tries the scale that maps the lowest code to the lowest value, and
+uses it if it reproduces all values of the block: values that were quantised once are then quantised to the same values,
+bit for bit. torchao computes the codebook by kernels whose last bit depends on the type of processor: state quantised
+on another type has the same codes here, and values that differ in their last bits.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _LAST_BITS = 1e-6
-"""Relative; two codebooks of the same class on different processors differ by less, two neighbouring codes by more."""
+"""Relative tolerance: codebooks of one class on different processors differ by less, neighbouring codes by more."""
 
 
 def dense(value: Any) -> Tensor:
-    """The values of state that may be quantised."""
+    """The values as a plain tensor; `value` may be quantised."""
     if not is_traceable_wrapper_subclass(value):
         assert isinstance(value, Tensor)
         return value
@@ -31,7 +30,7 @@ def dense(value: Any) -> Tensor:
 
 
 def quantise(held: Any, value: Tensor) -> Any:
-    """`held`, with the values [numel] in it; it may be a plain tensor."""
+    """Copy the values [numel] into `held`, a quantised or plain tensor, and return it."""
     codebook = getattr(held, "qmap", None)
     lowest = 0.0 if codebook is None else float(codebook.min())
     if lowest >= 0.0:
@@ -42,7 +41,8 @@ def quantise(held: Any, value: Tensor) -> Any:
     negative = (smallest < 0) & (smallest <= -largest * (1 - _LAST_BITS))
     scale = smallest / lowest
     best, least = blocks, torch.full_like(largest, _LAST_BITS)
-    # The element `at` decides the scale. A scale that has been multiplied and divided may be off by its last bit.
+    # The element `at` determines the scale. After a multiplication and a division the scale may be off by its last bit,
+    # so its neighbours are tried, too.
     for candidate in (scale, torch.nextafter(scale, largest), torch.nextafter(scale, 2 * scale)):
         trial = torch.where(negative, blocks.scatter(1, at, -candidate), blocks)
         found = dense(held.copy_(trial.view(value.shape))).float().view_as(blocks)

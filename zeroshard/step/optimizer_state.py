@@ -1,4 +1,4 @@
-"""The state of one optimizer: what its steppers hold and, in full, that of parameters which nobody steps now."""
+"""The state of one optimizer: the state in its steppers and, in full, the state of parameters that no stepper has."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class OptimizerState:
     """See the module's note.
 
     Attributes:
-        steppers: who steps what; replaced by others when parameters begin to train.
-        waiting: the state of parameters that are frozen, on every rank, until they begin to train.
+        steppers: replaced by new ones when parameters begin to train.
+        waiting: the state of frozen parameters, in full on every rank, until they begin to train.
     """
 
     def __init__(self, steppers: Steppers) -> None:
@@ -25,10 +25,10 @@ class OptimizerState:
         self.waiting: FullState = {}
 
     def gather(self, only: Collection[Tensor] | None = None) -> FullState:
-        """Parameter -> state in full, of `only` these parameters. Collective.
+        """Parameter -> full state (`only`: of these parameters). Collective.
 
         Raises:
-            ValueError: on every rank, state that cannot be put together.
+            ValueError: on every rank: state that cannot be gathered.
         """
         state = {p: dict(of_one) for p, of_one in self.waiting.items() if only is None or p in only}
         for stepper in self.steppers.all:
@@ -36,11 +36,11 @@ class OptimizerState:
         return state
 
     def load(self, state: Mapping[Tensor, Mapping[str, Any]], only: Collection[Tensor] | None = None) -> None:
-        """As `gather` gives it, the same on every rank; a parameter that is not in it has none. `only`: that of other
-        parameters stays.
+        """Replace the state by `state`, in the form of `gather`, the same on every rank. Parameters that are not in it
+        have no state afterwards. `only`: keep the state of all other parameters.
 
         Raises:
-            ValueError: state of another shape; nothing has been changed.
+            ValueError: an item has another shape; nothing has been changed.
         """
         saved, done = [as_saved(stepper, state) for stepper in self.steppers.all], stepped(self.steppers.all)
         for stepper, of_one in zip(self.steppers.all, saved, strict=True):
@@ -53,22 +53,22 @@ class OptimizerState:
 
     def expect_fitting(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Raises:
-        ValueError: `load` would."""
+        ValueError: `load` would raise."""
         for stepper in self.steppers.all:
             as_saved(stepper, state)
 
     def parameters(self) -> set[Tensor]:
-        """Those that have state. Collective."""
+        """The parameters that have state. Collective."""
         return {*self.waiting}.union(*(stepper.state.parameters() for stepper in self.steppers.all))
 
     def clear(self) -> None:
-        """As if no step had been taken."""
+        """Remove all state, as before the first step."""
         self.waiting.clear()
         for stepper in self.steppers.all:
             stepper.state.clear()
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What is held, by kind."""
+        """The tensors held, by kind."""
         kinds: dict[str, list[Tensor]] = {}
         for stepper in self.steppers.all:
             for kind, tensors in stepper.tensors().items():

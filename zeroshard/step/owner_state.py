@@ -1,4 +1,4 @@
-"""The state of optimizers that need whole parameters: each lies with the rank that owns the parameter."""
+"""The state of optimizers that need whole parameters: the owner of a parameter holds its state."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class WholeParameter(Member):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of main."""
+        """The dtype of main."""
         return self.unit.main.dtype
 
 
 class OwnerState:
-    """Who owns which parameter; of those that this rank owns the values and, in the inner optimizer, the state.
+    """The owners of all parameters; and values and state (in the inner optimizer) of those that this rank owns.
 
     Attributes:
-        wholes: all parameters, on every rank alike.
-        values: main of each that this rank owns: the parameters of `inner`.
-        inner: the optimizer over them.
-        num_owners: ranks that own parameters; 1 where main is replicated: every rank has, and owns, everything.
-        rank: of this one among the owners.
+        wholes: all parameters, the same on every rank.
+        values: main of each parameter that this rank owns: the parameters of `inner`.
+        inner: the inner optimizer over these values.
+        num_owners: number of owner ranks; 1 if main is replicated, as every rank then owns everything.
+        rank: of this rank among the owners.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -54,14 +54,15 @@ class OwnerState:
         self.wholes = [
             WholeParameter(one.unit, one.index, one.group, owner) for one, owner in zip(members, owners, strict=True)
         ]
-        # What the class refuses (Muon: all but matrices), it refuses on every rank, not on the owner alone.
+        # Build the class once over all shapes, so that a refusal (Muon: all but matrices) raises on every rank, not
+        # only on the owner: the other ranks would hang in their next collective.
         shapes = [torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta") for whole in self.wholes]
         assignment.optimizer_class(shapes, **assignment.defaults)
         self.values = self.allocate()
         self.inner = Inner(assignment, self._tensors_of)
 
     def allocate(self) -> dict[WholeParameter, Tensor]:
-        """A tensor for each parameter that this rank owns."""
+        """A tensor of zeros for each parameter that this rank owns."""
         return {
             whole: torch.zeros(whole.slot.shape, dtype=whole.dtype, device=self.device)
             for whole in self.wholes
@@ -77,7 +78,7 @@ class OwnerState:
     # Storing and loading -----------------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[StateEntry]:
-        """Of what this rank owns; where every rank owns everything, they take turns."""
+        """The state of the parameters that this rank owns; if every rank owns everything, ranks take turns."""
         for number, whole in enumerate(self.values):
             if not self.replicated or number % self._axis.size == self._axis.rank:
                 of_class = self.elementwise(whole.group)
@@ -89,7 +90,7 @@ class OwnerState:
             yield Need(whole.parameter, whole.slot, Interval(0, whole.slot.world.numel))
 
     def fits(self, slot: Slot, shape: tuple[int, ...]) -> bool:
-        return True  # the class alone knows: Adafactor keeps rows and columns
+        return True  # only the class knows: Adafactor keeps rows and columns
 
     def elementwise(self, group: int) -> Mapping[str, bool]:
         return self.inner.elementwise(group)
@@ -112,7 +113,7 @@ class OwnerState:
     # Gathering ---------------------------------------------------------------------------------------------------
 
     def gather(self, only: Collection[Tensor] | None = None) -> FullState:
-        """Parameter by parameter, from its owner."""
+        """Parameter by parameter, broadcast by its owner."""
         wanted = [one for one in self.wholes if only is None or one.parameter in only]
         tensors: dict[WholeParameter, list[Tensor]] = {}
 
@@ -143,7 +144,8 @@ class OwnerState:
 
 
 def _described(whole: WholeParameter, state: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, list[Any]]:
-    """The state as JSON, and shape, dtype and "on the CPU" of each tensor in it; they are added to `tensors`."""
+    """The state as JSON; and shape, dtype and "on the CPU" of each tensor in it. The tensors are appended to
+    `tensors`."""
 
     def store(tensor: Tensor) -> str:
         tensors.append(tensor)

@@ -1,19 +1,18 @@
-"""Optimizers that look at whole parameters (Muon, LAMB, LARS, Adafactor): an owner rank steps each one.
+"""Steps optimizers that need whole parameters (Muon, LAMB, LARS, Adafactor): an owner rank steps each parameter.
 
-    shards       rank 0 | rank 1 | rank 2        a parameter lies where it lies, cut anywhere
+    shards       rank 0 | rank 1 | rank 2        shards cut parameters anywhere
                      \\      |      /
     all-to-all        v     v     v              fragments of the gradient, to the owner
     owner            rank 1: whole parameter, whole state, one step of the user's class, unmodified
                       /     |     \\
-    all-to-all       v      v      v             fragments of main, back where they lie
+    all-to-all       v      v      v             fragments of main, back to their holders
 
-An owner keeps main of what it owns: after a step it has what the holders have. Main travels to it only before the first
-step, and after weights have been set from outside. So a step sends main's size twice, and holds it once more, divided
-among the ranks. State is stored once.
+An owner keeps a copy of main of its parameters, which after a step equals the holders'. Main is sent to owners only
+before the first step, and after weights have been set by other code than a step. So a step sends main's size twice, and
+all ranks together hold main once more. State is stored once.
 
 Owners are balanced by cost, longest processing time first (Graham, 1969). The routes follow from the layouts alone, so
-every rank knows them. Where main is replicated every rank has everything and owns everything: the routes are empty, the
-code is the same.
+every rank knows them. If main is replicated, every rank holds and owns everything, and the same code sends nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from zeroshard.storage.unit import Unit
 
 @dataclass(frozen=True)
 class Route:
-    """A fragment that `holder` has and `owner` steps; `world` in the unit, `param` in the flattened parameter."""
+    """A fragment whose values `holder` has and the owner of `whole` steps. `world`: in the unit's full buffer; `param`:
+    in the flattened parameter."""
 
     whole: WholeParameter
     holder: int
@@ -49,7 +49,7 @@ class OwnerStep:
     """Steps whole parameters at their owners (see `stepper.Stepper`).
 
     Attributes:
-        state: who owns what, and what the inner optimizer holds of it.
+        state: the owners, and this rank's values and state.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -58,9 +58,9 @@ class OwnerStep:
         self.optimizer = state.inner.optimizer
         self._active = dict.fromkeys(state.wholes, True)
         self._routes = [route for whole in state.wholes for route in self._routes_of(whole)]
-        self._dtypes = sorted({whole.dtype for whole in state.wholes}, key=str)  # one message for each
+        self._dtypes = sorted({whole.dtype for whole in state.wholes}, key=str)  # one exchange for each
         self._gradients = state.allocate()
-        self._edits: dict[Unit, int] = {}  # of each unit, when its values at the owners were those of its holders
+        self._edits: dict[Unit, int] = {}  # `Unit.edits` when owners and holders last had the same values
         most = max(
             sum(route.world.numel for route in directed) * dtype.itemsize
             for dtype in self._dtypes
@@ -108,7 +108,7 @@ class OwnerStep:
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
-        """Another method of the class, on the whole parameters; what it does to them becomes main. Collective."""
+        """Call another method of the class on the whole parameters; then set main and weights. Collective."""
         with self.state.inner.with_options(options):
             self._fetch_main()
             result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
@@ -125,11 +125,11 @@ class OwnerStep:
 
     @phase("step: main to owners")
     def _fetch_main(self) -> None:
-        """What has been set from outside reaches the owners. Until they give main back, nobody else has theirs."""
+        """Send main of units that other code than a step has changed to the owners. Collective."""
         changed = {unit for unit in self.assignment.groups if self._edits.get(unit) != unit.edits}
         self._to_owners([route for route in self._routes if route.whole.unit in changed], _read_main, self.state.values)
-        # Forgotten until `_to_holders` has run: if the step raises in between, owners and holders have different
-        # values, and the next step must fetch main again.
+        # Cleared until `_to_holders` has run: if the step raises in between, owners and holders have different values,
+        # and the next step must fetch main again.
         self._edits = {}
         for whole, value in self.state.values.items():
             main, buffer = whole.unit.main, whole.unit.weights.buffer
@@ -152,7 +152,7 @@ class OwnerStep:
 
     @phase("step: main to holders")
     def _to_holders(self, wholes: Collection[WholeParameter]) -> None:
-        """Main of `wholes` is sent, and set: owners and holders have the same again."""
+        """Send main of `wholes` back and set it: owners and holders then have the same values. Collective."""
         wanted = set(wholes)
         for dtype in self._dtypes:
             routes = [route for route in self._routes_in(dtype) if route.whole in wanted]
@@ -193,13 +193,15 @@ class OwnerStep:
                 yield Route(whole, holder, held, held.relative_to(slot.world.start))
 
     def _outgoing(self, routes: Iterable[Route]) -> list[Route]:
-        """What this rank holds, in the order of the owners."""
+        """The routes whose fragments this rank holds, in the order of the owners."""
+        # Sender and receiver must pack fragments in the same order: the sort is stable, so within one owner and holder
+        # both keep the order of `_routes`.
         return sorted(
             (route for route in routes if route.holder == self.state.rank), key=lambda route: route.whole.owner
         )
 
     def _incoming(self, routes: Iterable[Route]) -> list[Route]:
-        """What this rank owns, in the order of the holders."""
+        """The routes of parameters that this rank owns, in the order of the holders."""
         return sorted(
             (route for route in routes if route.whole.owner == self.state.rank), key=lambda route: route.holder
         )
@@ -207,7 +209,8 @@ class OwnerStep:
     # Memory ------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """State and main of what this rank owns, scalars, and scratch (whole gradients, and the messages)."""
+        """The tensors held, by kind: state and main of the parameters that this rank owns, scalars, and scratch (whole
+        gradients, and message buffers)."""
         held = {
             "main": [*self.state.values.values()],
             "scratch": [*self._gradients.values(), self._sent, self._received],
@@ -220,7 +223,7 @@ def _as(storage: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Cursor:
-    """Gives one part of a buffer after the other."""
+    """Returns consecutive parts of a buffer."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer, self._at = buffer, 0

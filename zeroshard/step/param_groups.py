@@ -1,6 +1,4 @@
-"""The param groups of one optimizer, with what torch's own lists do not say: the class of each, who may join later, and
-which groups there are in a `state_dict`.
-"""
+"""The param groups of one optimizer: their classes, parameters that may join later, their form in a `state_dict`."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ class Classes:
     """The optimizer class of each param group.
 
     Attributes:
-        default: that of groups that name none.
-        options: what it is built with.
-        elementwise: what it is declared to be, if it is.
+        default: the class of groups that name none.
+        options: the keyword arguments of the default class.
+        elementwise: the user's declaration for the default class, if any.
         of_groups: the class of each group.
     """
 
@@ -36,19 +34,19 @@ class Classes:
     of_groups: list[OptimizerClass] = field(default_factory=list)
 
     def completed(self, param_group: dict[str, Any]) -> tuple[dict[str, Any], OptimizerClass]:
-        """The group with the defaults of the class that it names, and that class."""
+        """The group, completed with the defaults of its class; and the class."""
         group = dict(param_group)
         of_group = group.pop("optimizer_class", self.default)
         return (group if of_group is self.default else {**defaults_of(of_group, {}), **group}), of_group
 
     def options_of(self, group: int) -> Options:
-        """What the class of that param group is built with."""
+        """The keyword arguments that the class of that param group is built with."""
         return self.options if self.of_groups[group] is self.default else {}
 
 
 class ParamGroups:
-    """See the module's note. `lists`: torch's own, which the optimizer shows; `takes_all`: what no other optimizer has
-    joins the first group when it begins to train."""
+    """See the module's note. `lists`: the optimizer's `param_groups`. `takes_all`: parameters that no optimizer has
+    join the first group when they begin to train."""
 
     def __init__(self, lists: list[dict[str, Any]], classes: Classes, engine: Engine, *, takes_all: bool) -> None:
         self.lists, self.classes = lists, classes
@@ -61,19 +59,19 @@ class ParamGroups:
     # Who may join ------------------------------------------------------------------------------------------------
 
     def adoptable(self) -> list[nn.Parameter]:
-        """Those that would join if they required grad: if the optimizer was built from a handle, what no optimizer
-        has."""
+        """The parameters that would join once they require grad: those that no optimizer has, if this optimizer was
+        built from a handle."""
         return list(self._unclaimed()) if self._takes_all else []
 
     def newly_trainable(self) -> list[nn.Parameter]:
-        """Of these, those that require grad now."""
+        """The adoptable parameters that require grad now."""
         if not self._takes_all:
             return []
         trainable = {id(parameter) for parameter in self._engine.trainable_parameters()}
         return [parameter for parameter in self._unclaimed() if id(parameter) in trainable]
 
     def with_adopted(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters of each group, once these have joined: the first group is in the order of the model."""
+        """The parameters of each group after these have joined the first group, which is in the order of the model."""
         groups, new = [list(group["params"]) for group in self.lists], list(parameters)
         if new:
             mine = {id(parameter) for parameter in [*groups[0], *new]}
@@ -81,7 +79,7 @@ class ParamGroups:
         return groups
 
     def adopt(self, parameters: Iterable[nn.Parameter], owner: Owner) -> None:
-        """These join the first group, as if they had required grad from the start. `owner`: whose groups these are.
+        """Add these to the first group, at the place that they would have had from the start. `owner`: the optimizer.
 
         Raises:
             ValueError: a parameter that another optimizer has.
@@ -97,7 +95,7 @@ class ParamGroups:
     # What a step depends on --------------------------------------------------------------------------------------
 
     def settings(self) -> tuple[Items, ...]:
-        """Of each group, the class and the hyper-parameters."""
+        """The class and the hyper-parameters of each group, for the comparison between ranks."""
         return tuple(
             (
                 ("class", f"{of_class.__module__}.{of_class.__qualname__}"),
@@ -120,15 +118,15 @@ class ParamGroups:
         return self._members
 
     def changed(self) -> None:
-        """Parameters or units have come."""
+        """Forget cached names: parameters or units have been added."""
         self._members = None
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
-        """Of each group, JSON-able."""
+        """The hyper-parameters of each group, JSON-able."""
         return [{k: _as_number(v) for k, v in options.items()} for options in self.options()]
 
     def set_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Those of another rank."""
+        """Set the hyper-parameters to those of another rank."""
         for group, theirs in zip(self.lists, groups, strict=True):
             for key, value in theirs.items():
                 mine = group[key]
@@ -138,13 +136,13 @@ class ParamGroups:
                     group[key] = tuple(value) if isinstance(mine, tuple) else value
 
     def options(self) -> list[Options]:
-        """Of each group, all but the parameters."""
+        """Each group without its parameters."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self.lists]
 
     # In a state_dict ---------------------------------------------------------------------------------------------
 
     def as_saved(self) -> list[dict[str, Any]]:
-        """With parameters by number, as torch saves them."""
+        """The groups with parameters by number, as torch saves them."""
         saved, start = [], 0
         for group, options in zip(self.lists, self.options(), strict=True):
             stop = start + len(group["params"])
@@ -153,10 +151,11 @@ class ParamGroups:
         return saved
 
     def adopted_with(self, state_dict: Mapping[str, Any]) -> list[nn.Parameter]:
-        """What is frozen now may have been trained, and so be in the first group there: all of it, or nothing.
+        """The adoptable parameters that the first group of `state_dict` contains (they may have been trained when it
+        was saved): all of them or none, decided by the sizes of the groups.
 
         Raises:
-            ValueError: other groups.
+            ValueError: the groups have other sizes.
         """
         found, more = [len(group["params"]) for group in state_dict["param_groups"]], self.adoptable()
         for adopted in ([], more):
@@ -174,7 +173,7 @@ class ParamGroups:
 
 
 def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
-    """The class's own defaults with these options; the class checks them."""
+    """The defaults of the class, with these options, which the class checks."""
     return optimizer_class([torch.zeros(2, 2)], **options).defaults
 
 

@@ -1,4 +1,4 @@
-"""A piece: one flat parameter of the inner optimizer, and the scratch of a step. (Where they are cut: `cuts.py`.)"""
+"""A piece: one flat parameter of the inner optimizer; and the scratch of a step. (`cuts.py` decides where to cut.)"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Piece:
     Attributes:
         world: its range in the unit's buffers.
         group: index of the param group.
-        tensor: [world.numel] in the main dtype; the key of the inner optimizer's state. A view of main, or pointed to
-            scratch during the step where main has to be rebuilt.
+        tensor: [world.numel] in the main dtype; the key of the inner optimizer's state. A view of main; or, if main
+            must be joined, pointed to scratch during the step.
         active: whether it takes part in the next step (its parameters have gradients).
     """
 
@@ -31,19 +31,19 @@ class Piece:
 
 
 def scratch_bytes(numel: int, dtype: torch.dtype) -> int:
-    """What a piece needs of a `Scratch`: the next one begins where a vector may."""
+    """Bytes that a piece needs in a `Scratch`, rounded up so that the next piece is aligned."""
     return round_up(numel * dtype.itemsize, 64)
 
 
 class Scratch:
-    """One storage, divided among the pieces of a batch, each in its dtype; the next batch begins anew."""
+    """One storage that is divided among the pieces of a batch, and reused by the next batch."""
 
     def __init__(self) -> None:
         self.storage = torch.empty(0, dtype=torch.uint8)
         self._at = 0
 
     def reserve(self, num_bytes: int, device: torch.device) -> None:
-        """What is there already is enough, or is replaced."""
+        """Make the storage at least this large. A larger one replaces it: its values are lost."""
         if num_bytes > self.storage.numel():
             self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -51,7 +51,7 @@ class Scratch:
         self._at = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], with whatever values."""
+        """[numel], uninitialised."""
         start, self._at = self._at, self._at + scratch_bytes(numel, dtype)
         return self.storage[start : start + numel * dtype.itemsize].view(dtype)
 

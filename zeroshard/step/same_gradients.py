@@ -1,7 +1,7 @@
-"""Gradients that every rank has in full are the same on all of them: samples of a few parameters' at each step.
+"""Checks that gradients which every rank has in full are equal on all ranks, by samples of a few parameters per step.
 
-Under plan OPTIMIZER_ONLY they differ where nobody has averaged them: every rank would step its part of main with its
-own. Under DDP they differ where one rank alone has changed `p.grad`.
+Under plan OPTIMIZER_ONLY they differ if no code has averaged them: every rank would step its part of main with its own
+gradients. Under DDP they differ if one rank has changed `p.grad`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.storage.unit import Unit
 
 _AT_A_TIME = 8
-"""Parameters that are looked at in one step: others in the next."""
+"""How many parameters are sampled in one step; the next step samples the following ones."""
 
 
 class SameGradients:
@@ -26,7 +26,7 @@ class SameGradients:
         self._external = False
 
     def look(self, units: dict[Unit, set[int]]) -> None:
-        """At some of the gradients of these slots, which every rank has in full."""
+        """Sample some of the gradients of these slots, which every rank has in full."""
         slots = [(unit, index) for unit, of_unit in units.items() for index in sorted(of_unit)]
         first = self._samples.turn * _AT_A_TIME
         self._external = any(unit.grads.is_external for unit in units)
@@ -37,14 +37,14 @@ class SameGradients:
                 self._samples.take(number, unit.layout.slots[index].name, gradient.detach().reshape(-1))
 
     def digest(self) -> Tensor:
-        """0-d int64."""
+        """0-d int64, a digest of the samples."""
         return self._samples.digest()
 
     def expect_same(self, what: str) -> None:
-        """One more exchange, as digests differ. `what`: it is for.
+        """One more exchange, after digests have differed. `what`: its purpose.
 
         Raises:
-            RuntimeError: on every rank, with the parameter.
+            RuntimeError: on every rank, with the first parameter that differs.
         """
         found = self._collectives.exchange_objects(self._samples.listing(), what)
         self.forget()
@@ -56,7 +56,7 @@ class SameGradients:
                 )
 
     def forget(self) -> None:
-        """They have been compared."""
+        """Drop the samples: they have been compared."""
         self._samples.forget()
 
     def tensors(self) -> list[Tensor]:

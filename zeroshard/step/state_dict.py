@@ -1,4 +1,4 @@
-"""An optimizer's `state_dict` in torch's own layout: out of the steppers, and back."""
+"""Collects and loads an optimizer's `state_dict` in torch's own layout."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from zeroshard.step.stepper import FullState, stepped
 
 
 class StateDicts:
-    """Of one optimizer."""
+    """The `state_dict` of one optimizer."""
 
     def __init__(self, groups: ParamGroups, state: OptimizerState, losses: LossAccount, engine: Engine) -> None:
         self._groups, self._state, self._losses, self._engine = groups, state, losses, engine
 
     @phase("state_dict")
     def collect(self, destination: Destination) -> dict[str, Any]:
-        """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; empty where it
-        does not go. Unit by unit, where it does not stay here. Collective."""
+        """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; an empty dict
+        on ranks that the destination leaves out. Gathered unit by unit if it is moved to another device or kept on
+        rank 0 only. Collective."""
         state = self._state.gather() if destination == EVERYWHERE else self._gather(destination)
         if not destination.includes(self._engine.collectives.mesh.world.rank):
             return {}
@@ -61,10 +62,10 @@ class StateDicts:
 
         Args:
             state_dict: the same on every rank.
-            adopt: called with parameters that are frozen now, and were not when it was saved.
+            adopt: called with parameters that are frozen now, and were trained when it was saved.
 
         Raises:
-            ValueError: on every rank, and nothing has been changed: it does not fit, or differs between ranks.
+            ValueError: on every rank, before anything has been changed: it does not fit, or differs between ranks.
         """
         self._expect_same(state_dict)
         adopt(self._groups.adopted_with(state_dict))
@@ -75,8 +76,8 @@ class StateDicts:
     def load_from_rank0(
         self, state_dict: dict[str, Any] | None, adopt: Callable[[Iterable[nn.Parameter]], None]
     ) -> None:
-        """As `load`, unit by unit, where rank 0 alone has a state_dict: what the others pass is not looked at.
-        Collective; errors as above."""
+        """Like `load`, but only rank 0 has a state_dict (the other ranks' arguments are ignored), and it is sent unit
+        by unit. Collective; errors as of `load`."""
         source = FromRank0(self._engine.collectives, state_dict, self._expect_fitting)
         adopt(self._groups.adopted_with(source.state_dict))
         state, done = self._groups.state_by_parameter(source.state_dict), stepped(self._state.steppers.all)
@@ -95,7 +96,7 @@ class StateDicts:
     def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: other param groups, or state of another shape.
+            ValueError: param groups differ, or an item of state has another shape.
         """
         if not {"state", "param_groups"} <= state_dict.keys():
             raise InvalidValue(
@@ -105,7 +106,7 @@ class StateDicts:
         self._state.expect_fitting(self._groups.state_by_parameter(state_dict))
 
     def _expect_same(self, state_dict: dict[str, Any]) -> None:
-        """It fits, and is the same on every rank. Collective.
+        """Check that it fits, and is the same on every rank. Collective.
 
         Raises:
             ValueError: on every rank.

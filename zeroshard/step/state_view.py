@@ -1,9 +1,9 @@
-"""`optimizer.state`: the state of each parameter in full, gathered when it is read.
+"""`optimizer.state`: the full state of each parameter, gathered when it is read.
 
-Reading is collective: `state[p]`, `p in state`, `len(state)`, iterating. (Who has a part of a parameter knows its
-state, the other ranks do not.) Writing is not, but every rank must do it: `state[p] = {...}`, `state[p]["step"] = ...`,
-`del state[p]`, `state.clear()`. What has been read is a copy. To write into its tensors would change nothing, and
-raises: they are inference tensors.
+Reading is collective: `state[p]`, `p in state`, `len(state)`, iteration. (Only ranks that have a part of a parameter
+know its state.) Writing is not collective, but every rank must do it: `state[p] = {...}`, `state[p]["step"] = ...`,
+`del state[p]`, `state.clear()`. Values that have been read are copies. An in-place write to their tensors would have no
+effect on the optimizer, so it raises: they are inference tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard.step.stepper import FullState
 
 
 class StateView(MutableMapping[Tensor, Any]):
-    """See the module's note. `params`: those of one optimizer; of no other a state is kept."""
+    """See the module's note. `params`: the optimizer's parameters; no other tensor can have a state."""
 
     def __init__(self, params: Sequence[Tensor], state: OptimizerState) -> None:
         self._params, self._state = params, state
@@ -33,7 +33,7 @@ class StateView(MutableMapping[Tensor, Any]):
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """
         Raises:
-            ValueError: an item of another shape.
+            ValueError: an item has another shape than the parameter.
         """
         self._expect_mine(parameter)
         self._state.load({parameter: state} if state else {}, {parameter})
@@ -52,7 +52,7 @@ class StateView(MutableMapping[Tensor, Any]):
         return any(parameter is one for one in self)
 
     def items(self) -> ItemsView[Tensor, Any]:
-        """All of it at once: unit by unit, not parameter by parameter."""
+        """The full state, gathered at once: unit by unit instead of parameter by parameter."""
         full = self._gather(None)
         return {p: ParameterState(self, p, full[p]) for p in self._params if p in full}.items()
 
@@ -60,7 +60,7 @@ class StateView(MutableMapping[Tensor, Any]):
         return dict(self.items()).values()
 
     def clear(self) -> None:
-        """As if no step had been taken."""
+        """Remove all state, as before the first step."""
         self._state.clear()
 
     def __repr__(self) -> str:
@@ -68,8 +68,8 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def _gather(self, only: Collection[Tensor] | None) -> FullState:
         full = self._state.gather(only)
-        # Inference tensors, as they are the only ones that raise on an in-place write outside of inference mode: a
-        # write to a copy would be lost in silence.
+        # Inference tensors are the only ones that raise on an in-place write (outside of inference mode). A write to an
+        # ordinary copy would be lost without an error.
         with torch.inference_mode():
             for state in full.values():
                 state.update({key: v.clone() for key, v in state.items() if isinstance(v, Tensor)})
@@ -81,7 +81,7 @@ class StateView(MutableMapping[Tensor, Any]):
 
 
 class ParameterState(UserDict[str, Any]):
-    """Of one parameter: a copy; items that are set or deleted are set or deleted in the optimizer."""
+    """The state of one parameter, a copy. Setting or deleting an item also does so in the optimizer."""
 
     def __init__(self, view: StateView, parameter: Tensor, state: Mapping[str, Any]) -> None:
         self._view, self._parameter = view, parameter

@@ -1,9 +1,9 @@
-"""What steps some param groups of an optimizer, and the one way in which its state is read and written.
+"""The protocols of a stepper, which steps some param groups of an optimizer, and of its state.
 
-A `Stepper` updates parts of main with an inner optimizer. Its `state` gives what this rank holds as *entries*, each an
-interval of one tensor, or a plain value; and takes *saved* entries, of which it reads what this rank needs.
-`optimizer.state`, `state_dict` and checkpoints know no more of it. A new stepper is a class with these two protocols,
-built from an `Assignment`, and a line in `steppers.py`.
+A `Stepper` updates parts of main with an inner optimizer. Its `state` lists what this rank holds as *entries*, each an
+interval of one tensor, or a plain value. It loads *saved* state, of which it reads what this rank needs.
+`optimizer.state`, `state_dict` and checkpoints use only these protocols. To add a stepper, write a class that
+implements both, is built from an `Assignment`, and has a line in `steppers.py`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ FullState = dict[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Update:
-    """What is done to the summed gradient on its way into a step: one multiply, and perhaps a clamp.
+    """What a step does to the gradient before it uses it: one multiplication, and possibly a clamp.
 
     Attributes:
         factor: mean over ranks (or tokens), loss scale and norm clip in one number.
-        clip_value: bound on the absolute value after that.
+        clip_value: bound on the absolute value, applied after the factor.
     """
 
     factor: float
     clip_value: float | None = None
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """In place."""
+        """Apply it in place, and return the gradient."""
         if self.factor != 1.0:
             gradient.mul_(self.factor)
         return gradient if self.clip_value is None else gradient.clamp_(-self.clip_value, self.clip_value)
@@ -59,8 +59,8 @@ class StateChunk:
         key: of the tensor in the parameter's state.
         shape: of the whole tensor.
         interval: in the flattened tensor.
-        is_scalar: one number for all of the parameter. (A parameter of one element may have a value for that element.)
-        read: interval inside `interval` -> its values now, [numel].
+        is_scalar: whether it is one number for the whole parameter, and not a value for its only element.
+        read: interval inside `interval` -> its current values, [numel].
     """
 
     parameter: str
@@ -74,7 +74,7 @@ class StateChunk:
 
 @dataclass(frozen=True)
 class StateValue:
-    """What is no tensor in the state of a parameter: a number, a text, None, a list, ..."""
+    """A value in the state of a parameter that is no tensor: a number, a string, None, a list, ..."""
 
     parameter: str
     key: str
@@ -85,11 +85,11 @@ StateEntry = StateChunk | StateValue
 
 
 def whole_entry(parameter: str, key: str, value: Any, elementwise: bool | None) -> StateEntry:
-    """An entry that one rank has all of. `elementwise`: whether each element has its own value (None: the class does
-    not tell).
+    """An entry that one rank holds completely. `elementwise`: whether each element has its own value (None: not known
+    from the class).
 
     Raises:
-        ValueError: a tensor that is not dense.
+        ValueError: the tensor is not dense.
     """
     if not isinstance(value, Tensor):
         return StateValue(parameter, key, value)
@@ -103,7 +103,7 @@ def whole_entry(parameter: str, key: str, value: Any, elementwise: bool | None) 
 
 def expect_dense(parameter: str, key: str, value: Any) -> None:
     """Raises:
-    ValueError: a tensor made of several, or a sparse one."""
+    ValueError: the tensor is a wrapper subclass (quantised), or sparse."""
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
         raise InvalidValue(
             f"state {key} of {parameter} is a {type(value).__name__}, made of several tensors (quantised, perhaps): "
@@ -113,8 +113,8 @@ def expect_dense(parameter: str, key: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A saved tensor of many elements (or a value for the only element), wherever it lies. `read(interval, out)`:
-    elements `interval` of it, flattened, into `out`."""
+    """A saved tensor with a value per element, in memory or in a file. `read(interval, out)` copies elements `interval`
+    of the flattened tensor into `out`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -134,8 +134,8 @@ class SavedTensor:
 
 
 class Need(NamedTuple):
-    """The state of a parameter, of which a rank loads something: elements `interval` of tensors in the parameter's
-    shape, all of any other."""
+    """What a rank loads of a parameter's state: elements `interval` of tensors in the parameter's shape, and all of
+    other tensors."""
 
     parameter: Tensor
     slot: Slot
@@ -153,8 +153,8 @@ class StepperState(Protocol):
     """The state of a stepper's parameters, over all ranks."""
 
     def entries(self) -> Iterator[StateEntry]:
-        """What this rank has to store. The ranks of one replica together: every element of every parameter's state
-        once."""
+        """The entries that this rank stores. Together, the ranks of one replica store every element of every
+        parameter's state exactly once."""
 
     def needs(self) -> Iterator[Need]:
         """What `load` reads on this rank."""
@@ -163,28 +163,28 @@ class StepperState(Protocol):
         """Whether a saved tensor of many elements may have that shape."""
 
     def elementwise(self, group: int) -> Mapping[str, bool]:
-        """What the class's state is made of, whatever the shapes say (see `inner.is_elementwise_state`)."""
+        """Which items of the class's state are elementwise (see `inner.is_elementwise_state`)."""
 
     def load(self, state: SavedState, only: Collection[Tensor] | None = None) -> None:
-        """Replace the state by what this rank needs of the saved one; a parameter that is not in it has none then.
-        `only`: that of other parameters stays."""
+        """Replace the state by this rank's part of the saved state. Parameters that are not in it have no state
+        afterwards. `only`: keep the state of all other parameters."""
 
     def gather(self, only: Collection[Tensor] | None = None) -> FullState:
-        """The state in full on every rank, of `only` these parameters. Collective.
+        """The full state on every rank (`only`: of these parameters). Collective.
 
         Raises:
-            ValueError: on every rank, state that cannot be put together.
+            ValueError: on every rank: state that cannot be gathered.
         """
 
     def parameters(self) -> Collection[Tensor]:
-        """Those that have state, on whichever rank. Collective."""
+        """The parameters that have state on any rank. Collective."""
 
     def clear(self) -> None:
-        """As if no step had been taken."""
+        """Remove all state, as before the first step."""
 
 
 class Stepper(Protocol):
-    """Updates the parts of main of some param groups; weights follow in `Unit`."""
+    """Updates this rank's parts of main, of some param groups, and the own weights with them."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -197,7 +197,7 @@ class Stepper(Protocol):
     def state(self) -> StepperState: ...
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """(param group, tensor) over the own shard; nothing is copied."""
+        """(param group, gradient) of the own shard, as views."""
 
     def set_active(self, active: dict[Unit, list[bool]]) -> None:
         """Which slots take part from now on."""
@@ -210,20 +210,20 @@ class Stepper(Protocol):
         updated: Callable[[Unit], None],
         arguments: Options,
     ) -> None:
-        """One step of what is active. Collective.
+        """One step of the active slots. Collective.
 
         Args:
-            options: the user's param groups; their hyper-parameters take effect (and changes by the class go back).
-            start: called before anything of a unit is read; updated: after all of it is written, on all ranks in one
-                order.
-            arguments: of the class's own `step`.
+            options: the user's param groups: their hyper-parameters are used, and changes by the class are copied back.
+            start: called with a unit before any of it is read.
+            updated: called with a unit after all of it is written; in the same order on all ranks.
+            arguments: for the class's own `step`.
         """
 
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
-        """Another method of the class, on all of main; what it does to main reaches the weights. Collective."""
+        """Call another method of the class on all of main; then set the weights from main. Collective."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What is held, by kind: "state", "scalars", "scratch", "main"."""
+        """The tensors held, by kind: "state", "scalars", "scratch", "main"."""
 
 
 def stepped(steppers: Collection[Stepper]) -> set[Tensor]:
@@ -232,16 +232,16 @@ def stepped(steppers: Collection[Stepper]) -> set[Tensor]:
 
 
 def as_saved(stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """Full state of a stepper's parameters (as `gather` gives it, or a plain optimizer has it), to be loaded.
+    """Full state of a stepper's parameters (from `gather`, or of a plain optimizer), in the form that `load` takes.
 
-    Of a parameter of a single element, moments and counts of steps look alike: the class says what they are, or else
-    what they are for parameters of many elements.
+    For a parameter of one element, moments and step counts look alike. The class decides; or, if it does not know the
+    key, the shape that the item has for parameters of many elements.
 
     Raises:
-        ValueError: a tensor of another shape.
+        ValueError: an item has another shape.
     """
     members = [member for member in stepper.assignment.members() if state.get(member.parameter)]
-    seen: dict[str, bool] = {}  # of keys that the class does not tell
+    seen: dict[str, bool] = {}  # for keys that the class does not know
     for member in members:
         for key, value in state[member.parameter].items():
             if isinstance(value, Tensor) and member.slot.world.numel > 1:

@@ -1,4 +1,4 @@
-"""Who steps what: the steppers of one optimizer, which take every step in one order on all ranks."""
+"""The steppers of one optimizer: which stepper has which parameters; they step in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ STEPPERS: dict[Granularity, Callable[[Assignment], Stepper]] = {
 
 
 class Steppers:
-    """Of one optimizer. Parameters that begin to train need others, in their place.
+    """The steppers of one optimizer. When parameters begin to train, a new object replaces this one.
 
     Attributes:
-        all: one for each optimizer class; those for whole parameters first.
-        units: the slots of each unit that they step, in the engine's order.
+        all: one stepper for each optimizer class; steppers of whole parameters first.
+        units: unit -> the slots that these steppers have, in the engine's order.
     """
 
     def __init__(self, engine: Engine, groups: ParamGroups | None = None) -> None:
-        """`groups`: None for nothing to step.
+        """`groups`: None: no parameters.
 
         Raises:
-            ValueError: a class that cannot be sharded, or that refuses its parameters.
+            ValueError: a class cannot be sharded, or refuses its parameters.
         """
         self._engine = engine
         self.all = tuple(_build(groups, engine)) if groups is not None else ()
@@ -50,7 +50,7 @@ class Steppers:
         self.units = {unit: of_unit for unit, of_unit in slots.items() if of_unit}
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """(param group, tensor) over the own shards; nothing is copied."""
+        """(param group, gradient) of the own shards, as views."""
         for stepper in self.all:
             yield from stepper.own_gradients()
 
@@ -60,7 +60,7 @@ class Steppers:
     def step(
         self, options: Sequence[Options], active: dict[Unit, list[bool]], update: Update, arguments: Options
     ) -> None:
-        """Main becomes new, unit by unit, and the weights follow while the next forward starts. Collective.
+        """Update main unit by unit, and start to gather weights that rest in full. Collective.
 
         Args:
             options: the user's param groups.
@@ -71,16 +71,18 @@ class Steppers:
         steppers_left = {unit: sum(unit in one.assignment.groups for one in self.all) for unit in self.units}
 
         def start(unit: Unit) -> None:
-            # What is still arriving would overwrite what this step is about to write.
+            # A gather in flight would overwrite the weights that this step is about to write.
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive(stale=True)
 
         def updated(unit: Unit) -> None:
             steppers_left[unit] -= 1
             slots = {index for index in self.units[unit] if active[unit][index]}
+            # Only after the last stepper of the unit: a gather must not read weights that another one still writes.
             if not steppers_left[unit] and unit.plan.main is SHARDED and slots:
                 engine.gatherer.updated(unit, slots)
-                self._consume(unit)  # before the next unit's state is made
+                # Free the unit's gradients here, before the next unit's state is allocated: this lowers the peak.
+                self._consume(unit)
 
         for stepper in self.all:
             stepper.set_active(active)
@@ -88,12 +90,11 @@ class Steppers:
         engine.gatherer.read()
 
     def discard_gradients(self) -> None:
-        """They have been used, or are not wanted: those of the parameters that these step, and of those that no
-        optimizer has."""
+        """Free the gradients of the parameters of these steppers, and of parameters that no optimizer has."""
         for unit in self._engine.units:
             self._consume(unit)
         self._engine.reducer.forget_losses()
-        self._engine.pool.rest("buckets", "scratch")  # a backward may still need the weights
+        self._engine.pool.rest("buckets", "scratch")  # not "ring": a backward may still need the weights
 
     def _consume(self, unit: Unit) -> None:
         visible = self._engine.reducer.visible
@@ -108,7 +109,7 @@ class Steppers:
         """Whether a class has a method of that name.
 
         Raises:
-            AttributeError: no class has, but an instance has an attribute.
+            AttributeError: no class has such a method, but an instance has an attribute of that name.
         """
         if any(callable(getattr(type(stepper.optimizer), name, None)) for stepper in self.all):
             return True
@@ -120,10 +121,10 @@ class Steppers:
         return False
 
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
-        """Call a method of the classes that have it, on all of main; the weights follow. Collective.
+        """Call a method of the classes that have it, on all of main; then set the weights from main. Collective.
 
         Returns:
-            What the instances do: None where all do, the result of the only one, else a tuple.
+            None if all instances return None; the result, if there is one instance; else a tuple of the results.
         """
         having = [stepper for stepper in self.all if hasattr(stepper.optimizer, name)]
         results = [stepper.call(name, arguments, options) for stepper in having]

@@ -1,9 +1,9 @@
-"""An optimizer that is made already, as `ShardedOptimizer.from_optimizer` takes it over.
+"""Takes over an existing plain optimizer, for `ShardedOptimizer.from_optimizer`.
 
-Its class is made anew over the parts of main that a rank has, so the arguments that it was made with must be found.
-They are among its defaults or its attributes, under the names that its constructor has for them; and whether a new one
-is like it is then looked at. Its param groups, and their dicts, are shared: a scheduler that was made for it sets the
-learning rates that the sharded optimizer steps with.
+The inner optimizers are new instances of its class, so the arguments that it was made with must be found. They are
+looked up among its defaults and attributes, by the names of the constructor's arguments; then a new instance is
+compared with it. Its param groups (the dicts themselves) are shared: a scheduler that was made for it sets the learning
+rates that the sharded optimizer uses.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ _HOOKS = tuple(
     )
 )
 _OF_TORCH = {"defaults", "state", "param_groups", "step"}
-"""Attributes that every optimizer has (or a scheduler gives it), and that are taken over otherwise."""
+"""Attributes that every optimizer has (or gets from a scheduler), and that are not compared."""
 
 
 def arguments_of(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> Options:
-    """What the class was made with.
+    """The keyword arguments that the optimizer was made with.
 
     Args:
-        given: the arguments that the user names; they count.
+        given: arguments that the user names; they override those that are found.
 
     Raises:
-        ValueError: an argument that cannot be found; a new optimizer of the class, made with these arguments, is not
-            like this one.
+        ValueError: an argument cannot be found; or a new optimizer made with these arguments differs from this one.
     """
     of_class, found = type(optimizer), dict[str, Any]()
     for name, parameter in _parameters(of_class).items():
@@ -61,12 +60,12 @@ def arguments_of(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> 
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[Options]:
-    """Its param groups, each a dict of its own."""
+    """Copies of its param groups."""
     return [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
 
 
 def state_dict_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As its `state_dict()`, which would run hooks of the user; nothing is copied."""
+    """Like its `state_dict()`, without running the user's hooks, and without copies."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = iter(range(len(params)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
@@ -76,8 +75,8 @@ def state_dict_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:
     """Raises:
-    ValueError: somebody has put another `step` in the place of the class's, which would be lost. (Schedulers put one
-        there that only counts.)"""
+    ValueError: the instance's `step` has been replaced by another function, which would be lost. (Schedulers also
+        replace it, but only to count steps.)"""
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
         raise InvalidValue(
@@ -87,8 +86,8 @@ def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> None:
-    """From now on both have the same param groups and hooks; the one that is taken over has no state, and raises where
-    it would step, save or load."""
+    """Let both optimizers share param groups and hooks. The one that is taken over loses its state, and raises when it
+    is asked to step, save or load."""
     for mine, theirs in zip(to.param_groups, optimizer.param_groups, strict=True):
         theirs.update({**mine, **theirs})
     to.param_groups[:] = optimizer.param_groups
@@ -98,7 +97,7 @@ def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> No
     optimizer.state.clear()
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
         setattr(optimizer, name, _handed_over(name))
-    # A scheduler warns if the optimizer that it was made for has never stepped.
+    # A scheduler warns if the optimizer that it was made for has never stepped, so its step is noted there.
     to.register_step_post_hook(partial(_note_step, weakref.ref(optimizer)))
 
 
@@ -108,7 +107,7 @@ def _handed_over(name: str) -> Callable[..., NoReturn]:
             f"{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned"
         )
 
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as far as its schedulers are concerned
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for this mark
     return refuse
 
 
@@ -118,7 +117,7 @@ def _note_step(optimizer: weakref.ref[Any], *_: object) -> None:
 
 
 def _parameters(of_class: OptimizerClass) -> dict[str, inspect.Parameter]:
-    """The named arguments of the constructor but `params`, and of those that it passes its `**kwargs` on to."""
+    """The named arguments of the constructor without `params`, and those of base classes that get its `**kwargs`."""
     found: dict[str, inspect.Parameter] = {}
     for kind in of_class.__mro__:
         if "__init__" not in vars(kind):
@@ -134,7 +133,7 @@ def _parameters(of_class: OptimizerClass) -> dict[str, inspect.Parameter]:
 
 def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
     """Raises:
-    ValueError: a new one, made with these arguments, has other defaults or attributes."""
+    ValueError: a new optimizer made with these arguments has other defaults or attributes."""
     name = type(optimizer).__name__
     try:
         new = type(optimizer)([torch.zeros(2, 2)], **arguments)

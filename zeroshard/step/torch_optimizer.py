@@ -1,6 +1,6 @@
-"""What torch and its tools ask of an optimizer beside steps: state, `state_dict`, copies, `Join`, methods of the class.
+"""The interface of `torch.optim.Optimizer` besides `step`: state, `state_dict`, copies, `Join`, methods of the class.
 
-The state is divided among ranks; here it has the form that torch gives it.
+The state is sharded; here it has torch's own form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroshard.step.uneven_inputs import FollowerHook, UnevenInputs
 
 
 class TorchOptimizer(torch.optim.Optimizer, Joinable):
-    """See the module's note. What it works on is made by the class that steps, after torch's own constructor."""
+    """See the module's note. The subclass sets the attributes below, after torch's own constructor."""
 
     engine: Engine
     groups: ParamGroups
@@ -44,22 +44,23 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
     @abstractmethod
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Parameters that no optimizer has become this one's."""
+        """Take parameters that no optimizer has."""
 
     @abstractmethod
     def joined(self) -> JoinedOptimizer:
-        """As a join sees it."""
+        """The interface for a join."""
 
     # State -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = False, device: torch.device | str | None = None) -> dict[str, Any]:
-        """torch's own layout with full tensors, on every rank: a plain optimizer of the class loads it. Collective.
+        """The state in torch's own layout, with full tensors: a plain optimizer of the class can load it. Collective.
 
-        The loss scaler's state, if there is one, lies beside it under "loss_scale".
+        The loss scaler's state, if there is one, is under "loss_scale".
 
         Args:
-            rank0_only: on rank 0 alone; the others take part, and get an empty dict.
-            device: where to ("cpu"); None: where main is. At most the state of one unit is there in full meanwhile.
+            rank0_only: True: only rank 0 gets the state; the other ranks take part, and get an empty dict.
+            device: of the tensors ("cpu" for example); None: main's device. With either argument, at most one unit's
+                state is in full on main's device at a time.
         """
         self.engine.check_open("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -71,16 +72,16 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any] | None, *, broadcast_from_rank0: bool = False) -> None:
-        """Load the state that this method's counterpart, or a plain optimizer of the class, has given. Collective.
+        """Load a state dict of this class, or of a plain optimizer of the user's class. Collective.
 
         Args:
             state_dict: the same on every rank.
-            broadcast_from_rank0: rank 0 alone has a state_dict; the others pass {} or None, and get the state unit by
-                unit.
+            broadcast_from_rank0: True: only rank 0 has a state dict; the other ranks pass {} or None, and receive the
+                state unit by unit.
 
         Raises:
-            ValueError: on every rank, and nothing has been changed: other param groups; state of another shape; state
-                dicts that differ between ranks.
+            ValueError: on every rank, before anything has been changed: param groups that do not fit; an item of
+                another shape; state dicts that differ between ranks.
         """
         self.engine.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -115,8 +116,8 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     # Methods of the user's class ----------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """A method that the class has and this one has not (`train` and `eval` of schedule-free ones): on all of main
-        that there is; the weights follow. Collective."""
+        """A method that the user's class has and this one does not (`train` and `eval` of schedule-free classes). A
+        call runs it on all of main, and sets the weights. Collective."""
         if not name.startswith("_") and "_state" in self.__dict__ and self._state.steppers.have_method(name):
             return partial(self._call, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -125,7 +126,8 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.engine.check_open(name)
         self.engine.gatherer.settle()
-        together(self.engine.collectives, name, self.agreement.expect_no_gradients)  # all have read: all may write
+        # The exchange also makes sure that all ranks have read the weights before any rank writes them.
+        together(self.engine.collectives, name, self.agreement.expect_no_gradients)
         with self.agreement.updating():
             return self._state.steppers.call(name, (args, kwargs), self.param_groups)
 
@@ -133,7 +135,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
-        """`torch.amp.GradScaler` asks for this before anything else."""
+        """`torch.amp.GradScaler` reads this attribute first, so raise the explanation here."""
         raise InvalidState(
             "torch.amp.GradScaler decides on each rank alone whether to skip a step, by the gradients in p.grad, of "
             "which a rank may hold a part: pass loss_scale='dynamic' to ShardedOptimizer, and call "
@@ -141,10 +143,10 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join([ddp, optimizer])`, under OPTIMIZER_ONLY. One step for each forward of DDP.
+        """For torch's `Join([ddp, optimizer])`, under OPTIMIZER_ONLY. There must be one step for each forward of DDP.
 
         Raises:
-            ValueError: another plan.
+            ValueError: the plan is another one.
         """
         if not self.engine.plan.external_gradients:
             raise InvalidValue("Join: this optimizer belongs to a sharded model: use `with handle.join():`")

@@ -1,4 +1,4 @@
-"""Plan OPTIMIZER_ONLY inside of torch's `Join([ddp, optimizer])`: ranks with inputs for different numbers of steps.
+"""Uneven inputs under plan OPTIMIZER_ONLY, inside torch's `Join([ddp, optimizer])`.
 
 Torch's DDP reduces the gradients of the ranks that have inputs, but does not pass the result to the other ranks. So
 before each exchange of a step all ranks announce what they are about to do. If some have run out of inputs, one rank
@@ -24,10 +24,11 @@ from zeroshard.step.joined import JoinedOptimizer
 
 
 class UnevenInputs:
-    """Of one optimizer over the parameters of a handle.
+    """Uneven inputs of one optimizer.
 
     Attributes:
-        divides_by_all: DDP divides the sum of gradients by the number of all ranks, not of those that have inputs.
+        divides_by_all: whether DDP divides the sum of gradients by the number of all ranks (else by the number of ranks
+            that have inputs).
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -36,14 +37,14 @@ class UnevenInputs:
         self._given = False  # whether the followers have the gradients of this step
 
     def announce(self, optimizer: JoinedOptimizer, norm_type: float | None, arguments: Mapping[str, Any]) -> None:
-        """By a rank that has inputs, before the ranks agree. Collective.
+        """Called on a rank that has inputs, before the control exchange. Collective.
 
         Args:
-            norm_type: None for a step.
+            norm_type: of `clip_grad_norm_`; None for a step.
             arguments: of the step.
 
         Raises:
-            RuntimeError: some have run out, and there is something that they cannot do.
+            RuntimeError: a rank has run out of inputs, and cannot follow this call.
         """
         losses = optimizer.losses
         told = {
@@ -71,7 +72,7 @@ class UnevenInputs:
         self._given = norm_type is not None
 
     def follow(self, optimizer: JoinedOptimizer) -> None:
-        """By a rank that has run out: one step of the others. Collective."""
+        """Called on a rank that has run out of inputs: take part in one step of the others. Collective."""
         try:
             while not self._follow_once(optimizer):
                 pass
@@ -81,7 +82,7 @@ class UnevenInputs:
                     parameter.grad = None
 
     def _follow_once(self, optimizer: JoinedOptimizer) -> bool:
-        """Whether it was the step."""
+        """Take part in one exchange of the others. Returns whether it was the step."""
         optimizer.look_for_newcomers()
         rows = self._engine.collectives.exchange_objects(None)
         told = next(row for row in rows if row is not None)
@@ -100,7 +101,7 @@ class UnevenInputs:
 
     @torch.no_grad()
     def _give(self, rows: Sequence[Any], *, follows: bool) -> None:
-        """From the first rank that has inputs to those that have none; once for each step."""
+        """Send the gradients of the first rank with inputs to ranks without inputs; once for each step."""
         if self._given:
             return
         source = next(rank for rank, row in enumerate(rows) if row is not None)
@@ -108,7 +109,8 @@ class UnevenInputs:
         parameters = [p for unit in self._engine.units for p in unit.parameters]
         for parameter, present in zip(parameters, rows[source]["present"], strict=True):
             value = None
-            if present:  # ranks that have one of their own keep it
+            # Every rank takes part in the broadcast; ranks that have inputs keep their own gradient.
+            if present:
                 value = parameter.grad if collectives.mesh.world.rank == source else torch.empty_like(parameter)
                 assert value is not None
                 collectives.broadcast([value], source=source)
@@ -120,12 +122,12 @@ class FollowerHook(JoinHook):
     """What torch's `Join` calls on a rank that has run out of inputs, once for each forward of the others."""
 
     def __init__(self, joinable: Joinable, optimizer: JoinedOptimizer, inputs: UnevenInputs) -> None:
-        """`joinable`: what torch knows the optimizer as."""
+        """`joinable`: the optimizer, as torch's `Join` has it."""
         self._joinable, self._optimizer, self._inputs = joinable, optimizer, inputs
 
     def main_hook(self) -> None:
         self._inputs.follow(self._optimizer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have come to the end: from now on a step is as always."""
+        """All ranks have run out of inputs: disable torch's join in the optimizer, so that later steps are normal."""
         self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Where the bytes of a unit lie: flat buffers, weights, gradients, main."""
+"""The memory of a unit: flat buffers, weights, gradients, main."""

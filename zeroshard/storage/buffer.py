@@ -1,11 +1,11 @@
-"""Flat storage: one contiguous 1-D tensor per unit and kind, its views, and where its values are.
+"""Flat buffers: one contiguous 1-D tensor per unit and kind, its views, and the placement of its values.
 
-[Note: placement] A buffer has two placements. `resting` is where its values are between steps: it decides which storage
-the buffer holds for good, and so what else has to be asked: whether a buffer of the pool comes into play (`borrows`),
-and whether values stay on this rank (`rests_in_full`). `placement` is where they are now. `redistribute` changes it by
-an exchange, and until `arrive` it is where they will be (`is_arriving`); `become` changes it where somebody has written
-the values, or nobody needs them any more. Nothing else is stored of where values are: the states of weights and of
-gradients are names for these two (`Weights.state`, `Gradients.state`), so they cannot contradict them.
+[Note: placement] A buffer has two placements. `resting` is where its values are between steps. It decides which storage
+the buffer keeps, and therefore whether it needs a pool buffer for a full tensor (`borrows`) or keeps all values on this
+rank (`rests_in_full`). `placement` is where the values are now. `redistribute` changes it by an exchange; until
+`arrive`, `placement` is where they will be (`is_arriving`). `become` changes it without an exchange: when values have
+been written, or are no longer needed. Nothing else records where values are: the states of weights and gradients are
+derived from these (`Weights.state`, `Gradients.state`), so they cannot contradict them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,14 @@ class FlatBuffer:
     Attributes:
         layout: shared by the weights, gradients and main of a unit.
         full: [layout.numel], or None while only the shard is held.
-        shard: [layout.shard_numel], the own interval: a view of `full` where `full` is held for good, else a storage
-            of its own (then a borrowed `full` comes and goes by `attach` and `detach`). Empty while it is let go.
-        is_guest: whether the shard lies in somebody else's storage for a while.
-        most: the most bytes of its own that it has held.
+        shard: [layout.shard_numel], the own interval: a view of `full` if the buffer owns `full`, else a storage of its
+            own (then a borrowed `full` comes by `attach` and goes by `detach`). Empty after `let_go`.
+        is_guest: whether the shard lies in a pool buffer for a while (`Pool.lodge`).
+        most: the most bytes of its own storage so far.
         resting: where its values are between steps.
-        borrows: whether a full tensor is somebody else's, for a while: it rests in a shard that is not the whole.
-        placement: where its values are now (while a redistribution is under way: where they will be); None: it has
-            none.
-        is_arriving: whether a redistribution is under way.
+        borrows: whether a full tensor is always borrowed: the buffer rests in a shard that is not the whole.
+        placement: where its values are now (during a redistribution: where they will be); None: it has no values.
+        is_arriving: whether a redistribution is in progress.
     """
 
     __slots__ = (
@@ -94,8 +93,8 @@ class FlatBuffer:
         *,
         lasting: bool = True,
     ) -> None:
-        """`resting`: SHARDED allocates the shard alone, anything else the full buffer (so does a shard that is the
-        whole). `lasting`: False holds nothing before `hold`, and then the values that `allocate` gives."""
+        """`resting`: SHARDED allocates only the shard, others the full buffer (also SHARDED, if there is one shard).
+        `lasting`: False allocates nothing before `hold`, and `let_go` frees it again."""
         self.layout, self.rank = layout, rank
         self.resting = resting
         self.borrows = resting is SHARDED and layout.num_shards > 1
@@ -118,11 +117,11 @@ class FlatBuffer:
 
     @property
     def rests_in_full(self) -> bool:
-        """Whether the full tensor is its own: once all values are there, they stay."""
+        """Whether the buffer owns its full tensor: gathered values then stay."""
         return not self.borrows
 
     def hold(self) -> None:
-        """Have storage of its own, where it has none."""
+        """Allocate the buffer's own storage, if it has none."""
         if self._storage.numel():
             return
         numel = self.layout.shard_numel if self.borrows else self.layout.numel
@@ -135,7 +134,7 @@ class FlatBuffer:
             self.full, self.shard = held, held[self.layout.shard(self.rank).slice]
 
     def let_go(self) -> None:
-        """Nobody needs the values any more: its own storage goes, unless it is lasting."""
+        """Free the buffer's own storage, unless it is lasting. The values are lost."""
         if not self._lasting:
             self.is_guest = False
             self._storage = self._allocate(0)
@@ -144,8 +143,8 @@ class FlatBuffer:
                 self.full = self._cut = None
 
     def move(self, storage: Tensor | None = None) -> None:
-        """The values of the shard go into `storage`, uint8 [its bytes], which belongs to somebody else; None: into a
-        storage of its own again."""
+        """Move the shard's values into `storage`, uint8 [bytes of the shard], part of a pool buffer; None: back into a
+        storage of its own."""
         assert self.borrows and not self._lasting, "not a shard that comes and goes"
         self.is_guest = storage is not None
         storage = self._allocate(self._storage.nbytes) if storage is None else storage
@@ -153,23 +152,24 @@ class FlatBuffer:
         self.shard = self._storage.view(self.dtype)
 
     def attach(self, full: Tensor) -> None:
-        """Borrow a full-size tensor [layout.numel] for a while."""
+        """Borrow a full-size tensor [layout.numel], until `detach`."""
         assert self.borrows and self.full is None and full.numel() == self.layout.numel, "not a borrower"
         self.full = full
 
     def detach(self, *, forget: bool = False) -> None:
-        """Give a borrowed full tensor back. Its views are kept for the next time, unless it is to be forgotten."""
+        """Give a borrowed full tensor back. Its views are kept for the next `attach`, unless `forget`."""
         if self.borrows:
             self.full = None
             if forget:
+                # The cached views keep the storage alive: whoever wants its memory freed must pass `forget`.
                 self._cut = None
 
     def become(self, placement: Placement | None) -> None:
-        """Without any exchange: somebody has written values, which are `placement` now; None: nobody needs them any
+        """Set the placement without an exchange: the caller has written values; None: the values are not needed any
         more.
 
         Raises:
-            RuntimeError: others are arriving.
+            RuntimeError: a redistribution is in progress.
         """
         if self.is_arriving:
             raise InvalidState("the values of this buffer are arriving: wait for them before others are written")
@@ -186,16 +186,16 @@ class FlatBuffer:
         reduction: Reduction | None = None,
         acknowledge: bool = False,
     ) -> None:
-        """Start the change of placement: the values are `to` once they have arrived (`arrive`).
+        """Start an exchange that changes the placement to `to`; `arrive` waits for it.
 
         Args:
-            portions: what moves; None: everything.
-            reduction: of values that are PARTIAL.
+            portions: the intervals that move; None: everything.
+            reduction: how PARTIAL values are summed.
             acknowledge: the own shard will be written to before the ranks meet again (see `Collectives.all_gather`).
 
         Raises:
             ValueError: no such transition.
-            RuntimeError: there are no values, or a redistribution is under way.
+            RuntimeError: there are no values, or a redistribution is in progress.
         """
         if self.placement is None or self.is_arriving:
             what = "has no values" if self.placement is None else "waits for values that are arriving"
@@ -204,7 +204,7 @@ class FlatBuffer:
         for number, move in enumerate(path):
             assert self.full is not None, "a redistribution needs the full tensor"
             if number:
-                pending.release()  # what the move before has read is overwritten by this one
+                pending.release()  # peers may still read what this move overwrites
             if move is Move.REDUCE_SCATTER:
                 assert reduction is not None, "a sum needs scratch"
                 pending = collectives.reduce_scatter(
@@ -217,16 +217,17 @@ class FlatBuffer:
         self._pending, self.placement, self.is_arriving = pending, to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:
-        """Wait for the redistribution under way, if there is one. `stale`: its result will not be used."""
+        """Wait for the redistribution in progress, if there is one. `stale`: its result will not be used."""
         self._pending.wait(stale=stale)
         self.is_arriving = False
 
     def abandon(self) -> None:
-        """Nobody waits any more for what is under way, or needs the values."""
+        """Drop the redistribution in progress, if any, and the values."""
+        # Dropping the `Pending` still waits for its messages, unless something has failed (`Pending.__del__`).
         self._pending, self.is_arriving, self.placement = Pending(), False, None
 
     def release(self) -> None:
-        """The same, and wait until the peers have read what this rank gave: only then may it be written to."""
+        """Like `arrive`, and wait until the peers have read what this rank gave: only then may it be written to."""
         self._pending.release()
         self.is_arriving = False
 
@@ -240,8 +241,8 @@ class FlatBuffer:
 
     def _cut_up(self) -> Cut:
         assert self.full is not None, "the full buffer is not here"
-        # By identity: a pool buffer gives the same tensor object each time (`PoolBuffer.tensor`), so that its views are
-        # not made anew, one for each parameter, at every gather.
+        # Compared by identity: a pool buffer returns the same tensor object each time (`PoolBuffer.tensor`), so that a
+        # gather does not create new views, one per parameter.
         if self._cut is None or self._cut.full is not self.full:
             self._cut = Cut.of(self.full, self.layout)
         return self._cut
@@ -252,7 +253,7 @@ class FlatBuffer:
         return self.full[self.layout.shard(self.rank).slice]
 
     def storages(self) -> list[Tensor]:
-        """What this buffer owns (not what it borrows)."""
+        """The storage that this buffer owns; nothing that it borrows."""
         return [] if self.is_guest else [self._storage]
 
 
@@ -264,7 +265,7 @@ def live_bytes(tensors: list[Tensor]) -> int:
 
 
 def plain_parts(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors inside those that are made of several (quantised state: codes, scales), the others themselves."""
+    """The inner tensors of wrapper subclasses (quantised state: codes, scales); other tensors as they are."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from plain_parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])

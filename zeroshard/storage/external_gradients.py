@@ -1,12 +1,12 @@
-"""Gradients that no buffer of this engine holds: those of a frozen unit, and those that others leave in `p.grad`.
+"""Gradients that this engine holds in no buffer: of a frozen unit (none), and of OPTIMIZER_ONLY (in `p.grad`).
 
 | class               | of                                  | values                                                  |
 |---------------------|-------------------------------------|---------------------------------------------------------|
-| `Gradients`         | a unit that trains (`gradients.py`) | in its buffer: accumulated, reduced, used up by a step  |
-| `ExternalGradients` | a unit under OPTIMIZER_ONLY         | in `p.grad`, reduced by others: read, and left there    |
+| `Gradients`         | a unit that trains (`gradients.py`) | in its buffer: accumulated, reduced, freed by a step    |
+| `ExternalGradients` | a unit under OPTIMIZER_ONLY         | in `p.grad`, reduced by other code: read, and left there|
 | `NoGradients`       | a frozen unit                       | none                                                    |
 
-What reads gradients (a step, a norm, a look for what is not finite) asks all three alike.
+Code that reads gradients (a step, a norm, the check for found-inf) uses all three in the same way.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zeroshard.storage.gradients import Gradients, GradState
 
 
 class NoGradients:
-    """Of a frozen unit. Attributes and methods mean what they mean in `Gradients`."""
+    """The gradients of a frozen unit: none. Attributes and methods are those of `Gradients`."""
 
     is_external: ClassVar[bool] = False
-    state: ClassVar[GradState] = GradState.EMPTY  # there is nothing to reduce, to show or to use up
+    state: ClassVar[GradState] = GradState.EMPTY  # nothing to reduce, to show or to consume
     held_in: ClassVar[torch.dtype | None] = None
     most: ClassVar[int] = 0
 
@@ -47,7 +47,7 @@ class NoGradients:
         """Nothing is summed here."""
 
     def consume(self, slots: Collection[int]) -> None:
-        """Nothing is used up here."""
+        """There is nothing to consume."""
 
     def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
         assert scratch is not None, "these gradients lie in no buffer"
@@ -64,8 +64,8 @@ class NoGradients:
 
 
 class ExternalGradients(NoGradients):
-    """The means over ranks that something else (torch DDP, say) leaves in `p.grad`, in full on every rank. A step reads
-    them there and leaves them there: they are the user's, and may change without our knowing."""
+    """The means over ranks that other code (torch DDP for example) leaves in `p.grad`, in full on every rank. A step
+    reads them there and leaves them there: they belong to the user, who may change them at any time."""
 
     is_external = True
 
@@ -75,7 +75,7 @@ class ExternalGradients(NoGradients):
 
     @property
     def present(self) -> set[int]:
-        """Slots with a `p.grad`: one look at each parameter."""
+        """Slots with a `p.grad`. Not cached: `p.grad` may change at any time."""
         with as_tensors():
             return {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
 

@@ -4,16 +4,17 @@
                          ^                                            |
                          +------------- open(), next micro-batch -----+
 
-The *bucket* is the full-size buffer that backward writes to. Plans whose gradients rest in full own it; plans with
-sharded gradients borrow one and keep the shard alone. A reduction leaves the mean over ranks, as torch DDP does.
-Reducing at every micro-batch follows one rule under all plans, so that they stay bit-identical: what has been reduced
+The *bucket* is the full-size buffer that backward writes to. Plans whose gradients rest in full own it. Plans with
+sharded gradients borrow one and keep only the shard. A reduction leaves the mean over ranks, as torch DDP does.
+Reduction at every micro-batch follows the same rule under all plans, so that they stay bit-identical: the mean reduced
 so far enters the next sum, times the number of ranks, as part of the owner's own term.
 
-The states are names for where the buffer's values are ([Note: placement] in `buffer.py`): none; terms of a sum; SHARDED
-and arriving; all others (the mean, which may still be arriving at ranks that do not own it).
+The states are derived from the buffer's placement ([Note: placement] in `buffer.py`): EMPTY is none; PARTIAL is
+PARTIAL; REDUCING is SHARDED while it arrives; REDUCED is every other (the mean, which may still be on its way to ranks
+that do not own it).
 
-Slots that are frozen are not summed: their gradient is zero wherever somebody may look at it, in the shard and in a
-buffer that is held in full. In a borrowed bucket they are left as they are.
+Frozen slots are not summed. Their gradient is zero in the shard and in a buffer that is held in full; in a borrowed
+bucket their values are undefined.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Mean:
     """How the mean over ranks is taken.
 
     Attributes:
-        wire: the dtype that travels.
-        num_ranks: that it is over.
-        carries: whether what has been reduced so far enters the next sum here (of several replicas: at one of them).
-        rests: where it is afterwards: REPLICATED is gathered.
+        wire: the dtype in which terms are sent.
+        num_ranks: number of ranks in the mean.
+        carries: whether this rank adds the mean reduced so far to the next sum (one of several replicas does).
+        rests: placement afterwards: REPLICATED means are gathered.
     """
 
     wire: torch.dtype
@@ -65,15 +66,15 @@ class Gradients:
     """See the module's note.
 
     Attributes:
-        is_external: whether others reduce them, and a step leaves them where they are (`external_gradients.py`).
+        is_external: whether other code reduces them, and a step leaves them in `p.grad` (`external_gradients.py`).
         buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
             REDUCED: the mean over ranks of such sums.
-        mean: how it is taken.
+        mean: how the mean is taken.
         summed: slots that reductions sum; the same on every rank.
-        stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites.
-        ready: slots accumulated in the backward under way.
-        present: slots that got a gradient on this rank since the last step.
-        waiting: slots that no step has used yet; the same on every rank, as `present` need not be. All are in `summed`.
+        stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites them.
+        ready: slots accumulated in the current backward.
+        present: slots that got a gradient on this rank since the last step; may differ between ranks.
+        waiting: slots that no step has consumed yet; the same on every rank, and a subset of `summed`.
     """
 
     is_external: ClassVar[bool] = False
@@ -101,7 +102,7 @@ class Gradients:
         return GradState.REDUCED
 
     def sum_only(self, slots: set[int]) -> None:
-        """From now on; between two backwards, with the same slots on every rank."""
+        """Set the slots that reductions sum. Call it between two backwards, with the same slots on every rank."""
         assert self.waiting <= slots, "what waits for a step is added to"
         self.summed = slots
         self._portions = self.buffer.layout.portions(slots)
@@ -118,17 +119,19 @@ class Gradients:
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
         self._reduced_before = self.state is GradState.REDUCED
         carries = self._reduced_before and self.mean.carries
-        if self.buffer.is_guest:  # before others need the place: what is reduced next goes here
+        # A guest shard lies in a pool buffer, which may be the very bucket that is about to be written to.
+        if self.buffer.is_guest:
             self.buffer.move()
         if bucket is not None:
             self.buffer.attach(bucket)
         else:
             self.buffer.hold()
         assert self.buffer.full is not None, "accumulation needs a bucket"
-        if padding := self.buffer.padding():  # borrowed buckets and unparked ones have any values there
+        # Padding takes part in the reduction: old bytes of a borrowed or unparked bucket could be NaN there.
+        if padding := self.buffer.padding():
             torch._foreach_zero_(padding)
         self._carry = carries and self.buffer.borrows
-        if carries and self.buffer.rests_in_full:  # the own interval carries the sum so far, the others start anew
+        if carries and self.buffer.rests_in_full:  # keep the mean in the own interval, clear the rest
             own = self.buffer.layout.shard(self.buffer.rank)
             self.buffer.full[: own.start].zero_()
             self.buffer.full[own.stop :].zero_()
@@ -160,13 +163,13 @@ class Gradients:
 
     @property
     def may_move(self) -> bool:
-        """Whether the shard is all that is held, and not where somebody else's storage is already."""
+        """Whether the shard may move into a pool buffer: nothing else is held, and it is not a guest already."""
         return self.state is GradState.REDUCED and self.buffer.full is None and not self.buffer.is_guest
 
     def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
-        """PARTIAL -> REDUCING. Summed slots without a gradient take part with zeros."""
+        """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective."""
         self._expect((GradState.PARTIAL,), "reduce")
-        # What got no gradient here still holds what the bucket had before, and would be added to the sum.
+        # Slots without a gradient on this rank still hold old values of the bucket, which would be added to the sum.
         for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
             self.buffer.views()[index].zero_()
         self.stale.clear()
@@ -175,9 +178,9 @@ class Gradients:
             self._clear_between_portions()
         if self._carry:
             # [Note: reducing more than once]
-            # Times the number of ranks, as the division after the sum divides it too. To add the two means afterwards
-            # would be simpler, and round in another place than DDP, whose bucket carries the sum itself (`open`): plans
-            # would differ.
+            # The earlier mean is multiplied by the number of ranks, as the division after the sum divides it again.
+            # Adding the two means afterwards would be simpler, but it rounds elsewhere than under the DDP plan, whose
+            # bucket carries the sum itself (`open`): plans would differ.
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
         self.buffer.redistribute(
             SHARDED,
@@ -189,7 +192,7 @@ class Gradients:
         )
 
     def _clear_between_portions(self) -> None:
-        """In the shard. What waits for a step is in the portions."""
+        """Zero the shard outside of the portions: frozen slots, whose values the reduction does not write."""
         end = 0
         for portion in self._portions.inside(self.buffer.rank):
             self.buffer.shard[end : portion.start].zero_()
@@ -203,7 +206,7 @@ class Gradients:
         self._carry = False
 
     def release(self) -> None:
-        """Wait until no peer reads the bucket any more."""
+        """Wait until no peer reads the bucket any more: only then may it be reused."""
         self.buffer.release()
 
     def close(self, *, forget: bool = False) -> None:
@@ -211,21 +214,21 @@ class Gradients:
         self.buffer.detach(forget=forget)
 
     def replicate(self, collectives: Collectives) -> None:
-        """The mean goes where the plan wants it, started: `release` waits for it. No peer may still be reading the
-        bucket."""
+        """Start to move the mean to its resting placement; `release` waits for it. No peer may still be reading the
+        bucket. Collective."""
         self._expect((GradState.REDUCED,), "replicate")
         self.buffer.redistribute(
             self.mean.rests, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
         )
 
     def consume(self, slots: set[int]) -> None:
-        """-> EMPTY for these slots: the step has used them, or somebody discards them."""
+        """Drop the gradients of these slots: a step has used them, or they are discarded."""
         if self.state is GradState.EMPTY:
             return
         self.present -= slots
         self.waiting -= slots
         if not self.waiting:
-            if self.buffer.is_arriving:  # a mean that nobody wants any more must not arrive over what is written next
+            if self.buffer.is_arriving:  # else a late mean would overwrite what is written to the buffer next
                 self.buffer.release()
             self.buffer.become(None)
             self.buffer.let_go()
@@ -237,7 +240,7 @@ class Gradients:
                 self.own_part(index).zero_()
 
     def assign(self, index: int, part: Tensor) -> None:
-        """The reduced gradient of one slot becomes `part`: flat, of the elements that `held_interval` has of it."""
+        """Set the reduced gradient of one slot to `part`: flat, the slot's elements inside `held_interval`."""
         if self.state is GradState.EMPTY:
             self.buffer.hold()
             for held in (self.buffer.shard, self.buffer.full):
@@ -245,7 +248,7 @@ class Gradients:
             self.stale.clear()
             self.buffer.become(self.mean.rests)
         self._expect((GradState.REDUCED,), "assign")
-        if index not in self.summed:  # frozen; a backward before the step adds to it
+        if index not in self.summed:  # a frozen slot: a backward before the step must carry it
             self.sum_only(self.summed | {index})
         self.held_part(index).copy_(part)
         self.present.add(index)
@@ -253,7 +256,7 @@ class Gradients:
 
     @property
     def means_in_full(self) -> bool:
-        """Whether every rank holds all of what has been reduced."""
+        """Whether every rank holds the means of all slots."""
         return self.mean.rests is REPLICATED
 
     @property
@@ -262,49 +265,49 @@ class Gradients:
 
     @property
     def held_interval(self) -> Interval:
-        """Where reduced values are valid on this rank."""
+        """The interval of the full buffer in which this rank has reduced values."""
         return Interval(0, self.buffer.layout.numel) if self.means_in_full else self.own_interval
 
     def own_part(self, index: int) -> Tensor:
-        """Flat: what this rank's shard has of the reduced gradient of one slot; perhaps nothing."""
+        """Flat: the part of one slot's reduced gradient in this rank's shard; may be empty."""
         world = self.buffer.layout.slots[index].world & self.own_interval
         return self.buffer.shard[world.relative_to(self.own_interval.start).slice] if world else self.buffer.shard[:0]
 
     def held_part(self, index: int) -> Tensor:
-        """Flat: what this rank holds of the reduced gradient of one slot."""
+        """Flat: the part of one slot's reduced gradient that this rank holds."""
         return self.buffer.views()[index].view(-1) if self.means_in_full else self.own_part(index)
 
     def piece(self, world: Interval) -> Tensor:
-        """[world.numel] of the reduced gradient; `world` must lie in what this rank holds."""
+        """[world.numel] of the reduced gradient; `world` must lie in `held_interval`."""
         if self.buffer.full is not None:
             return self.buffer.full[world.slice]
         return self.buffer.shard[world.relative_to(self.own_interval.start).slice]
 
     @property
     def held_in(self) -> torch.dtype | None:
-        """The dtype in which `read` finds them, without scratch, where they lie; None: it can't."""
+        """The dtype of what `read` returns without scratch; None: `read` needs scratch."""
         return self.buffer.dtype
 
     def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
-        """[world.numel] of the reduced gradient: where it lies, or in `scratch` (any float dtype), as zeros where there
-        is none."""
+        """[world.numel] of the reduced gradient: a view of the buffer, or, with `scratch` (any float dtype), a copy in
+        it (zeros if there is no gradient)."""
         if scratch is None:
             return self.piece(world)
         return scratch.zero_() if self.state is GradState.EMPTY else scratch.copy_(self.piece(world))
 
     def views(self, world: Interval) -> Iterator[Tensor]:
-        """What there is of the same elements, where they lie."""
+        """Views of the existing gradients of these elements."""
         if self.state is not GradState.EMPTY:
             yield self.piece(world)
 
     def in_full(self, index: int) -> Tensor | None:
-        """The reduced gradient of one slot, of gradients that are replicated; None: there is none."""
+        """The reduced gradient of one slot in full, if gradients are replicated; None: there is none."""
         is_there = self.state is GradState.REDUCED and index in self.waiting
         return self.buffer.views()[index] if is_there else None
 
     @property
     def most(self) -> int:
-        """Bytes at once, so far."""
+        """The most bytes held at once so far."""
         return self.buffer.most
 
     def storages(self) -> list[Tensor]:

@@ -1,21 +1,20 @@
-"""Main: what the optimizer updates, in fp32, whatever the weights are held in.
+"""Main: the values that the optimizer updates, in the main dtype, whatever the dtype of the weights.
 
 | kind      | holds beside the weights   | read(piece)                    | write(piece)                              |
 |-----------|----------------------------|--------------------------------|-------------------------------------------|
-| alias     | nothing                    | a view of the weights          | nothing to do                             |
+| alias     | nothing                    | a view of the weights          | no effect                                 |
 | master    | an fp32 copy of its range  | a view of the copy             | weights = the copy, rounded               |
 | remainder | the low 16 bits (int16)    | joined into scratch            | split into weight and remainder           |
 
 [Note: remainder] A bf16 number is the top half of an fp32 number. On the int32 bits m of the master:
 `weight = (m + 0x8000) >> 16`, `remainder = int16(m & 0xffff)`, `m = (weight << 16) + remainder` with the remainder
-signed. Lossless for every number; a NaN stays a NaN (there are more NaNs than pairs whose weight shows one). The
-weight is the nearest bf16, exact ties going away from zero. (The idea is
-apex's DistributedFusedAdam, `store_param_remainders`.)
+signed. This is lossless for every number; a NaN stays a NaN, but may get other bits. The weight is the nearest bf16,
+exact ties rounded away from zero. (The idea is from apex's DistributedFusedAdam, `store_param_remainders`.)
 
-[Note: written weights] Where a rank has all weights for good, a user may write to them in place (`p.clamp_(-c, c)`,
-also through `p.data`, of which no counter tells). The weights are what everybody sees, so they win: an element of them
-that is not main, rounded, becomes main. Beside a remainder any weight fits, and keeps the low half of the number that
-was there: main is off by half of the weight's last bit at most.
+[Note: written weights] If weights rest in full, a user may write to them in place (`p.clamp_(-c, c)`, also through
+`p.data`, which no version counter shows). Then the weights win: where a weight differs from main, rounded, it becomes
+main. With a remainder, a written weight is joined with the old remainder: main then differs from the weight by at most
+half of the weight's last bit.
 """
 
 from __future__ import annotations
@@ -31,44 +30,46 @@ from zeroshard.precision import MixedPrecision
 
 
 def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D. See [Note: remainder]. What no split
-    gives (0 with a negative remainder, infinity with a positive one) has been written, and is the weight alone."""
+    """fp32 `out` = the master behind bf16 `weight` and int16 `remainder`; all 1-D. See [Note: remainder]. A pair that
+    no split produces (0 with a negative remainder, infinity with a positive one) means that the user has written the
+    weight: `out` is then the weight alone."""
     bits = out.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
-    # Added, not joined by `|`: the remainder is signed, as rounding may have carried into the weight.
+    # Added, not `|`: the remainder is signed, as rounding may have carried into the weight.
     bits.add_(remainder)
-    # On a CPU a sum is cheaper than `where`. On a GPU to read it would wait for everything before it.
-    if out.is_cuda or not math.isfinite(out.sum()):  # these would be NaN
+    # Such pairs give NaN. On a CPU a sum is a cheaper test than `where`; on a GPU reading the sum would make the host
+    # wait.
+    if out.is_cuda or not math.isfinite(out.sum()):
         torch.where(out.isnan(), weight.to(out.dtype), out, out=out)
 
 
 def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """bf16 `weight` and int16 `remainder` = fp32 `master`, which is overwritten. See [Note: remainder]."""
-    master.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # some NaNs would round to inf, or carry into 0
+    master.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # else some NaNs round to inf or 0
     bits = master.view(torch.int32)
-    # First: the next line rounds the bits in place.
-    remainder.copy_(bits)  # keeps the low 16 bits
+    # Before the next line, which rounds the bits in place. The cast to int16 keeps the low 16 bits.
+    remainder.copy_(bits)
     weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
 
 def follow_weights(
     main: Tensor, weights: Tensor, rounded: Callable[[Tensor], Tensor], held: Tensor | None = None
 ) -> None:
-    """`main` = `weights` (of its shape) where they are not `rounded(main)`. See [Note: written weights]. `held`:
-    scratch like `weights`."""
+    """Set `main` to `weights` (of the same shape) where they differ from `rounded(main)`. See [Note: written weights].
+    `held`: scratch like `weights`."""
     held = rounded(main).to(weights.dtype) if held is None else held.copy_(main)
     if main.is_cuda or not torch.equal(held, weights):
         main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
 
 
 class MainWeights:
-    """Main of one unit over the world range `interval` (its shard, or everything). A frozen unit has an alias: what is
-    set there from outside (a checkpoint, say) is set in its weights.
+    """Main of one unit over `interval` of the full buffer (its shard, or everything). A frozen unit has an alias: a
+    value set there (by a checkpoint, for example) is set in its weights.
 
     Attributes:
-        interval: world range that this rank updates.
-        weights: [interval.numel] view of the weights it stands for.
-        extra: the fp32 master, the int16 remainder, or None where the weights are main.
+        interval: the interval of the full buffer that this rank updates.
+        weights: [interval.numel], view of the weights of that interval.
+        extra: the master in the main dtype, the int16 remainder, or None if the weights are main.
     """
 
     def __init__(
@@ -88,28 +89,29 @@ class MainWeights:
             self.extra = torch.zeros(interval.numel, dtype=self.dtype, device=weights.device)
 
     def storages(self) -> list[Tensor]:
-        """What is held beside the weights."""
+        """The storage that is held beside the weights."""
         return [] if self.extra is None else [self.extra]
 
     @property
     def needs_scratch(self) -> bool:
-        """Whether `read` has to build the value somewhere."""
+        """Whether `read` needs scratch: main is joined from weight and remainder."""
         return self.extra is not None and self.extra.dtype == torch.int16
 
     @property
     def follows(self) -> bool:
-        """Whether there is a master beside weights that a user may have written to."""
+        """Whether there is a master, and users may write to the weights."""
         return self._exposed and self.extra is not None and not self.needs_scratch
 
     def follow(self, piece: Interval, held: Tensor | None = None) -> None:
-        """A master takes what has been written to the weights. `held`: scratch like the piece of the weights."""
+        """Copy what the user has written to the weights into the master. `held`: scratch like the piece of the
+        weights."""
         if self.follows and self.extra is not None:
             local = piece.relative_to(self.interval.start).slice
             follow_weights(self.extra[local], self.weights[local], self.rounded, held)
 
     def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
-        """[piece.numel] in the main dtype, for the optimizer to update: a view, or joined in `scratch` of that size
-        (None: a new tensor)."""
+        """[piece.numel] in the main dtype, for the optimizer to update: a view, or with a remainder, a joined copy in
+        `scratch` of that size (None: in a new tensor)."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             return self.weights[local]
@@ -122,7 +124,8 @@ class MainWeights:
         return scratch
 
     def write(self, piece: Interval, value: Tensor) -> None:
-        """After an update of what `read` gave: weights (and remainder) follow. A joined `value` is overwritten."""
+        """After the optimizer has updated what `read` returned: set weights (and remainder) from it. A joined `value`
+        is overwritten."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             return
@@ -132,7 +135,8 @@ class MainWeights:
             self.weights[local].copy_(value)
 
     def rounded(self, value: Tensor) -> Tensor:
-        """`value` (any shape) as weights beside a remainder hold it; unchanged where `copy_` rounds as main does."""
+        """`value` (any shape), rounded as `split_remainder` rounds weights. Without a remainder `value` itself: `copy_`
+        then rounds in the same way."""
         if not self.needs_scratch:
             return value
         weight = torch.empty(value.numel(), dtype=torch.bfloat16, device=value.device)
@@ -141,7 +145,8 @@ class MainWeights:
         return weight.view(value.shape)
 
     def set(self, piece: Interval, value: Tensor, *, spare: bool = False) -> None:
-        """Main becomes `value` ([piece.numel], any float dtype), and the weights follow. `spare`: may overwrite it."""
+        """Set main to `value` ([piece.numel], any float dtype), and the weights with it. `spare`: `value` may be
+        overwritten."""
         local = piece.relative_to(self.interval.start).slice
         if self.extra is None:
             self.weights[local].copy_(value)

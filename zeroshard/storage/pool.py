@@ -1,17 +1,17 @@
-"""Full-size buffers: they come when a phase needs them, and go when none does.
+"""The pool: full-size buffers that hold memory only while a phase needs them.
 
 | kind    | holds                                    | how many at once                      |
 |---------|------------------------------------------|---------------------------------------|
 | ring    | gathered weights of a unit               | two, and one for each outer unit      |
 | buckets | gradients of a unit before the reduction | one or two, and one for each outer unit |
-| scratch | what is received or cast in a reduction  | one for each reduction under way      |
+| scratch | received or cast terms of a reduction    | one for each reduction in progress    |
 
-A *pool buffer* is one storage. It exists from the beginning and costs nothing until it is used (`PoolBuffer.tensor`).
-Its *occupant* is the unit whose values it has; units of one queue take turns (`Turns`, `pool_plan.py`). It stays
-held through forward and backward; `Pool.rest`, at the beginning of a step, gives back what no phase needs until the
-next forward. On a CPU the system clears every page that is given back and comes again, which takes time: so up to
-`KEPT_BYTES` stay there, buckets first: peers map them, which makes them the slowest to get, and in a step reduced
-gradients may lie there (`Pool.lodge`).
+A *pool buffer* is one storage. It is planned at the start, and takes memory from its first use on
+(`PoolBuffer.tensor`). Its *occupant* is the unit whose values it has; units of one queue take turns (`Turns`,
+`pool_plan.py`). A pool buffer keeps its memory through forward and backward. `Pool.rest`, at the beginning of a step,
+gives back what no phase needs until the next forward. On a CPU the system clears every page that is given back and
+taken again, which takes time: so up to `KEPT_BYTES` stay held, buckets first. Peers map buckets, which makes them the
+slowest to take again; and during a step, reduced gradients may lie in them (`Pool.lodge`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ Kind = Literal["ring", "buckets", "scratch"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 KEPT_IN_STEP = 12 << 20
-"""How much of what stays held may be idle while a step has gradients and the optimizer's state: of more, gradients take
-some."""
+"""How many bytes of pool buffers may be held during a step without a use. If more are held, reduced gradients move into
+them (`Pool.lodge`)."""
 
 
 class User(Protocol):
-    """Whoever uses buffers. `vacate`: nobody refers to it any more, or False where its values are still needed."""
+    """A user of pool buffers. `vacate` drops all references to a buffer; it returns False if its values are still
+    needed."""
 
     def vacate(self, buffer: PoolBuffer) -> bool: ...
 
 
 class Memory(Protocol):
-    """Where the storage of a buffer comes from."""
+    """Provides the storage of a pool buffer."""
 
     def take(self) -> Tensor: ...
 
@@ -57,8 +58,8 @@ class PoolBuffer:
     """One full-size storage of a pool.
 
     Attributes:
-        occupant: whoever's values it has.
-        lasting: it stays held between steps, whatever its size.
+        occupant: the unit (or other object) whose values it has; None: nobody's.
+        lasting: whether it stays held between steps, whatever its size.
     """
 
     def __init__(self, pool: Pool, kind: Kind, num_bytes: int, user: User, memory: Memory) -> None:
@@ -67,7 +68,9 @@ class PoolBuffer:
         self.lasting = False
         self._guests: list[FlatBuffer] = []
         self._memory = memory
-        self._pool_ref, self._user_ref = weakref.ref(pool), weakref.ref(user)  # both refer to their buffers
+        # Weak: pool and user refer to their buffers. A cycle would keep full-size memory until the garbage collector
+        # runs.
+        self._pool_ref, self._user_ref = weakref.ref(pool), weakref.ref(user)
         self._bytes: Tensor | None = None
         self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -84,72 +87,75 @@ class PoolBuffer:
     def storage(self) -> Tensor:
         """uint8 [num_bytes], held from now on."""
         if self._bytes is None:
-            # Autograd refuses to save what was made in inference mode; FSDP fails so when it is evaluated before it is
-            # trained (pytorch/pytorch#113203).
-            with torch.inference_mode(False):  # what is made inside an evaluation serves the training after it as well
+            # Autograd refuses to save tensors that were made in inference mode, and this one, made in an evaluation, is
+            # used by the training after it. (FSDP fails so if it is evaluated first: pytorch/pytorch#113203.)
+            with torch.inference_mode(False):
                 self._bytes = self._memory.take()
             if (pool := self._pool_ref()) is not None:
                 pool.took(self)
         return self._bytes
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], from the front, held from now on; the same tensor object each time until it is given back."""
+        """[numel], from the front of the storage, held from now on. The same tensor object each time, until the buffer
+        is given back."""
         storage, key = self.storage, (numel, dtype)
+        # Cached, because `FlatBuffer` recognises a tensor whose views it has by identity.
         if key not in self._tensors:
             with torch.inference_mode(False):
                 self._tensors[key] = storage[: numel * dtype.itemsize].view(dtype)
         return self._tensors[key]
 
     def occupy(self, occupant: Any) -> None:
-        """From now on it has somebody's values."""
-        self.send_away()  # reduced gradients of others may lie here since the last step: the new values overwrite them
+        """Set the occupant."""
+        # Before any write: reduced gradients may lie here since the last step, and new values would overwrite them.
+        self.send_away()
         self.occupant = occupant
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nobody's values."""
+        """Whether it holds no values that are needed."""
         self._guests = [shard for shard in self._guests if shard.is_guest]
         return self.occupant is None and not self._guests
 
     def lodge(self, shard: FlatBuffer, start: int) -> None:
-        """Values that belong elsewhere lie here, from that byte on, while it is idle."""
+        """Move a shard's values into this idle buffer, from byte `start` on."""
         shard.move(self.storage[start : start + shard.shard.nbytes])
         self._guests.append(shard)
 
     def send_away(self) -> None:
-        """What lodges here has a storage of its own again."""
+        """Move the shards that lie here back into storages of their own."""
         for shard in self._guests:
             if shard.is_guest:
                 shard.move()
         self._guests.clear()
 
     def try_to_give_back(self) -> None:
-        """Unless its values are still needed."""
+        """Give the memory back, unless the values are still needed."""
         self.send_away()
         user = self._user_ref()
         if user is None or user.vacate(self):
             self.give_back()
 
     def give_back(self) -> None:
-        """Its values are lost."""
+        """Give the memory back. The values are lost."""
         if self._bytes is not None:
             self._bytes = self.occupant = None
-            # Cached views own their storage: as long as they live, nothing is given back. Those of an emptied storage
-            # stay, as autograd holds some of them too.
+            # Cached views keep their storage alive: drop them, or no memory is freed. Views of an `Emptied` storage
+            # stay, as autograd holds some of them, and they must be the same after the storage is refilled.
             if not isinstance(self._memory, Emptied):
                 self._tensors.clear()
             self._memory.give_back()
 
 
 def plain_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes], any values."""
+    """uint8 [num_bytes], uninitialised."""
     tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     prefer_huge_pages(tensor)
     return tensor
 
 
 class Plain:
-    """Another storage each time: who has kept a view of the last one still has it."""
+    """A new storage each time: a kept view of the previous one stays valid."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.take = partial(plain_bytes, num_bytes, device)
@@ -159,8 +165,8 @@ class Plain:
 
 
 class Emptied:
-    """One storage, emptied in between: from forward to backward autograd holds views of it, and must find the weights
-    there again."""
+    """One storage for good, resized to zero while it is given back: from forward to backward autograd holds views of
+    it, and must find the weights there again."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._num_bytes, self._device = num_bytes, device
@@ -184,9 +190,9 @@ class Pool:
     """All full-size buffers of one model.
 
     Attributes:
-        limit: the most bytes that they, and the scratch of optimizers, may take (None: no limit).
-        besides: bytes of scratch that optimizers hold.
-        expect_units: raises where units of these specs would need more than the limit (`planner.check_limit`).
+        limit: the most bytes that all buffers and the optimizers' scratch may take (None: no limit).
+        besides: returns the bytes of the optimizers' scratch.
+        expect_units: raises if units of these specs would need more than the limit (`planner.check_limit`).
         most: kind -> the most bytes that were held at once.
     """
 
@@ -199,26 +205,25 @@ class Pool:
         self._buffers: list[PoolBuffer] = []
 
     def buffer(self, kind: Kind, num_bytes: int, user: User, why: str = "") -> PoolBuffer:
-        """One more. Buckets lie where peers can read them, if the ranks share memory.
+        """A new pool buffer. Buckets lie in memory that peers can read, if the ranks share memory.
 
         Args:
-            why: what needs it, for the message.
+            why: what needs the buffer, for the message.
 
         Raises:
-            RuntimeError: the limit is less than all buffers together.
+            RuntimeError: all buffers together would exceed the limit.
         """
         self.expect_room(num_bytes, why)
         memory: Memory = (Emptied if kind == "ring" else Plain)(num_bytes, self._device)
         if kind == "buckets" and self._collectives.shared is not None and num_bytes:
-            # The same segment each time: peers map it once. A new one for every backward would be mapped by every peer
-            # anew.
+            # One segment for good: peers map it once. Every peer would have to map a new segment in each backward.
             memory = Segment(self._collectives.shared, num_bytes)
         self._buffers.append(PoolBuffer(self, kind, num_bytes, user, memory))
         return self._buffers[-1]
 
     def expect_room(self, num_bytes: int, why: str, remedy: str = "choose smaller units") -> None:
         """Raises:
-        RuntimeError: that many more bytes would exceed the limit."""
+        RuntimeError: `num_bytes` more would exceed the limit."""
         needed = sum(buffer.num_bytes for buffer in self._buffers) + self.besides() + num_bytes
         if self.limit is not None and needed > self.limit:
             raise InvalidState(
@@ -227,7 +232,7 @@ class Pool:
             )
 
     def rest(self, *kinds: Kind) -> None:
-        """Give back what no phase needs until the next forward; `kinds`: only of these."""
+        """Give back buffers that no phase needs until the next forward; `kinds`: only buffers of these kinds."""
         held = sorted(self.held(), key=lambda buffer: buffer.kind != "buckets")
         spare = [buffer for buffer in held if not buffer.lasting]
         keep = kept(buffer.num_bytes for buffer in spare) if self._device.type == "cpu" else [False] * len(spare)
@@ -236,9 +241,9 @@ class Pool:
                 buffer.try_to_give_back()
 
     def lodge(self, shards: Iterable[FlatBuffer]) -> None:
-        """A step begins, and buckets that are held for the next backward (to take them anew would cost more than these
-        copies) would come on top of the optimizer's state: reduced gradients move there. They leave before a bucket is
-        used."""
+        """Move reduced gradients into idle buckets, at the beginning of a step. These buckets stay held for the next
+        backward (taking them again would cost more than these copies), and their memory would add to the optimizer's
+        state. The gradients leave before a bucket is used (`PoolBuffer.occupy`)."""
         too_much = sum(buffer.num_bytes for buffer in self.held()) - KEPT_IN_STEP
         moving = list(shards)
         for buffer in self.held():
@@ -254,17 +259,17 @@ class Pool:
         return [buffer for buffer in self._buffers if buffer.is_held]
 
     def empty(self) -> None:
-        """Give back everything."""
+        """Give back all buffers whose values are not needed."""
         for buffer in self.held():
             buffer.try_to_give_back()
 
     def clear(self) -> None:
-        """The same, and forget the buffers: others will be made."""
+        """Like `empty`, and forget the buffers: new ones will be made."""
         self.empty()
         self._buffers.clear()
 
     def tensors(self, kind: Kind) -> list[Tensor]:
-        """The storages that are held."""
+        """The storages of that kind that are held."""
         return [buffer.storage for buffer in self._buffers if buffer.kind == kind and buffer.is_held]
 
     def took(self, buffer: PoolBuffer) -> None:
@@ -273,15 +278,15 @@ class Pool:
 
 
 class Turns:
-    """The buffers of one use (weights, gradients) and who may occupy them, as a plan says: a few have one for good, all
-    others take turns.
+    """The pool buffers of one kind (weights, gradients), and which occupant may use which, by a `PoolPlan`: a few
+    occupants have a buffer of their own, all others take turns.
 
     Attributes:
-        shared: queue -> the buffers that its requests take turns in.
+        shared: queue -> the buffers in which its requests take turns.
     """
 
     def __init__(self, pool: Pool, kind: Kind, plan: PoolPlan, requests: Mapping[Any, Request], user: User) -> None:
-        """`requests`: of each that may become an occupant, in the order of the plan's."""
+        """`requests`: occupant -> its request, in the order of the plan's requests."""
         self._pool, self._kind, self._user, self._requests = pool, kind, user, requests
         self._given: dict[Any, PoolBuffer] = {
             occupant: pool.buffer(kind, plan.own[request.key], user)
@@ -295,18 +300,18 @@ class Turns:
         self._num_assigned: dict[Hashable, int] = {}
 
     def given(self, occupant: Any) -> PoolBuffer | None:
-        """The one that it has for good; None where it takes turns."""
+        """The occupant's own buffer; None if it takes turns."""
         return self._given.get(occupant)
 
     def give(self, occupant: Any, why: str) -> PoolBuffer:
-        """One more, for good. `why`: see `Pool.buffer`."""
+        """Make a buffer of its own for the occupant. `why`: see `Pool.buffer`."""
         num_bytes = self._requests[occupant].num_bytes
         buffer = self._given[occupant] = self._pool.buffer(self._kind, num_bytes, self._user, why)
         return buffer
 
     def assigned(self, occupant: Any) -> PoolBuffer:
-        """Always the same: its own, or one that it shares with others. These are assigned in turns, in the order in
-        which they are first asked for."""
+        """A fixed buffer for the occupant: its own, or one of its queue's, assigned in turn in the order of the first
+        calls."""
         if occupant not in self._given:
             queue = self._requests[occupant].queue
             turn = self._num_assigned.get(queue, 0)
@@ -315,17 +320,17 @@ class Turns:
         return self._given[occupant]
 
     def is_alone(self, occupant: Any) -> bool:
-        """Whether nobody else is assigned the same."""
+        """Whether no other occupant is assigned the same buffer."""
         given = self._given.get(occupant)
         return given is None or sum(buffer is given for buffer in self._given.values()) == 1
 
     def free(self, occupant: Any) -> PoolBuffer | None:
-        """One of its queue that nobody occupies, rather one that is held."""
+        """A buffer of the occupant's queue that has no occupant, preferably one that is held; None if all have one."""
         free = [buffer for buffer in self.shared[self._requests[occupant].queue] if buffer.occupant is None]
         return max(free, key=lambda buffer: buffer.is_held, default=None)
 
     def occupied_by(self, occupant: Any) -> PoolBuffer | None:
-        """The one that has its values now; None also for somebody who needs none."""
+        """The buffer that has the occupant's values now; None if there is none, or if it needs no buffer."""
         request, given = self._requests.get(occupant), self._given.get(occupant)
         if request is None:
             return None
@@ -333,10 +338,10 @@ class Turns:
         return next((buffer for buffer in mine if buffer.occupant is occupant), None)
 
     def expect_room(self, occupants: Iterable[Any], why: str, remedy: str) -> None:
-        """For all of these at once.
+        """Check that all of these could have a buffer at once.
 
         Raises:
-            RuntimeError: the pool's limit does not allow that many.
+            RuntimeError: this would exceed the pool's limit.
         """
         without = [self._requests[occupant] for occupant in occupants if occupant not in self._given]
         more = beyond_turns(without, {queue: len(buffers) for queue, buffers in self.shared.items()})

@@ -1,4 +1,4 @@
-"""A unit, and its three buffers: weights, gradients, main. (Which parameters it has: `units.py`.)"""
+"""A unit and its three buffers: weights, gradients, main. (`units.py` decides which parameters form a unit.)"""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from zeroshard.storage.weights import Weights
 
 
 class Unit:
-    """See the module's note.
+    """Parameters that are gathered, reduced and released together.
 
     Attributes:
         parameters: in buffer order (the order of `layout.slots`).
         weights, grads, main: the three buffers. A frozen unit has no gradients, and its weights are main.
-        edits: how often main has been set by something else than a step; the same on every rank.
+        edits: how often main has been set by anything but a step; the same on every rank.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class Unit:
 
     def _new_gradients(self, collectives: Collectives) -> Gradients:
         mesh, precision, device = collectives.mesh, self.spec.precision, self.weights.own().device
-        # A shard of gradients is read by no peer, and by nobody between a step and the next backward.
+        # Sharded gradients need no memory between a step and the next backward.
         lasting = self.plan.grads is not SHARDED
-        # What peers read in a reduction must lie where they can map it.
+        # A full buffer of gradients must lie in memory that peers can map: they read it in a reduction. Peers never
+        # read a shard of gradients.
         allocate = partial(collectives.allocate if lasting else plain_bytes, device=device)
         buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
         mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)
@@ -74,9 +75,10 @@ class Unit:
 
     @torch.no_grad()
     def unfreeze(self, collectives: Collectives) -> None:
-        """From now on a trainable unit. Main begins with the values that the weights have."""
+        """Make a frozen unit trainable. Main starts with the values of the weights."""
         self.spec = replace(self.spec, trainable=True)
         self._hold_main_and_gradients(collectives)
+        # `clone`: `set` writes the rounded value back to the weights while it reads them.
         self.main.set(self.main.interval, self.main.weights.clone())
 
     @property
@@ -89,7 +91,9 @@ class Unit:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Take the parameters' values into main (exactly) and weights (rounded), and hide or show the parameters."""
+        """Copy the parameters' values into main (exactly) and weights (rounded); then show the parameters if the
+        weights rest in full, else hide them."""
+        # Main first: `weights.fill` hides the parameters, and their values are gone.
         for fragment in self.layout.fragments_in(self.updated):
             parameter = self.parameters[self.slot_index(fragment.slot.name)]
             self.write(fragment.world, parameter.detach().reshape(-1)[fragment.param.slice])
@@ -97,14 +101,14 @@ class Unit:
 
     @torch.no_grad()
     def write_slot(self, index: int, values: Callable[[Interval], Tensor]) -> None:
-        """One parameter's new values. `values`: interval of the flattened parameter -> [its numel], for what this rank
-        updates."""
+        """Set one parameter. `values`: interval of the flattened parameter -> values [its numel]; called only for the
+        interval that this rank updates."""
         self.edits += 1
         if world := self.layout.slots[index].world & self.updated:
             self.write(world, values(world.relative_to(self.layout.slots[index].world.start)))
 
     def write_slots(self, values: Sequence[Tensor | None]) -> None:
-        """New full values, in buffer order. None: as before."""
+        """Set parameters from full values, in buffer order. None: unchanged."""
         self.edits += 1
         for fragment in self.layout.fragments_in(self.updated):
             value = values[self.slot_index(fragment.slot.name)]
@@ -112,18 +116,18 @@ class Unit:
                 self.write(fragment.world, value.reshape(-1)[fragment.param.slice])
 
     def write(self, world: Interval, value: Tensor) -> None:
-        """`value` [world.numel], any float dtype: new values for a part of what this rank updates. Main takes them, and
-        the own weights follow. `edits` is left to the caller, who counts once on every rank."""
+        """Set main, and the own weights with it, to `value` [world.numel], any float dtype, in an interval that this
+        rank updates. The caller counts `edits`, once per call on every rank."""
         self.main.set(world, value.to(self.main.weights.device))
 
     @property
     def updated(self) -> Interval:
-        """What this rank updates: the own shard, or everything where main is replicated."""
+        """The interval that this rank updates: the own shard, or everything if main is replicated."""
         return self.main.interval
 
     def follow_full(self, before: Tensor) -> None:
-        """The full weights have been written to: the own interval, and main, follow. `before`: [updated.numel] the
-        weights until then; what has not changed keeps its main, to the last bit."""
+        """Set the own weights and main after a user has written to the full weights. `before`: [updated.numel] the
+        weights before the write. Elements that have not changed keep their main, to the last bit."""
         self.edits += 1
         for fragment in self.layout.fragments_in(self.updated):
             written, old = self.weights.full[fragment.world.slice], before[fragment.local.slice]
@@ -131,13 +135,14 @@ class Unit:
             if not changed.any():
                 continue
             value = written.clone()
-            written.copy_(old)  # a remainder completes the weights that it was made of
+            # Restore the old weights before main is read: with a remainder, main is joined from them.
+            written.copy_(old)
             self.main.weights[fragment.local.slice] = old
             main = self.main.read(fragment.world)
             self.write(fragment.world, torch.where(changed, value.to(main.dtype), main))
 
     def gather_main(self, collectives: Collectives) -> Tensor:
-        """[layout.numel] main of all ranks in a new tensor. Collective."""
+        """Main in full, [layout.numel], in a new tensor. Collective."""
         assert self.trainable, f"unit {self.name} is frozen"
         gathered = self.new_buffer(self.main.dtype, self.plan.main)
         assert gathered.full is not None
@@ -150,8 +155,8 @@ class Unit:
     def new_buffer(
         self, dtype: torch.dtype, placement: Placement, allocate: Callable[..., Tensor] | None = None
     ) -> FlatBuffer:
-        """Zeros of full size beside the unit's own buffers, for values that are `placement` now. `allocate`: number of
-        bytes, device -> uint8 zeros."""
+        """A new full-size buffer of zeros with the placement `placement`, separate from the unit's own buffers.
+        `allocate`: number of bytes, device -> uint8 zeros."""
         allocate = allocate or partial(torch.zeros, dtype=torch.uint8)
         device, rank = self.weights.own().device, self.weights.buffer.rank
         buffer = FlatBuffer(self.layout, rank, dtype, REPLICATED, partial(allocate, device=device))
@@ -159,17 +164,17 @@ class Unit:
         return buffer
 
     def requiring_grad(self) -> list[int]:
-        """Slots whose parameter does."""
+        """Indices of the slots whose parameter requires grad."""
         with as_tensors():
             return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
     def user_grads(self) -> list[Tensor | None]:
-        """What lies in `p.grad` of each parameter."""
+        """`p.grad` of each parameter."""
         with as_tensors():
             return [parameter.grad for parameter in self.parameters]
 
     def have_gradients(self) -> list[bool]:
-        """Of each slot, whether it got a gradient on this rank since the last step."""
+        """For each slot, whether it got a gradient on this rank since the last step."""
         present = self.grads.present
         return [index in present for index in range(len(self.parameters))]
 
@@ -180,7 +185,7 @@ class Unit:
         return self.layout.shard(self.weights.buffer.rank)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What this unit holds, by kind."""
+        """The storages that this unit holds, by kind."""
         return {
             "weights": self.weights.buffer.storages(),
             "grads": self.grads.storages(),
@@ -197,7 +202,8 @@ def build_units(
     fill: bool = True,
     first: int = 0,
 ) -> list[Unit]:
-    """Allocate, and fill, one unit after the other; the first one gets the number `first`."""
+    """Allocate and fill the units; the first one gets the index `first`."""
+    # One unit after the other: filling a unit frees the full storages of its parameters, so the peak stays low.
     units = []
     for index, spec in enumerate(specs, start=first):
         unit = Unit(index, spec, [parameters[name] for name in reversed(spec.names)], plan, collectives)

@@ -2,19 +2,19 @@
 
     SHARDED --gather()--> GATHERING --arrive()--> RESIDENT --drop()--> SHARDED
 
-SHARDED: only the own interval is valid. Under a plan with replicated weights a unit is SHARDED just after the
-optimizer has updated the own interval, and goes through the same three states; its full buffer is simply its own.
+SHARDED: only the own interval is valid. Under a plan with replicated weights, a unit is SHARDED after the optimizer has
+updated the own interval, and goes through the same three states; the full buffer then belongs to the unit.
 
-The three are names for where the buffer's values are ([Note: placement] in `buffer.py`): SHARDED; REPLICATED and
-arriving; REPLICATED.
+The states are derived from the buffer's placement ([Note: placement] in `buffer.py`): SHARDED is SHARDED; GATHERING is
+REPLICATED while it arrives; RESIDENT is REPLICATED.
 
-A parameter whose values are not here keeps its shape, and raises when it is read or written (`absent.py`).
+A parameter whose values are not on this rank keeps its shape, and raises when it is read or written (`absent.py`).
 
 [Note: storage that autograd holds] Autograd keeps views of the full buffer between forward and backward. So a unit
-always gathers into the same storage: the tensors that forward has saved then have the weights again when backward reads
-them. Nothing warns of another storage, or of other values in it: a parameter that is pointed to a view by `p.data =
-view` has a version counter of its own, which writes to the buffer do not count up. (FSDP2 resizes storages for the same
-reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.)
+must always gather into the same storage: the tensors that forward has saved then contain the weights again when
+backward reads them. Autograd does not notice another storage, or other values in it: a parameter that was pointed to a
+view by `p.data = view` has its own version counter, which writes to the buffer do not change. (FSDP2 resizes storages
+for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.)
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Weights:
     """See the module's note.
 
     Attributes:
-        absent: what the parameters are while they are hidden.
+        absent: the stand-ins for the parameters while they are hidden.
         buffer: the flat buffer, in the compute dtype.
-        in_use: how many forwards that need these weights, and scopes that show them, are under way.
+        in_use: how many running forwards and open scopes (`unsharded`) need these weights.
         writers: how many of these scopes allow writes.
         shown: whether the parameters point into the full buffer (else they are absent).
     """
@@ -57,7 +57,7 @@ class Weights:
         self._parameters = tuple(parameters)
         self.absent = Absent(unit, buffer.layout.slots, buffer.shard)
         self._offsets = [slot.world.start * buffer.dtype.itemsize for slot in buffer.layout.slots]
-        self._pointers: list[int] = []  # where the parameters' data lie, since they were last pointed somewhere
+        self._pointers: list[int] = []  # addresses of the parameters' data as this class has set them
         self.buffer = buffer
         buffer.become(SHARDED)  # until they are filled
         self.in_use = self.writers = 0
@@ -67,7 +67,7 @@ class Weights:
     def state(self) -> Residency:
         """
         Raises:
-            RuntimeError: weights are nothing of these three.
+            RuntimeError: the placement is none of these three states.
         """
         buffer = self.buffer
         if buffer.placement is REPLICATED:
@@ -80,10 +80,11 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, rounded: Callable[[Tensor], Tensor]) -> None:
-        """Take the values of the parameters and hold what the resting placement holds; parameters are hidden after.
+        """Copy the values of the parameters into the buffer, all or the own shard; show the parameters if the weights
+        rest in full, else hide them.
 
         Args:
-            rounded: as main rounds: a remainder takes ties another way than `copy_` does.
+            rounded: rounds values as main does: with a remainder, ties are rounded differently than by `copy_`.
         """
         if self.buffer.rests_in_full:
             for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
@@ -104,11 +105,11 @@ class Weights:
         full: Tensor | None = None,
         slots: Collection[int] | None = None,
     ) -> None:
-        """SHARDED -> GATHERING.
+        """SHARDED -> GATHERING. Collective.
 
         Args:
-            full: where to, for weights that only hold their shard.
-            slots: of weights that rest in full: what has changed since they were all there; None: anything.
+            full: the tensor to gather into, for weights that only hold their shard.
+            slots: for weights that rest in full: the slots that have changed since all were there; None: any.
         """
         self._expect(Residency.SHARDED, "gather")
         if full is not None:
@@ -118,7 +119,7 @@ class Weights:
         self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
 
     def arrive(self, *, stale: bool = False) -> None:
-        """GATHERING -> RESIDENT; nothing where they are already. `stale`: they are about to be replaced."""
+        """GATHERING -> RESIDENT; no effect on RESIDENT weights. `stale`: the weights will not be used."""
         state = self.state
         if state is Residency.RESIDENT:
             return
@@ -134,22 +135,22 @@ class Weights:
             raise
 
     def drop(self, *, forget: bool = False) -> None:
-        """RESIDENT (or GATHERING, waited for) -> SHARDED: only the own interval is valid from now on."""
+        """RESIDENT or GATHERING (which is waited for) -> SHARDED: only the own interval remains valid."""
         if self.buffer.is_arriving:
-            # A message that has been posted writes into the buffer whenever it arrives, also over the next unit that
-            # has it.
+            # A posted receive writes into the buffer whenever its message arrives, even if another unit then occupies
+            # the buffer. So it must complete here.
             self.arrive(stale=True)
         self.hide()
         self.buffer.detach(forget=forget)
         self.buffer.become(SHARDED)
 
     def rest(self) -> None:
-        """Back to where they rest: what is borrowed is given back, for good."""
+        """Return to the resting placement: a borrowed buffer is given back, and its views are forgotten."""
         if self.buffer.borrows:
             self.drop(forget=True)
 
     def put_away(self) -> None:
-        """Nobody needs them for now, and they need not be shown: hidden, but the values stay until they are dropped."""
+        """Hide the parameters. The values stay in the buffer until `drop`."""
         if self.shown:
             self.hide()
 
@@ -157,22 +158,23 @@ class Weights:
         """Point the parameters at their values."""
         if not self.shown:
             self._expect(Residency.RESIDENT, "show")
-            # First: after `give` nobody could tell any more that somebody had replaced the data.
+            # Before `give`, which overwrites the parameters' data: afterwards a replacement by the user would go
+            # unnoticed, and its values would be lost.
             self.expect_in_place()
             self.absent.give(self._parameters, self.buffer.views())
-            first = self.full.data_ptr()  # another one each time: the storage is emptied and refilled
+            first = self.full.data_ptr()  # not cached: it changes each time the storage is emptied and refilled
             self.shown, self._pointers = True, [first + offset for offset in self._offsets]
 
     def hide(self) -> None:
-        """Let the parameters raise when they are read or written."""
+        """Make the parameters absent: they raise when they are read or written."""
         if self.shown or not self._pointers:
             self.expect_in_place()
             self.absent.take(self._parameters)
             self.shown, self._pointers = False, self.absent.pointers
 
     def abandon(self) -> None:
-        """Nobody moves them any more. Values that rest here in full, and are all here, stay with the parameters; the
-        others are lost, and a read says so. What the user has replaced is left alone."""
+        """Give the parameters up. If all values rest here in full, the parameters keep them; else they are lost, and a
+        read raises and says so. Parameters whose data the user has replaced are not touched."""
         buffer = self.buffer
         are_here = buffer.rests_in_full and buffer.placement is REPLICATED and not buffer.is_arriving
         with as_tensors():
@@ -189,7 +191,7 @@ class Weights:
 
     @property
     def is_passing(self) -> bool:
-        """Whether they come for the time of a forward or backward alone, and no forward needs them now."""
+        """Whether the weights are gathered only for a forward or backward, and no forward needs them now."""
         return not self.in_use and self.buffer.borrows
 
     @property
@@ -198,23 +200,23 @@ class Weights:
 
     @property
     def full(self) -> Tensor:
-        """[layout.numel] all of the unit's weights, which must have been gathered."""
+        """[layout.numel], the weights in full, which must have been gathered."""
         assert self.buffer.full is not None, f"the full weights of unit {self._unit} are not here"
         return self.buffer.full
 
     def own(self) -> Tensor:
-        """[shard_numel] the interval that is valid in every state."""
+        """[shard_numel], the own interval, which is valid in every state."""
         return self.buffer.shard
 
     def absent_index(self, tensor: Tensor) -> int | None:
-        """Of which slot the tensor has been taken while its values were not here, if of any."""
+        """The slot of which `tensor` is the absent stand-in (or a view of it); None if it is not one."""
         return self.absent.index_of(tensor)
 
     def expect_present(self, values: Mapping[str, Tensor]) -> None:
-        """None of these has been taken from a parameter while its values were not here.
+        """Check that none of these tensors was taken from a parameter while it was absent.
 
         Raises:
-            RuntimeError: with the name that `values` has for it.
+            RuntimeError: one was; the message has its name in `values`.
         """
         for name, value in values.items():
             if self.absent_index(value) is not None:
@@ -224,19 +226,19 @@ class Weights:
                 )
 
     def expect_in_place(self) -> None:
-        """The parameters' data lie where this class has put them.
+        """Check that the parameters' data lie where this class has put them.
 
         Raises:
-            RuntimeError: somebody else has replaced them (the model would compute with values that no step updates).
+            RuntimeError: other code has replaced them (the model would compute with values that no step updates).
         """
         if not self._pointers:
             return
-        with as_tensors():  # an absent parameter would not tell its own
+        with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
             found = [parameter.data_ptr() for parameter in self._parameters]
         if found == self._pointers:
             return
         for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
-            if found[index] != self._pointers[index] and parameter.numel():  # what is empty lies nowhere
+            if found[index] != self._pointers[index] and parameter.numel():  # an empty tensor has no address
                 raise InvalidState(
                     f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
                     f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "

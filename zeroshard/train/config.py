@@ -1,7 +1,7 @@
-"""One typed configuration: a TOML file, any field overridden from the command line, unknown keys refused.
+"""The typed configuration of a run: from TOML files and command-line overrides; unknown keys are refused.
 
-The records below are the only place where a field, its default, its range and its help text are written down. The
-command line (`zeroshard.cli.main`) and the file that is saved with a run are both generated from them.
+A field, its default, its range and its help text are defined only in the records below. The command line
+(`zeroshard.cli.main`) and the file that is saved with a run are generated from them.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from zeroshard.errors import Error, InvalidValue
 
 
 class UserError(Error):
-    """Something that the person at the command line can put right. The message is one line."""
+    """An error that the user of the command line can correct. The message is one line."""
 
 
 class _Section(BaseModel):
@@ -101,7 +101,7 @@ class RunConfig(_Section):
 
 
 class Config(_Section):
-    """The whole of a run. Frozen and checked at birth; every field is `section.name`."""
+    """The configuration of a run. Frozen, and checked at construction; every field is `section.name`."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -149,7 +149,8 @@ def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def check_divides(config: Config) -> None:
-    """Every rank and micro-batch gets the same number of sequences, or `UserError` with the nearest sizes that do."""
+    """Check that every rank and micro-batch gets the same number of sequences; else `UserError`, which names the
+    nearest sizes that work."""
     parts = config.batch.micro_batches * (config.parallel.nproc or 1)
     if config.batch.sequences % parts:
         below = config.batch.sequences // parts * parts
@@ -161,7 +162,7 @@ def check_divides(config: Config) -> None:
 
 
 def write(config: Config, path: Path) -> None:
-    """Save the resolved configuration so that `resolve([path], {})` gives it back."""
+    """Save the resolved configuration, so that `resolve([path], {})` returns it again."""
     partial = path.with_suffix(f".tmp-{os.getpid()}")
     partial.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
     os.replace(partial, path)
@@ -177,7 +178,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first complaint as one line, in this project's words."""
+    """The first error as one line."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:

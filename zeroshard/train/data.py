@@ -1,4 +1,4 @@
-"""Text as tokens: files -> one memory-mapped token file per split -> batches that are a function of the position.
+"""Turns text files into one memory-mapped token file per split, and into batches that depend only on the position.
 
     files       a.py            b.py       c.py                 one token per byte, a NUL after each file
     split       train           train      validation           by a hash of the file's own path
@@ -6,9 +6,9 @@
     windows    |0   |1   |2   |3   |4   |                       `context` tokens each, plus one to predict
     step s      sequences [s x n, (s + 1) x n) of a seeded permutation of the windows
 
-Nothing is remembered between steps: which windows rank r reads in micro-batch m of step s follows from the seed, s, m,
-r and the world size alone, so a resumed run sees the next batch. The global batch of a step, the union over ranks and
-micro-batches, does not depend on the world size at all.
+There is no state between steps: the windows that rank r reads in micro-batch m of step s depend only on the seed, s, m,
+r and the world size, so a resumed run continues with the next batch. The global batch of a step (of all ranks and
+micro-batches together) does not depend on the world size.
 """
 
 import hashlib
@@ -47,8 +47,8 @@ class Corpus:
 def prepare(config: DataConfig) -> Path:
     """Write the token files into the cache, unless they are there, and return their folder.
 
-    The folder is named by a digest of the text itself and published by one rename, so several processes may do this at
-    once. Raises `UserError` if there is no text at `config.path`, and if a single file is not UTF-8.
+    The folder is named by a digest of the text and gets its name by one rename, so several processes may do this at the
+    same time. Raises `UserError` if there is no text at `config.path`, or if a single file is not UTF-8.
     """
     files = _standard_library() if not config.path else _files_at(Path(config.path))
     digest = hashlib.sha256(f"{_FORMAT} {config.validation_share!r}".encode())
@@ -107,7 +107,7 @@ class Batches:
     def windows(self, step: int, micro_batch: int, rank: int, world_size: int) -> list[int]:
         """The windows that one rank reads in one micro-batch: disjoint between ranks and micro-batches of a step.
 
-        An epoch is one permutation, cut to whole steps, so that no step can meet a window twice.
+        An epoch is one permutation, cut to whole steps, so that no step reads a window twice.
         """
         per_rank = self.sequences // (self.micro_batches * world_size)
         assert per_rank * self.micro_batches * world_size == self.sequences, "sequences must divide evenly"
@@ -147,10 +147,10 @@ def read_windows(tokens: Tokens, windows: list[int], context: int) -> tuple[Tens
 
 
 def permuted(place: int, size: int, key: str) -> int:
-    """Where `place` goes under the permutation of range(size) that `key` names; constant time and memory.
+    """The image of `place` under the permutation of range(size) that `key` names, in constant time and memory.
 
-    A Feistel network permutes the next even power of two; values outside the range walk on along their cycle, which
-    leads back inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    A Feistel network permutes the next even power of two. A value outside the range is permuted again until it is
+    inside (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
     assert 0 <= place < size
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -190,7 +190,7 @@ def _walk(root: Path, pattern: str) -> list[tuple[str, Path]]:
 
 
 def _texts(files: list[tuple[str, Path]]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the files that hold UTF-8 text; a folder may hold pictures and archives as well."""
+    """Name and content of the files that contain UTF-8 text; other files in a folder are skipped."""
     for name, path in files:
         try:
             content = path.read_bytes()
@@ -207,7 +207,7 @@ def _write_tokens(files: list[tuple[str, Path]], names: list[str], share: float,
     validation_names = choose_validation(names, share)
     with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as validation:
         for name, content in _texts(files):
-            if len(names) == 1:  # nothing to split by file: the end of the only one is kept for validation
+            if len(names) == 1:  # a single file: its end is the validation split
                 cut = len(content) - max(1, round(share * len(content)))
                 train.write(content[:cut])
                 validation.write(content[cut:])
@@ -216,9 +216,9 @@ def _write_tokens(files: list[tuple[str, Path]], names: list[str], share: float,
 
 
 def choose_validation(names: list[str], share: float) -> set[str]:
-    """The files kept for validation: those whose path hashes below `share`, so other files have no say in it.
+    """The files for validation: those whose path hashes below `share`, independent of the other files.
 
-    Only where that would leave a side empty, the file nearest to the border changes sides.
+    If one of the splits would be empty, the file nearest to the border changes to it.
     """
     places = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64 for name in names}
     chosen = {name for name in names if places[name] < share}
@@ -230,7 +230,7 @@ def choose_validation(names: list[str], share: float) -> set[str]:
 
 
 def _map(path: Path) -> Tokens:
-    # An empty file cannot be mapped.
+    # numpy cannot map an empty file.
     return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
 
 

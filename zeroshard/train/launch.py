@@ -1,11 +1,11 @@
-"""Start the ranks: `zeroshard train --nproc N` becomes N processes of the same command under torch's elastic launcher.
+"""Starts the ranks: `zeroshard train --nproc N` runs N processes of the same command under torch's elastic launcher.
 
-    zeroshard train --nproc 2 ...                     this process: waits, passes signals on
+    zeroshard train --nproc 2 ...                     this process: waits, forwards signals
       └ torch.distributed.launcher (standalone, c10d)
           ├ python -m zeroshard train --nproc 2 ...   RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 ...
           └ python -m zeroshard train --nproc 2 ...   RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 ...
 
-`torchrun` sets the same environment, so a rank cannot tell the two apart, and need not.
+`torchrun` sets the same environment: a rank behaves in the same way under both.
 """
 
 import logging
@@ -35,12 +35,13 @@ def under_launcher() -> bool:
 
 
 def times_restarted() -> int:
-    """How often the launcher has started this rank again."""
+    """How often the launcher has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if under_launcher() else 0
 
 
 def refuse(problem: str) -> int:
-    """Report bad input as one line and return the exit code. Ranks of `start_ranks` leave the word to their starter."""
+    """Report bad input as one line, and return the exit code. Ranks of `start_ranks` write the line to a file, and the
+    starting process prints it once."""
     line = " ".join(problem.split())
     if folder := os.environ.get(_PROBLEM_FOLDER):
         Path(folder, os.environ["RANK"]).write_text(line, encoding="utf-8")
@@ -51,16 +52,16 @@ def refuse(problem: str) -> int:
 
 
 def already_refused() -> bool:
-    """Whether bad input has been reported: then there is no use in starting again."""
+    """Whether bad input has been reported in an earlier attempt: then a restart is useless."""
     folder = os.environ.get(_PROBLEM_FOLDER)
     return bool(folder) and times_restarted() > 0 and any(Path(str(folder)).iterdir())
 
 
 def start_ranks(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
-    """Run `python -m zeroshard <arguments>` in `nproc` ranks on this machine and wait; the exit code of the whole.
+    """Run `python -m zeroshard <arguments>` in `nproc` ranks on this machine, wait for them, and return the exit code.
 
-    When a rank fails, all are started again, at most `max_restarts` times. The first SIGINT or SIGTERM is passed on as
-    a request to stop after the current step; a second one kills.
+    If a rank fails, all ranks are restarted, at most `max_restarts` times. The first SIGINT or SIGTERM is forwarded to
+    the ranks, which stop after the current step; a second one kills them.
     """
     _quiet_elastic_logs()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
@@ -83,7 +84,7 @@ def start_ranks(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are forwarded by `_PassOn`
         )
         try:
             elastic_launch(config, sys.executable)("-m", "zeroshard", *arguments)
@@ -93,7 +94,7 @@ def start_ranks(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
 
 
 def _explain_failure(rank: int, failure: ProcessFailure, problems: Path) -> int:
-    """Say once what the ranks reported, or which rank failed first; the exit code."""
+    """Print what the ranks reported, once, or which rank failed first. Returns the exit code."""
     said = sorted({file.read_text(encoding="utf-8") for file in problems.iterdir()})
     for problem in said:
         print(f"zeroshard: error: {problem}", file=sys.stderr)
@@ -106,7 +107,7 @@ def _explain_failure(rank: int, failure: ProcessFailure, problems: Path) -> int:
 
 
 class _PassOn:
-    """Signal handler of the waiting process: requests go to the ranks, a second SIGINT or SIGTERM ends them."""
+    """Signal handler of the waiting process: forwards signals to the ranks; a second SIGINT or SIGTERM kills them."""
 
     def __init__(self) -> None:
         self._stopping = False
@@ -123,7 +124,7 @@ class _PassOn:
 
 
 def _quiet_elastic_logs() -> None:
-    """Its errors repeat at length what the failed rank has printed."""
+    """Silence the elastic launcher: its error logs repeat at length what the failed rank has printed."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

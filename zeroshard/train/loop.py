@@ -1,4 +1,4 @@
-"""The training loop of one rank. Every rank runs this same program; only rank 0 prints and writes.
+"""The training loop of one rank. Every rank runs this same program; only rank 0 prints and records metrics.
 
 join the ranks -> text, model, optimizer, a saved step        (run.start_run)
 for each step:   micro-batches, reduce, clip, step, schedule   (train_step)
@@ -42,9 +42,11 @@ class Outcome:
 
 
 class Requests:
-    """Signals as requests, honoured after the current step: SIGINT and SIGTERM stop, SIGUSR1 saves. Whoever is told to
-    stop a second time leaves at once, and lets the other ranks know. (Not within `SAME_SECONDS`: a scheduler may tell
-    the ranks and their launcher, which passes it on.)"""
+    """Turns signals into requests that are honoured after the current step: SIGINT and SIGTERM stop, SIGUSR1 saves.
+
+    On a second stop signal the process tells the other ranks and exits at once. A second signal within `SAME_SECONDS`
+    does not count: a scheduler may signal both the ranks and their launcher, and the launcher passes the signal on.
+    """
 
     SAME_SECONDS = 1.0
 
@@ -55,12 +57,15 @@ class Requests:
         self._previous: dict[signal.Signals, signal.Handlers | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Only sets flags: Python runs signal handlers between any two bytecodes, so a collective or a save from here
+        # could start in the middle of another one.
         if number == signal.SIGUSR1:
             self.save = True
         elif not self.stop:
             self.stop, self._told = True, time.monotonic()
         elif time.monotonic() - self._told > self.SAME_SECONDS:
             watch.abort(KeyboardInterrupt(f"told to stop twice ({signal.Signals(number).name})"), quiet=True)
+            # Not sys.exit: it would unwind through code that may be waiting in a collective for the other ranks.
             os._exit(128 + number)
 
     def __enter__(self) -> Self:
@@ -76,11 +81,15 @@ class Requests:
 
 
 def train(config: Config, *, resume: Path | None = None, occupied: bool = False, stop_at: int | None = None) -> Outcome:
-    """Train as `config` says, on this rank; collective. `resume` is the folder of a saved run.
+    """Train as `config` says, on this rank; collective.
 
-    `occupied`: a run that has saved nothing yet may live in the folder, and is replaced. `stop_at` ends the run after
-    that many steps as Control-C would, without changing the schedule. Raises `UserError` on every rank for what the
-    person who started it can put right.
+    Args:
+        resume: the folder of a saved run to continue.
+        occupied: the folder may contain a run that has saved nothing yet; that run is replaced.
+        stop_at: stop after this many steps, as Control-C would, without changing the learning rate schedule.
+
+    Raises:
+        UserError: on every rank, for a problem that the user can fix: options, files, folders.
     """
     with Requests() as requests, joined(config.parallel) as ranks:
         console = Console(quiet=ranks.rank != 0)
@@ -99,7 +108,8 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
 
 
 def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last_step: int) -> int:
-    """Take the steps [first_step, last_step), or fewer when any rank is asked to stop. Returns the steps done."""
+    """Run the steps [first_step, last_step), or fewer if any rank is asked to stop. Returns the number of steps done
+    since the beginning of training. Collective."""
     config, ranks = run.config, run.ranks
     began = time.perf_counter()
     for step in range(first_step, last_step):
@@ -110,6 +120,8 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             run.scheduler.step()
 
         asked, requests.save = requests.save, False  # a signal from here on counts for the next step
+        # A signal reaches one rank at its own moment, so the ranks add up their requests. Branching on `requests.stop`
+        # itself would make one rank leave while the others wait for it in the next collective.
         loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, asked])
         now, done = time.perf_counter(), step + 1
         memory, peak = process_memory(ranks)
@@ -192,17 +204,18 @@ def sample(run: Run) -> str:
     )
     run.model.train()
     text = bytes(tokens[0].tolist()).decode(errors="replace")
-    # What an untrained model writes must not steer the terminal.
+    # An untrained model emits any bytes, also escape sequences that would reprogram the terminal.
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:
-    """The seed of a step's random numbers on one rank: a function of the position, like the batch."""
+    """The seed of a step's random numbers on one rank. It depends only on (seed, step, rank), so a resumed run draws
+    the same numbers as an uninterrupted one."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "little")
 
 
 def process_memory(ranks: Ranks) -> tuple[int, int]:
-    """Bytes now and at the peak: allocated on the GPU, or resident on CPU."""
+    """Bytes now and at the peak: allocated by torch on the GPU, or the resident memory of the process on a CPU."""
     if ranks.device.type == "cuda":
         return torch.cuda.memory_allocated(ranks.device), torch.cuda.max_memory_allocated(ranks.device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -220,7 +233,7 @@ def observers(run: Run, first_step: int, console: Console) -> list[Observer]:
 
 
 def introduce(run: Run, found: Found | None, console: Console) -> None:
-    """Say what is about to run and how to reach it."""
+    """Print what is about to run, where its folder is and which signals it obeys."""
     parallel, ranks = run.config.parallel, run.ranks
     tell(
         console,
@@ -235,7 +248,7 @@ def introduce(run: Run, found: Found | None, console: Console) -> None:
 
 
 def conclude(run: Run, step: int, console: Console) -> None:
-    """Sample and table after the last step; how to go on after an earlier one. Collective."""
+    """Print a sample and the table of bytes after the last step; after an earlier one, how to continue. Collective."""
     if skipped := step - run.scheduler.last_epoch:
         tell(console, f"{skipped} of {step} steps were skipped: a gradient overflowed at the loss scale of the time")
     if step < run.config.schedule.steps:

@@ -1,4 +1,4 @@
-"""What a run records: `metrics.jsonl` always, TensorBoard event files where tensorboard is installed."""
+"""Metrics of a run: writes `metrics.jsonl` always, and TensorBoard event files if tensorboard is installed."""
 
 import importlib.util
 import json
@@ -18,11 +18,11 @@ class StepRecord:
     loss: float
     lr: float
     grad_norm: float
-    applied: bool  # False: a gradient overflowed, and weights, optimizer state and schedule stayed where they were
-    loss_scale: float  # what the loss had been multiplied by
+    applied: bool  # False: a gradient overflowed; weights, optimizer state and learning rate schedule are unchanged
+    loss_scale: float  # the factor that the loss was multiplied by before backward
     tokens_per_second: float  # over all ranks
-    communication_share: float  # of the step's time, spent waiting in collectives
-    memory_bytes: int  # of the process, or allocated on its GPU
+    communication_share: float  # part of the step's time spent waiting in collectives, 0 to 1
+    memory_bytes: int  # allocated on the GPU; on a CPU the resident memory of the process
     peak_memory_bytes: int
     engine_bytes: int  # live buffers of the sharding engine
     seconds: float
@@ -48,7 +48,7 @@ def bits(nats: float) -> float:
 
 
 class Observer(Protocol):
-    """Sees what rank 0 sees. Other ranks have no observers."""
+    """Receives the records of a run on rank 0. Other ranks have no observers."""
 
     def on_step(self, record: StepRecord) -> None: ...
     def on_validation(self, record: ValidationRecord) -> None: ...
@@ -83,7 +83,8 @@ class Observers:
 
 
 class JsonLines:
-    """One JSON object per line, flushed per line. Lines after `first_step` are dropped: that run was interrupted."""
+    """Writes one JSON object per line and flushes each line. On resume, lines of steps after `first_step` are removed:
+    the interrupted run did these steps after its last checkpoint, and they are done again."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         if path.exists():
@@ -101,7 +102,7 @@ class JsonLines:
         self._file.close()
 
     def _write(self, values: Mapping[str, object]) -> None:
-        # JSON has no NaN and no infinity.
+        # JSON has no NaN and no infinity; json.dumps would write them, and strict parsers would reject the file.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()

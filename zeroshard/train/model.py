@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`forward(tokens, targets)` is the mean loss in nats per token; `forward(tokens)` the logits that follow."""
+    """`forward(tokens, targets)` returns the mean loss in nats per token; `forward(tokens)` returns the logits."""
 
     rotation: Tensor  # fp32 [2, context, D / 2]: cosines and sines
 
@@ -99,7 +99,8 @@ class GPT(nn.Module):
     def generate(
         self, tokens: Tensor, num_tokens: int, *, temperature: float, top_k: int, generator: torch.Generator
     ) -> Tensor:
-        """Continue int64 [B, T] by `num_tokens`. One forward per token, the same number on every rank."""
+        """Continue `tokens`, int64 [B, T], by `num_tokens`. Runs one forward per token, because under sharding each
+        forward is collective and every rank must run the same number."""
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context :])[:, -1]
             if temperature == 0:

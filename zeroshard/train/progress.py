@@ -1,4 +1,4 @@
-"""What a person sees: one live line on a terminal, plain lines elsewhere, and the tables before and after."""
+"""Progress output of a run: one live line on a terminal, plain lines elsewhere, and the table of bytes at the end."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,9 @@ PERSISTENT = ("weights", "grads", "main", "state", "scalars")
 
 
 class Progress:
-    """An `Observer` that prints. On a terminal one line is redrawn; elsewhere every `log_every`-th step is a line.
+    """An `Observer` that prints. On a terminal one line is redrawn; elsewhere every `log_every`-th step prints a line.
 
-    Skipped steps stay visible in both: each is a line of its own.
+    In both cases each skipped step prints a line of its own, so that it stays visible.
     """
 
     def __init__(self, console: Console, steps: int, log_every: int) -> None:
@@ -48,7 +48,7 @@ class Progress:
 
 
 def tell(console: Console, line: str) -> None:
-    """Print a line as it is: no markup, no colours guessed, no wrapping."""
+    """Print a line as it is: rich interprets no markup in it, colours nothing and does not wrap it."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -90,7 +90,7 @@ def duration(seconds: float) -> str:
 
 
 def bytes_table(title: str, numel: int, planned: Mapping[str, int], measured: Mapping[str, int]) -> Table:
-    """Bytes of one rank by kind, and per parameter of the whole model; planned before the run, measured after it."""
+    """Bytes of rank 0 by kind, in all and per parameter of the whole model: planned, and measured after the run."""
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank 0 holds", no_wrap=True)
     for heading in ("bytes/parameter planned", "measured", "bytes planned", "measured"):

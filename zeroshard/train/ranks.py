@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and the few things that the trainer's ranks tell each other."""
+"""The ranks of the trainer: joining the process group, rank and device of this process, and small exchanges."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +31,8 @@ class Ranks:
         return [float(value) for value in total.tolist()]
 
     def together(self, action: Callable[[], T]) -> T:
-        """Every rank acts; if that is a `UserError` or an `OSError` on any of them, all raise it. Collective.
+        """Call `action` on every rank; if it raises `UserError` or `OSError` on any rank, all ranks raise a `UserError`
+        with that text. Collective.
 
         Without the exchange a rank whose disk is full would leave the others waiting in their next collective.
         """
@@ -40,7 +41,9 @@ class Ranks:
             result = action()
         except (UserError, OSError) as error:
             problem = str(error)
-        zeroshard.wait_for_all()  # it may take one of them longer than a collective may
+        # all_gather_object has the timeout of the process group, and `action` (preparing a text, say) may take longer
+        # than that on one rank. This wait goes on as long as the missing ranks send heartbeats.
+        zeroshard.wait_for_all()
         problems: list[str | None] = [None] * self.world_size
         dist.all_gather_object(problems, problem)
         for rank, text in enumerate(problems):
@@ -49,7 +52,12 @@ class Ranks:
         return cast(T, result)
 
     def first_does(self, action: Callable[[], T], *, per_node: bool = False) -> T:
-        """Rank 0 (or one rank of each node) acts; every rank gets the result, or the same `UserError`. Collective."""
+        """Call `action` on rank 0 (`per_node`: on one rank of each node); every rank returns its result, or raises the
+        same `UserError`. Collective.
+
+        Raises:
+            UserError: `action` failed, or nodes got different results.
+        """
         acts = (self.local_rank if per_node else self.rank) == 0
         result = self.together(lambda: action() if acts else None)
         outcomes: list[tuple[bool, Any]] = [(False, None)] * self.world_size
@@ -89,13 +97,16 @@ def sensible_nproc(config: ParallelConfig) -> int:
 
 @contextmanager
 def joined(config: ParallelConfig) -> Iterator[Ranks]:
-    """Join the other ranks (a world of one without a launcher) and leave at the end, unless a caller has joined. What
-    leaves the block as an error takes the other ranks along."""
+    """Join the process group (a world of one without a launcher) and leave it at the end, unless it existed before.
+
+    If an exception leaves the block, the other ranks are told and stop too, instead of waiting in a collective.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device_type(config)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     ours = not dist.is_initialized()
+    # torch starts a thread for each core in each process, so several ranks on one machine would compete for the cores.
     if ours and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
@@ -105,6 +116,6 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     except BaseException as error:
         watch.abort(error, quiet=isinstance(error, UserError))
         raise
-    watch.stop()
+    watch.stop()  # tells the other ranks that this one has finished, so that they do not take its silence for a failure
     if ours:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a run keeps in its checkpoints beside the sharded state, and the step that a resumed run goes on from."""
+"""The trainer's own values in a checkpoint, and the search for the step from which a resumed run continues."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +12,12 @@ KEY = "run"
 
 @dataclass
 class Position:
-    """Where a run is, for `zeroshard.save(extra={KEY: position})`.
+    """The position of a run, saved with `zeroshard.save(extra={KEY: position})`.
 
     Attributes:
-        updates: steps that were applied: the position of the learning rate. (Steps done are the checkpoint's number.)
-        text: digest of the text.
+        updates: steps that were applied (not skipped): the position in the learning rate schedule. The number of steps
+            done is not here, because it is the checkpoint's step number.
+        text: digest of the training text.
     """
 
     updates: int
@@ -31,7 +32,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Found:
-    """A step to go on from. `skipped`: why not from a newer one, a line for each."""
+    """The step that a resumed run continues from. `skipped`: for each newer, damaged step one line that says why."""
 
     folder: Path
     step: int
@@ -39,10 +40,10 @@ class Found:
 
 
 def find(folder: Path, text: str, schedule: ScheduleConfig) -> Found:
-    """The newest good step of a run; all its bytes have been verified. One rank does this.
+    """The newest undamaged step of a run; all its bytes are verified. Reads every file, so only one rank calls it.
 
     Raises:
-        UserError: there is none; the run read other text; nothing is left to do.
+        UserError: there is no such step; the run was trained on another text; the run has done all its steps.
     """
     if not steps(folder):
         raise UserError(f"nothing to resume in {folder}: expected a folder step-N")

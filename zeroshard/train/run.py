@@ -1,9 +1,9 @@
-"""What a run is made of, how it starts, and how it is saved.
+"""A training run of the trainer: how it is built, started, resumed and saved.
 
-Beyond the sharded state, everything that a step needs follows from the configuration and two numbers. Steps done give
-the batch (`data.Batches`) and the random numbers (`loop.seed_of`); updates, the steps that were not skipped, give the
-learning rate (`learning_rate_factor`). So a checkpoint holds the sharded state and these numbers, and a resumed run
-goes on exactly as the uninterrupted one would have.
+Beyond the sharded state, everything that a step needs follows from the configuration and two numbers. The number of
+steps done gives the batch (`data.Batches`) and the random numbers (`loop.seed_of`). The number of updates, which is
+that of steps not skipped, gives the learning rate (`learning_rate_factor`). So a checkpoint contains the sharded state
+and these two numbers, and a resumed run continues exactly as the uninterrupted one would have.
 """
 
 import math
@@ -27,8 +27,8 @@ from zeroshard.train.resume import KEY, Found, Position, find
 
 @dataclass(frozen=True)
 class Run:
-    """What the steps of a run share. What changes is inside the engine's objects and the scheduler, whose `last_epoch`
-    counts the updates; the step number is all the rest."""
+    """The objects that all steps of a run use. The state that changes is in the model, the optimizer and the scheduler
+    (whose `last_epoch` is the number of updates); besides it there is only the step number, kept by the loop."""
 
     config: Config
     ranks: Ranks
@@ -44,12 +44,20 @@ class Run:
 
 
 def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bool) -> tuple[Run, Found | None]:
-    """Open the text, build and shard the model, load what was saved. Returns the run and where it goes on from."""
+    """Open the text, build and shard the model, load the saved state if `resume` is given. Collective.
+
+    Returns:
+        The run, and the step from which it continues (None for a new run).
+
+    Raises:
+        UserError: on every rank.
+    """
     check_divides(config)
     corpus = open_corpus(ranks.first_does(lambda: prepare(config.data), per_node=True))
     context = config.model.context
     batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
-    validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)  # refuse now, not later
+    # The result is not used: a validation text that is too short must be refused now, not after hours of training.
+    validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)
     found = None
     if resume is not None:
         folder = resume
@@ -88,28 +96,35 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
 
 
 def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> int:
-    """Take the state of a saved step, and the hyper-parameters of this run's configuration. Returns the updates."""
+    """Load the state of a saved step, but keep the hyper-parameters of this run's configuration. Collective.
+
+    Returns:
+        The number of updates that the saved run had made.
+    """
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     position = Position(0, "")
     try:
         zeroshard.load(found.folder, handle, optimizer, step=found.step, extra={KEY: position})
     except zeroshard.CheckpointError as error:
         raise UserError(str(error)) from error
+    # `load` has put the saved lr, betas, ... into the groups; values changed on the command line must win.
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
     return position.updates
 
 
 def save_run(run: Run, step: int, *, background: bool = False) -> None:
-    """Write the state after `step` steps into the run's folder, and remove the steps that are not kept. Collective."""
+    """Save the state after `step` steps into the run's folder, and remove old steps as `run.keep_last` and
+    `run.keep_every` say. Collective. `background`: return while the files are still being written."""
     keep = run.config.run
     position = Position(run.scheduler.last_epoch, run.corpus.digest)
 
     def prune() -> None:
         zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
 
+    # Before pruning: the step that is being written in the background is not in the folder yet and would not count.
     run.handle.finish_background()
-    if background:  # what is written now is not there yet
+    if background:  # the save below returns before its step is in the folder, so pruning after it would not see it
         run.ranks.first_does(prune)
     zeroshard.save(run.folder, run.handle, run.optimizer, step=step, extra={KEY: position}, background=background)
     if not background:
@@ -117,7 +132,7 @@ def save_run(run: Run, step: int, *, background: bool = False) -> None:
 
 
 def make_optimizer(config: Config, model: GPT) -> zeroshard.ShardedOptimizer:
-    """AdamW; only matrices decay."""
+    """AdamW; weight decay for matrices only."""
     settings = config.optimizer
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -137,14 +152,16 @@ def make_optimizer(config: Config, model: GPT) -> zeroshard.ShardedOptimizer:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, updates: int) -> LambdaLR:
-    """Warm-up and cosine, after `updates` of them. The peak comes from the configuration, also after a resume."""
+    """Warm-up and cosine decay, at the position after `updates` updates. The peak learning rate is that of this run's
+    configuration, also after a resume."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return LambdaLR(optimizer, lambda now: learning_rate_factor(now, schedule), last_epoch=updates - 1)
 
 
 def learning_rate_factor(updates: int, schedule: ScheduleConfig) -> float:
-    """Part of the peak learning rate after `updates`: linear up over the warm-up, then half a cosine down."""
+    """The factor of the peak learning rate after `updates` updates: rises linearly over the warm-up, then falls as
+    half a cosine to `final_share`."""
     if updates < schedule.warmup:
         return (updates + 1) / schedule.warmup
     progress = min(1.0, (updates - schedule.warmup) / max(1, schedule.steps - schedule.warmup))
@@ -152,8 +169,12 @@ def learning_rate_factor(updates: int, schedule: ScheduleConfig) -> float:
 
 
 def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
-    """Create the run's folder with its resolved configuration. `UserError` if another run lives there, unless it may be
-    `occupied`."""
+    """Create the run's folder and write the resolved configuration into it.
+
+    Raises:
+        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), or cannot be
+            written.
+    """
     folder = Path(config.run.out or default_folder())
     lived_in = (folder / "metrics.jsonl").exists() or bool(zeroshard.checkpoint.steps(folder))
     if lived_in and not occupied and (resume is None or folder.resolve() != resume.resolve()):
