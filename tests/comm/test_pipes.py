@@ -115,6 +115,55 @@ def test_two_threads_of_a_rank_may_wait_at_once() -> None:
     other.join()
 
 
+def test_messages_of_two_threads_do_not_mix_where_a_pipe_is_full() -> None:
+    """Of a message that is longer than the room left, a pipe takes a part."""
+    first, second = ends_of()
+    numel = MOST_BYTES // 8 - 1  # so that 64 KiB are not a whole number of messages
+
+    def send(channel: int) -> list[int]:
+        for value in range(50):
+            first.send(1, channel, number(value, numel))
+        return []
+
+    found: dict[int, list[int]] = {}
+
+    def take(channel: int) -> None:
+        works = [receive(second, 0, channel, numel) for _ in range(50)]
+        for work, _ in works:
+            work.wait()
+        found[channel] = [int(into[0]) for _, into in works if int(into.sum()) == int(into[0]) * numel]
+
+    readers = [threading.Thread(target=take, args=(channel,)) for channel in range(2)]
+    for reader in readers:
+        reader.start()
+    in_threads(send)
+    for reader in readers:
+        reader.join()
+    assert found == {0: list(range(50)), 1: list(range(50))}
+
+
+def test_a_wait_may_begin_just_before_the_same_thread_polls() -> None:
+    """As when garbage collection drops a communication there. It must not wait for "the thread that polls"."""
+    first, second = ends_of(timeout=5.0)
+    inner, outer = receive(first, 1, B), receive(first, 1, A)
+    poll = first._poller.poll
+    begins = [True]
+
+    class Poller:
+        register, unregister = first._poller.register, first._poller.unregister
+
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            if begins.pop() if begins else False:
+                second.send(0, B, number(1))
+                inner[0].wait()
+                second.send(0, A, number(2))
+            return poll(milliseconds)
+
+    first._poller = Poller()  # type: ignore[assignment]
+    outer[0].wait()
+    assert (inner[1].item(), outer[1].item()) == (1, 2)
+
+
 def in_threads(work: Callable[[int], list[int]]) -> dict[int, list[int]]:
     found = {}
 

@@ -101,24 +101,27 @@ class _Peer:
         inbox: reading end of the pipe that the peer writes to.
         own_end: writing end of that pipe, closed here once the peer has opened it.
         outbox: writing end of the pipe that the peer reads.
+        unsent: bytes that wait for room in the outbox.
         rest: bytes read so far of a message that has not arrived completely.
-        is_gone: the peer has closed its end, or no longer reads.
+        is_gone: the peer has closed its end.
     """
 
     rank: int
     inbox: int
     own_end: int
     outbox: int = -1
+    unsent: bytes = b""
     rest: bytes = b""
     is_gone: bool = False
     channels: defaultdict[int, _Channel] = field(default_factory=lambda: defaultdict(_Channel))
 
-    def read(self) -> None:
-        """Read what the pipe contains now, and hand each complete message to its channel."""
+    def read(self) -> bool:
+        """Read what the pipe contains now, and hand each complete message to its channel. Returns whether the peer has
+        closed its end."""
         try:
             data = os.read(self.inbox, _AT_ONCE)
         except BlockingIOError:
-            return
+            return False
         self.is_gone |= not data  # read(2) returns no bytes only after the last writing end has been closed
         data, start = self.rest + data, 0
         while len(data) - start >= _HEADER.size:
@@ -129,6 +132,7 @@ class _Peer:
             self._deliver(self.channels[key], data[start + _HEADER.size : stop])
             start = stop
         self.rest = data[start:]
+        return self.is_gone
 
     def _deliver(self, channel: _Channel, message: bytes) -> None:
         if channel.expected:
@@ -152,7 +156,7 @@ class Pipes:
         """
         self._timeout, self._pid = timeout, os.getpid()
         self._changed = threading.Condition()
-        self._polls = False  # whether a thread is in `poll`, on behalf of all that wait
+        self._polls: int | None = None  # the thread that is in `poll`, on behalf of all that wait
         self._closed = ""  # the reason, once closed
         self._files: set[int] = set()
         # The callback gets the set, not `self`: a finalizer that refers to its object keeps it alive forever.
@@ -207,16 +211,17 @@ class Pipes:
         data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         deadline = time.monotonic() + self._timeout
         with self._changed:
-            while data:
+            # Through `unsent`: a full pipe takes a part of a message, and another thread may send before the rest.
+            peer.unsent += data
+            while peer.unsent:
                 self._expect_open(peer)
                 try:
-                    data = data[os.write(peer.outbox, data) :]
+                    peer.unsent = peer.unsent[os.write(peer.outbox, peer.unsent) :]
                 except BlockingIOError:
                     # The peer's pipe is full. The peer may itself be blocked in a write to this rank: unless this rank
                     # reads while it waits, neither continues.
                     self._take_in(deadline, peer, writes=True)
                 except OSError as error:
-                    peer.is_gone = True
                     raise PeerGone(f"connection to rank {rank} closed: {error}") from None
         return _SENT
 
@@ -268,10 +273,12 @@ class Pipes:
         if left <= 0:
             self._close(f"timed out after {self._timeout:.0f} s")
             raise PeerGone(f"timed out waiting for rank {peer.rank}: nothing came for {self._timeout:.0f} s")
-        if self._polls:
+        if self._polls not in (None, threading.get_ident()):
             self._changed.wait(min(left, _SHORT) if writes else left)
             return
-        self._polls = True
+        # This thread may be here already, just before its poll: garbage collection can run the `__del__` of a
+        # communication that is waited for (`pending.py`). To wait for another thread to poll would be to wait forever.
+        before, self._polls = self._polls, threading.get_ident()
         if writes:
             self._poller.register(peer.outbox, select.POLLOUT)
         # Without the lock, so that other threads can post receives and send meanwhile.
@@ -282,14 +289,12 @@ class Pipes:
             self._changed.acquire()
             if writes:
                 self._poller.unregister(peer.outbox)
-            self._polls = False
+            self._polls = before
             self._changed.notify_all()
         files = {file for file, _ in ready}
         for other in self._peers.values():
-            if other.inbox in files:
-                other.read()
-                if other.is_gone:
-                    self._poller.unregister(other.inbox)
+            if other.inbox in files and not other.is_gone and other.read():
+                self._poller.unregister(other.inbox)
 
     def _expect_open(self, peer: _Peer) -> None:
         if self._closed:
