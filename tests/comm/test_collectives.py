@@ -329,3 +329,33 @@ def test_other_meshes_are_refused() -> None:
             )
 
     run_ranks(check, 2)
+
+
+def test_small_tensors_are_broadcast_together_and_large_ones_without_a_copy() -> None:
+    """Of any dtype and layout, also empty ones."""
+
+    def tensors(rank: int) -> list[Tensor]:
+        def values(*shape: int) -> Tensor:
+            return torch.arange(math.prod(shape)).reshape(shape) % 50 + 100 * rank
+
+        small = [values(5).to(torch.uint8), values(3, 4).float(), values(2, 3).t(), torch.empty(0), values(1)[0].half()]
+        return [*small, values(40_000).float(), values(7).to(torch.float8_e4m3fn), values(9).bool()]
+
+    def check(rank: int) -> list[int]:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        found, sent = tensors(rank), []
+        broadcast = collectives.transport.broadcast
+
+        def counted(axis: Any, tensor: Tensor, source: int) -> None:
+            sent.append(tensor.nbytes)
+            assert tensor.nbytes < 1000 or tensor.data_ptr() == found[5].data_ptr(), "no copy of a large one"
+            broadcast(axis, tensor, source)
+
+        collectives.transport.broadcast = counted  # type: ignore[method-assign]
+        collectives.broadcast(found, source=1)
+        for value, own, expected in zip(found, tensors(rank), tensors(1), strict=True):
+            assert torch.equal(value.float(), expected.float())
+            assert rank == 1 or not value.numel() or value.dtype == torch.bool or not torch.equal(value, own)
+        return sent
+
+    assert run_ranks(check, 2) == [[5 + 48 + 48 + 2, 160_000, 7 + 9]] * 2

@@ -51,7 +51,7 @@ from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
 
 SOME_EXCHANGE = "an exchange among all ranks"
-_TOGETHER_BYTES = 1 << 20
+_TOGETHER_BYTES = 1 << 16
 """Small tensors are broadcast together, up to this many bytes: each broadcast costs a round trip, however small."""
 
 
