@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 import zeroshard
-from tests.kit import Job, Outcome, logs, same_bits, train, train_reference
+from tests.kit import Block, Job, Net, Outcome, State, logs, loss_of_tokens, make, same_bits, train, train_reference
+from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.messages import Messages
+from zeroshard.comm.pending import Pending
 from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, connected
+from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
 A, B = 7, 2**64 - 1
@@ -270,6 +274,20 @@ def test_all_files_are_closed_with_the_pipes() -> None:
     assert count() == before
 
 
+def test_the_end_of_a_program_does_not_close_them_before_its_last_messages() -> None:
+    """Rank 1 had ended its program, rank 0 was slower, and its last confirmation failed: connection closed."""
+    first, second = ends_of()
+    at_exit = [one for one in weakref.finalize._registry if one.atexit]  # type: ignore[attr-defined]
+    for finalizer in at_exit:
+        found = finalizer.peek()
+        if found is not None and found[1].__module__ == Pipes.__module__:
+            finalizer()
+    second.send(0, A, number(1))
+    work, into = receive(first, 1, A)
+    work.wait()
+    assert into.item() == 1
+
+
 # In training ----------------------------------------------------------------------------------------------------------
 
 
@@ -331,3 +349,36 @@ def test_training_in_shared_memory_hands_nothing_to_gloo_and_is_the_same_with_an
             assert (found, not by_gloo) == (has_pipes, has_pipes)  # without pipes gloo has them all
         for plan in range(2):
             expect_same_logs(logs([outcomes[plan] for outcomes, *_ in by_rank]))
+
+
+@pytest.mark.parametrize("plan", [zeroshard.ZERO1, zeroshard.ZERO2])
+def test_a_rank_may_end_right_after_its_last_step_while_a_slower_one_still_reads(plan: Plan) -> None:
+    """The slower one failed in its last step: it could not confirm to the other that it had read its weights."""
+
+    def check(rank: int) -> State:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        acknowledge = Collectives.acknowledge
+
+        def late(self: Collectives) -> Pending:
+            if rank == 0 and step == 2:
+                store.wait(["the other one has ended"])
+            return acknowledge(self)
+
+        Collectives.acknowledge = late  # type: ignore[method-assign]
+        for step in range(3):
+            loss_of_tokens(model, rank, 0, step).backward()
+            optimizer.step()
+        if rank == 1:
+            pipes = connected(torch.distributed.group.WORLD)
+            assert pipes is not None
+            for file in [*pipes.pipes._files]:  # as the system does at the end of a process
+                pipes.pipes._release(file)
+            store.set("the other one has ended", "")
+            return {}
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    truth = run_ranks(lambda rank: train_reference(Job(), 2), 1)[0]
+    assert same_bits(run_ranks(check, 2)[0], truth[0].weights)

@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroshard.comm import watch
 from zeroshard.comm.mesh import Axis
-from zeroshard.comm.pipes import MOST_BYTES, Pipes
+from zeroshard.comm.pipes import MOST_BYTES, PeerGone, Pipes
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.shared_memory import NOWHERE, Location
 from zeroshard.errors import Error
@@ -169,7 +169,12 @@ class Messages:
         """Tell all peers that this rank has read their memory. The works are done when the peers have said the same."""
         tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
         works = [self.receive(axis, tokens[rank], rank, "read") for rank in axis.peers]
-        return works + [self.send(axis, tokens[axis.rank], rank, "read") for rank in axis.peers]
+        for rank in axis.peers:
+            # A peer may end right after its last step, while this rank still reads. It does not need to be told then;
+            # where this rank needs anything else of it, the wait for that raises.
+            with suppress(PeerGone):
+                works.append(self._send(axis, tokens[axis.rank], rank, "read"))
+        return works
 
     def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
         """Send to a rank of an axis. Returns a work to wait for.
@@ -178,10 +183,16 @@ class Messages:
             rank: in the axis.
             kind: one of `_TAGS`.
         """
-        pipes = self._pipes_for(tensor)
         try:
-            if pipes is not None:
-                return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
+            return self._send(axis, tensor, rank, kind)
+        except PeerGone as error:
+            raise watch.explain(error) or error from None
+
+    def _send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
+        pipes = self._pipes_for(tensor)
+        if pipes is not None:
+            return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
+        try:
             return axis.group.send([tensor], rank, _TAGS[kind])
         except RuntimeError as error:  # the connection is closed already
             raise watch.explain(error) or error from None

@@ -160,7 +160,9 @@ class Pipes:
         self._closed = ""  # the reason, once closed
         self._files: set[int] = set()
         # The callback gets the set, not `self`: a finalizer that refers to its object keeps it alive forever.
-        weakref.finalize(self, _close_all, self._files)
+        # Not at exit: a slower peer may still confirm what this rank gave it in its last step, and what this rank drops
+        # while the interpreter ends waits for that (`pending.py`). The system closes the files of a process that ended.
+        weakref.finalize(self, _close_all, self._files).atexit = False
         self._peers = {other: _Peer(other, *self._pipe()) for other in ranks if other != rank}
         self._wake, self._bell = self._pipe()
         self._poller = select.poll()
