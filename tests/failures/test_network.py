@@ -124,4 +124,19 @@ def test_whoever_asks_a_store_that_does_not_answer_goes_on() -> None:
     with pytest.raises(Silent, match="is gone"):
         line.ask(lambda store: None, AT_ONCE)
     assert line.gone
-    line.close(5.0)
+    with pytest.raises(Silent, match="is gone"):
+        line.close(lambda store: None, AT_ONCE)
+
+
+def test_nothing_is_written_after_the_last_word() -> None:
+    """A heartbeat that was due at the end once replaced the notice that the rank's work is done. The other ranks then
+    reported that it had been killed."""
+    said: list[str] = []
+    line = StoreLine(HashStore(), lambda store: said.append("beat"), 0.0)  # a beat is always due
+    wait_until(lambda: said)
+
+    def last(store: Any) -> None:
+        said.append("last")
+
+    line.close(last, AT_ONCE)
+    assert not line._thread.is_alive() and said[-1] == "last" and "beat" in said

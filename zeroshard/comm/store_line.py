@@ -31,10 +31,11 @@ class StoreLine:
     """
 
     def __init__(self, store: Store, beat: Callable[[Store], None], beat_seconds: float) -> None:
-        """`beat` is called every `beat_seconds`, until `close`."""
+        """`beat` is called on the thread every `beat_seconds`, until `close`."""
         self.gone = False
         self._store, self._beat, self._beat_seconds = store, beat, beat_seconds
-        self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = queue.SimpleQueue()
+        self._last: Callable[[Store], Any] | None = None
         self._hurries = False
         self._asked: float | None = None  # start of the call that is open
         # A daemon: a call that the store never answers must not keep the process from exiting.
@@ -66,8 +67,14 @@ class StoreLine:
         asked = self._asked
         return 0.0 if asked is None else time.monotonic() - asked
 
-    def close(self, patience: float) -> None:
-        self._jobs.put(None)
+    def close(self, last: Callable[[Store], Any], patience: float) -> None:
+        """Run `last(store)`, after which there is neither a beat nor another job, and end the thread.
+
+        Raises:
+            Silent: as `ask`; the thread ends once the store has answered.
+        """
+        self._last = last
+        self.ask(last, patience)
         self._thread.join(patience)
 
     def _run(self) -> None:
@@ -82,13 +89,13 @@ class StoreLine:
                 with suppress(Silent):
                     self._do(self._beat)
                 continue
-            if entry is None:
-                return
             job, future = entry
             try:
                 future.set_result(self._do(job))
             except Exception as error:
                 future.set_exception(error)
+            if job is self._last:  # here, not by a further job: a beat may be due already
+                return
 
     def _do(self, job: Callable[[Store], T]) -> T:
         self._asked = time.monotonic()

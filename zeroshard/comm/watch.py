@@ -51,6 +51,8 @@ GRACE_SECONDS = 2.0
 """How long the other ranks have, after a rank has failed, to end or to stop writing a checkpoint."""
 PATIENCE_SECONDS = 1.0
 """How long a rank that is about to exit waits for an answer of the store."""
+LEAVING_SECONDS = 10.0
+"""How long a rank whose work is done waits until the store has taken that down: without it, it is reported as dead."""
 FAILED = 1
 """Exit status of a rank that its watch has ended."""
 
@@ -159,10 +161,11 @@ class Watch:
         with suppress(Silent):
             if self.bell.blocks:
                 self.line.ask(lambda store: self._notices.ring(store, [self.rank]), PATIENCE_SECONDS)
-            self.bell.join(2 * BEAT_SECONDS)
-            # Last: after this, other ranks report a wait for this rank as a wait that never ends.
-            self.line.ask(self._leave, PATIENCE_SECONDS)
-        self.line.close(BEAT_SECONDS)
+        self.bell.join(2 * BEAT_SECONDS)
+        with suppress(Silent):
+            # Last: after this, other ranks report a wait for this rank as a wait that never ends. A later heartbeat would
+            # replace it, and the other ranks would take the end of this process for its death.
+            self.line.close(self._leave, LEAVING_SECONDS)
 
     def _leave(self, store: Store) -> None:
         self._notices.leave(store, self.beats, where(threading.main_thread().ident))
