@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py --ranks 2 4
     python benchmarks/step_time.py --device cuda --ranks 8 --width 1024 --batch 16
+    python benchmarks/step_time.py --other ../before        another checkout of zeroshard takes turns with this one
 
 All contenders live in the same ranks, with the same weights and data, and take turns, step by step:
 
@@ -19,33 +20,38 @@ At the end the losses of all contenders are compared. If they differ, no ratios 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zeroshard
 from zeroshard.testing import run_ranks
-from zeroshard.train.config import ModelConfig
-from zeroshard.train.model import GPT, Block
 
+PLANS = ("ddp", "zero1", "zero2", "zero3")
+OTHER = "other "
+"""Stands before the names of the plans of `--other`."""
 PAIRS = [
     ("ddp", "torch DDP"),
     ("zero1", "torch DDP"),
     ("zero1", "torch ZeRO"),
     ("zero2", "torch ZeRO"),
     ("zero3", "torch FSDP2"),
+    *((plan, OTHER + plan) for plan in PLANS),
 ]
 """(plan, peer): the time of the plan is divided by that of the peer."""
 
@@ -53,10 +59,43 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative tolerance of losses after all steps: the contenders add up gradients in different orders."""
 
 
+class Version:
+    """A checkout of zeroshard. Several can be loaded in one process, but only one at a time is in use: `import`
+    statements inside functions find its modules."""
+
+    def __init__(self, root: Path | None) -> None:
+        """`root`: the folder that contains the package; None: the installed one."""
+        if root is not None:
+            _forget_modules()
+            sys.path.insert(0, str(root))
+        self.package = importlib.import_module("zeroshard")
+        self.model = importlib.import_module("zeroshard.train.model")
+        self.config = importlib.import_module("zeroshard.train.config")
+        if root is not None:
+            sys.path.remove(str(root))
+        if root is not None and not str(self.package.__file__).startswith(f"{root}{os.sep}"):
+            raise SystemExit(f"--other {root}: expected a checkout of zeroshard, found no package of that name there")
+        self._modules = _modules()
+
+    def use(self) -> None:
+        _forget_modules()
+        sys.modules.update(self._modules)
+
+
+def _modules() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "zeroshard"}
+
+
+def _forget_modules() -> None:
+    for name in _modules():
+        del sys.modules[name]
+
+
 @dataclass
 class Contender:
     """`settle` waits for gathers that the last step has started. `losses`: one per step, of this rank."""
 
+    version: Version
     model: nn.Module
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Any]
@@ -73,32 +112,44 @@ class Contender:
         self.losses.append(loss.detach())
 
 
-def ours(plan: str, model: nn.Module, adamw: dict[str, Any], dtype: torch.dtype) -> Contender:
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders share. `adamw`: arguments of `torch.optim.AdamW`."""
+
+    adamw: dict[str, Any]
+    dtype: torch.dtype
+    device: str
+
+
+def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
+    zeroshard, dtype = version.package, setting.dtype
     precision = zeroshard.MixedPrecision(dtype, dtype, None, dtype)
-    handle = zeroshard.shard(model, plan, units=Block, precision=precision)
-    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **adamw)
-    return Contender(model, optimizer, optimizer.clip_grad_norm_, handle.engine.gatherer.settle)
+    handle = zeroshard.shard(model, plan, units=version.model.Block, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **setting.adamw)
+    engine = getattr(handle, "engine", handle)  # older checkouts have no engine beside the handle
+    return Contender(version, model, optimizer, optimizer.clip_grad_norm_, engine.gatherer.settle)
 
 
-def torch_ddp(model: nn.Module, adamw: dict[str, Any]) -> Contender:
+def torch_ddp(version: Version, model: nn.Module, setting: Setting) -> Contender:
     wrapped = _data_parallel(model)
-    return _of_torch(wrapped, torch.optim.AdamW(wrapped.parameters(), **adamw))
+    return _of_torch(version, wrapped, torch.optim.AdamW(wrapped.parameters(), **setting.adamw))
 
 
-def torch_zero(model: nn.Module, adamw: dict[str, Any]) -> Contender:
+def torch_zero(version: Version, model: nn.Module, setting: Setting) -> Contender:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = _data_parallel(model)
-    return _of_torch(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **adamw))
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **setting.adamw)
+    return _of_torch(version, wrapped, optimizer)
 
 
-def torch_fsdp2(model: nn.Module, adamw: dict[str, Any], device: str) -> Contender:
+def torch_fsdp2(version: Version, model: nn.Module, setting: Setting) -> Contender:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    for module in [*(m for m in model.modules() if isinstance(m, Block)), model]:
+    mesh = dist.init_device_mesh(setting.device, (dist.get_world_size(),))
+    for module in [*(m for m in model.modules() if isinstance(m, version.model.Block)), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    return _of_torch(model, torch.optim.AdamW(model.parameters(), **adamw))
+    return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw))
 
 
 def _data_parallel(model: nn.Module) -> nn.Module:
@@ -106,16 +157,16 @@ def _data_parallel(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def _of_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
+def _of_torch(version: Version, model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
     parameters = list(model.parameters())
-    return Contender(model, optimizer, lambda max_norm: nn.utils.clip_grad_norm_(parameters, max_norm))
+    return Contender(version, model, optimizer, lambda max_norm: nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
-BUILDERS: dict[str, Callable[[nn.Module, dict[str, Any], torch.dtype, str], Contender]] = {
-    **{plan: lambda m, a, dtype, _, plan=plan: ours(plan, m, a, dtype) for plan in ("ddp", "zero1", "zero2", "zero3")},
-    "torch DDP": lambda m, a, *_: torch_ddp(m, a),
-    "torch ZeRO": lambda m, a, *_: torch_zero(m, a),
-    "torch FSDP2": lambda m, a, _, device: torch_fsdp2(m, a, device),
+BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
+    **{plan: partial(ours, plan) for plan in PLANS},
+    "torch DDP": torch_ddp,
+    "torch ZeRO": torch_zero,
+    "torch FSDP2": torch_fsdp2,
 }
 
 
@@ -126,16 +177,18 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     if options.device == "cpu":
         torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    config = ModelConfig(
-        layers=options.layers, width=options.width, heads=options.heads, context=options.context, tied=options.tied
-    )
-    adamw = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
+    shape = {key: getattr(options, key) for key in ("layers", "width", "heads", "context", "tied")}
+    this = Version(None)
+    other = Version(options.other.resolve()) if options.other is not None else this
+    setting = Setting({"lr": 1e-3, "weight_decay": 0.1, "fused": True}, dtype, options.device)
     contenders = {}
     for name in options.contenders:
+        version = other if name.startswith(OTHER) else this
+        version.use()
         torch.manual_seed(0)
-        model = GPT(config, options.vocabulary).to(device, dtype)
+        model = version.model.GPT(version.config.ModelConfig(**shape), options.vocabulary).to(device, dtype)
         num_parameters = sum(p.numel() for p in model.parameters())
-        contenders[name] = BUILDERS[name](model, adamw, dtype, options.device)
+        contenders[name] = BUILDERS[name.removeprefix(OTHER)](version, model, setting)
 
     generator = torch.Generator().manual_seed(1000 + rank)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -155,6 +208,7 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def _timed(contender: Contender, batches: Tensor, clip: float, device: torch.device) -> float:
     """Seconds that the slowest rank took."""
+    contender.version.use()
     dist.barrier()
     _synchronize(device)
     start = time.perf_counter()
@@ -230,6 +284,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
     parser.add_argument("--contenders", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="NAME")
+    parser.add_argument("--other", type=Path, help="another checkout of zeroshard, whose plans take part as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="per rank on CPU; 0: cores / ranks, at least 1")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights, gradients and state")
@@ -246,6 +301,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps < 2 or options.block < 1:
         parser.error("--steps must be at least 2 and --block at least 1")
+    if options.other is not None:
+        options.contenders += [OTHER + name for name in options.contenders if name in PLANS]
     return options
 
 
@@ -254,7 +311,8 @@ def main() -> None:
     results = {world_size: start_ranks(world_size, options) for world_size in options.ranks}
     equal = [report(world_size, result, options) for world_size, result in results.items()]
     if options.json:
-        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "results": results}, indent=1))
+        said = {key: str(value) for key, value in vars(options).items()}
+        options.json.write_text(json.dumps({"options": said, "results": results}, indent=1))
     raise SystemExit(0 if all(equal) else 1)
 
 
