@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -238,20 +239,88 @@ def test_a_forked_copy_takes_nothing_from_its_parent() -> None:
     first, second = ends_of()
     work, into = receive(first, 1, A)
     second.send(0, A, number(1))
-    if os.fork() == 0:
-        try:
-            work.wait()
-            second.send(0, A, number(2))
-            first.interrupt("a copy ends")
-        finally:
-            os._exit(0)
-    os.wait()
+
+    def use(pipes: Pipes) -> None:
+        pipes.interrupt("a copy ends")
+        for call in (work.wait, lambda: pipes.receive(0, A, number(0)), lambda: pipes.send(0, A, number(2))):
+            with pytest.raises(zeroshard.errors.InvalidState, match="forked from a rank, and cannot exchange data"):
+                call()
+
+    assert in_a_copy(lambda: use(second)) == 0
     work.wait()
     assert into.item() == 1
     second.send(0, A, number(3))
     work, into = receive(first, 1, A)
     work.wait()
     assert into.item() == 3
+
+
+def in_a_copy(use: Callable[[], Any]) -> int:
+    """The exit status of a forked copy of this process: 0 if it raises nothing."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            use()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_the_end_of_a_rank_is_seen_while_a_forked_copy_of_it_still_runs() -> None:
+    """A DataLoader's worker is a copy of its rank."""
+    first, second = ends_of()
+    held, release = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(release)
+        os.read(held, 1)
+        os._exit(0)
+    os.close(held)
+    second.interrupt("it ends")
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        receive(first, 1, A)[0].wait()
+    os.close(release)
+    os.waitpid(pid, 0)
+
+
+def test_a_peer_that_has_ended_is_an_error_also_where_a_script_restored_the_default_of_sigpipe() -> None:
+    """The default ends the process, without a message. Scripts whose output is piped to `head` restore it."""
+
+    def send() -> None:
+        first, second = ends_of()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        for file in [*first._files]:
+            first._release(file)
+        with pytest.raises(RuntimeError, match=r"connection to rank 0 closed: .*Broken pipe"):
+            second.send(0, A, number(1))
+        assert not signal.sigpending() and signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL
+        assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    assert in_a_copy(send) == 0  # in a process of its own, which the signal would end
+
+
+def test_a_message_that_came_while_this_process_was_stopped_is_read() -> None:
+    first, second = ends_of(timeout=0.0)  # the time is over as soon as the wait begins
+    second.send(0, A, number(1))
+    work, into = receive(first, 1, A)
+    work.wait()
+    assert into.item() == 1
+    with pytest.raises(RuntimeError, match="timed out waiting for rank 1"):
+        receive(first, 1, A)[0].wait()
+
+
+def test_a_channel_takes_no_memory_once_it_is_empty() -> None:
+    """Each handle has channels of its own."""
+    first, second = ends_of()
+    for channel in range(100):
+        work, _ = receive(first, 1, channel)
+        second.send(0, channel, number(1))
+        second.send(0, channel, number(2))
+        work.wait()
+        receive(first, 1, channel)[0].wait()
+    assert first._peers[1].channels == {}
 
 
 def test_another_file_is_not_taken_for_a_pipe_of_a_peer() -> None:
@@ -316,7 +385,7 @@ def no_pipes_on_the_last_rank(rank: int, num_ranks: int) -> None:
 
         def without_numbers(self: Pipes, *arguments: Any) -> None:
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
             try:
                 make(self, *arguments)
             finally:

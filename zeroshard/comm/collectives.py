@@ -381,7 +381,8 @@ class Collectives:
 
     def meet_at(self, point: str) -> None:
         """Check that all ranks are at the same point of the program. Collective. If a rank gathers or reduces instead,
-        that rank and the ranks here raise, if collectives are announced (gloo); with other backends they wait.
+        and collectives are announced (gloo), that rank raises at once, and the ranks here when they hear of its
+        collective or of its end. With other backends they wait.
 
         Raises:
             RuntimeError: a peer is elsewhere.

@@ -16,15 +16,16 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import signal
 import struct
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,8 @@ _AT_ONCE = 1 << 16
 """Bytes read from a pipe in one call: the default capacity of a pipe."""
 _LONG, _SHORT = 60.0, 0.01
 """Seconds: the longest poll; and how often a thread that wants to write tries again while another thread polls."""
+
+T = TypeVar("T", bytes, "Receive")
 
 Card = list[list[int]]
 """What a rank publishes: for each rank of the group [file number, inode] of the writing end; empty for itself."""
@@ -69,12 +72,11 @@ class Receive:
 
         Raises:
             PeerGone: the peer has ended, or nothing has arrived within the timeout.
-            RuntimeError: the message has another size.
+            RuntimeError: the message has another size, or this process is a forked copy.
         """
         self._pipes.wait_until(lambda: self.data is not None, self._rank)
         data = self.data
-        if data is None:  # this process is a forked copy: the message belongs to the parent
-            return
+        assert data is not None, "waited for"
         if len(data) != self._into.nbytes:
             raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
         ctypes.memmove(self._into.data_ptr(), data, len(data))
@@ -82,15 +84,6 @@ class Receive:
 
 class PeerGone(Error, RuntimeError):
     """A rank has ended, has closed its pipes, or has sent nothing within the timeout."""
-
-
-@dataclass(eq=False)
-class _Channel:
-    """A channel of one peer: messages that arrived before their receive was posted, and receives whose message has not
-    arrived. At least one of the two is empty."""
-
-    early: deque[bytes] = field(default_factory=deque)
-    expected: deque[Receive] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -104,6 +97,8 @@ class _Peer:
         unsent: bytes that wait for room in the outbox.
         rest: bytes read so far of a message that has not arrived completely.
         is_gone: the peer has closed its end.
+        channels: for each channel either the messages that arrived before their receive was posted, or the receives
+            whose message has not arrived. A channel with neither is not here.
     """
 
     rank: int
@@ -113,32 +108,44 @@ class _Peer:
     unsent: bytes = b""
     rest: bytes = b""
     is_gone: bool = False
-    channels: defaultdict[int, _Channel] = field(default_factory=lambda: defaultdict(_Channel))
+    channels: dict[int, deque[bytes] | deque[Receive]] = field(default_factory=dict)
 
     def read(self) -> bool:
-        """Read what the pipe contains now, and hand each complete message to its channel. Returns whether the peer has
-        closed its end."""
+        """Read what the pipe contains now, and hand each complete message to its channel. Returns whether there was
+        anything, if only the end."""
         try:
-            data = os.read(self.inbox, _AT_ONCE)
+            found = os.read(self.inbox, _AT_ONCE)
         except BlockingIOError:
             return False
-        self.is_gone |= not data  # read(2) returns no bytes only after the last writing end has been closed
-        data, start = self.rest + data, 0
+        self.is_gone |= not found  # read(2) returns no bytes only after the last writing end has been closed
+        data, start = self.rest + found, 0
         while len(data) - start >= _HEADER.size:
             key, size = _HEADER.unpack_from(data, start)
             stop = start + _HEADER.size + size
             if stop > len(data):
                 break
-            self._deliver(self.channels[key], data[start + _HEADER.size : stop])
+            message = data[start + _HEADER.size : stop]
+            receive = self._match(key, message, Receive)
+            if receive is not None:
+                receive.data = message
             start = stop
         self.rest = data[start:]
-        return self.is_gone
+        return True
 
-    def _deliver(self, channel: _Channel, message: bytes) -> None:
-        if channel.expected:
-            channel.expected.popleft().data = message
-        else:
-            channel.early.append(message)
+    def post(self, key: int, receive: Receive) -> None:
+        """Post a receive in a channel."""
+        receive.data = self._match(key, receive, bytes)
+
+    def _match(self, key: int, one: bytes | Receive, other_type: type[T]) -> T | None:
+        """Take the first of the other type that waits in the channel; if there is none, `one` waits."""
+        waiting: deque[Any] = self.channels.setdefault(key, deque())
+        if not waiting or not isinstance(waiting[0], other_type):
+            waiting.append(one)
+            return None
+        first: T = waiting.popleft()
+        if not waiting:
+            del self.channels[key]
+        return first
 
 
 class Pipes:
@@ -165,6 +172,8 @@ class Pipes:
         weakref.finalize(self, _close_all, self._files).atexit = False
         self._peers = {other: _Peer(other, *self._pipe()) for other in ranks if other != rank}
         self._wake, self._bell = self._pipe()
+        with _CHANGES:
+            _ALL.add(self)
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
         for peer in self._peers.values():
@@ -206,9 +215,10 @@ class Pipes:
 
         Raises:
             PeerGone: the peer has ended, or does not read within the timeout.
+            RuntimeError: this process is a forked copy.
         """
-        if self.is_forked_copy:
-            return _SENT
+        assert tensor.is_contiguous()
+        self._expect_original()
         peer = self._peers[rank]
         data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         deadline = time.monotonic() + self._timeout
@@ -218,7 +228,7 @@ class Pipes:
             while peer.unsent:
                 self._expect_open(peer)
                 try:
-                    peer.unsent = peer.unsent[os.write(peer.outbox, peer.unsent) :]
+                    peer.unsent = peer.unsent[_write(peer.outbox, peer.unsent) :]
                 except BlockingIOError:
                     # The peer's pipe is full. The peer may itself be blocked in a write to this rank: unless this rank
                     # reads while it waits, neither continues.
@@ -228,25 +238,28 @@ class Pipes:
         return _SENT
 
     def receive(self, rank: int, channel: int, into: Tensor) -> Receive:
-        """Post a receive. `into` is filled by `wait`, not when the message arrives."""
+        """Post a receive. `into` is filled by `wait`, not when the message arrives.
+
+        Raises:
+            RuntimeError: this process is a forked copy.
+        """
+        assert into.is_contiguous()
+        self._expect_original()
         receive = Receive(self, rank, into)
         with self._changed:
-            found = self._peers[rank].channels[channel]
-            if found.early:
-                receive.data = found.early.popleft()
-            else:
-                found.expected.append(receive)
+            self._peers[rank].post(channel, receive)
         return receive
 
     def wait_until(self, is_there: Callable[[], bool], rank: int) -> None:
-        """Read from the pipes until `is_there()`, which a message of rank `rank` makes true. Returns at once in a
-        forked copy of this process, because the pipes are its parent's.
+        """Read from the pipes until `is_there()`, which a message of rank `rank` makes true.
 
         Raises:
             PeerGone: the peer has ended, or nothing has arrived within the timeout.
+            RuntimeError: this process is a forked copy.
         """
-        if is_there() or self.is_forked_copy:
+        if is_there():
             return
+        self._expect_original()
         deadline = time.monotonic() + self._timeout
         with self._changed:
             while not is_there():
@@ -266,6 +279,19 @@ class Pipes:
         # at the fork, which then stays locked in the copy.
         return os.getpid() != self._pid
 
+    def close_copies(self) -> None:
+        """In a forked copy of this process: close its copies of the pipes. Otherwise the peers would see the end of
+        their pipes only when the copy has ended, too."""
+        _close_all(self._files)
+        self._files.clear()
+
+    def _expect_original(self) -> None:
+        if self.is_forked_copy:
+            raise InvalidState(
+                "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever "
+                "gathers, reduces or steps in the rank itself, not in a DataLoader worker or another forked process"
+            )
+
     # Under the lock --------------------------------------------------------------------------------------------------
 
     def _take_in(self, deadline: float, peer: _Peer, *, writes: bool = False) -> None:
@@ -273,6 +299,9 @@ class Pipes:
         polls, and reads for all threads that wait."""
         left = deadline - time.monotonic()
         if left <= 0:
+            # This process itself may have been stopped for all this time: then the message is there.
+            if self._read(self._peers.values()):
+                return
             self._close(f"timed out after {self._timeout:.0f} s")
             raise PeerGone(f"timed out waiting for rank {peer.rank}: nothing came for {self._timeout:.0f} s")
         if self._polls not in (None, threading.get_ident()):
@@ -280,23 +309,32 @@ class Pipes:
             return
         # This thread may be here already, just before its poll: garbage collection can run the `__del__` of a
         # communication that is waited for (`pending.py`). To wait for another thread to poll would be to wait forever.
-        before, self._polls = self._polls, threading.get_ident()
-        if writes:
-            self._poller.register(peer.outbox, select.POLLOUT)
-        # Without the lock, so that other threads can post receives and send meanwhile.
-        self._changed.release()
+        before = self._polls
         try:
-            ready = self._poller.poll(1000 * min(left, _LONG))
-        finally:
-            self._changed.acquire()
+            self._polls = threading.get_ident()
             if writes:
-                self._poller.unregister(peer.outbox)
+                self._poller.register(peer.outbox, select.POLLOUT)
+            # Without the lock, so that other threads can post receives and send meanwhile.
+            self._changed.release()
+            try:
+                ready = {file for file, _ in self._poller.poll(1000 * min(left, _LONG))}
+            finally:
+                self._changed.acquire()
+        finally:
+            if writes:
+                with suppress(KeyError):  # interrupted before it was registered
+                    self._poller.unregister(peer.outbox)
             self._polls = before
             self._changed.notify_all()
-        files = {file for file, _ in ready}
-        for other in self._peers.values():
-            if other.inbox in files and not other.is_gone and other.read():
-                self._poller.unregister(other.inbox)
+        self._read(other for other in self._peers.values() if other.inbox in ready)
+
+    def _read(self, peers: Iterable[_Peer]) -> bool:
+        """Read from the pipes of these peers; returns whether there was anything."""
+        found = [peer for peer in peers if not peer.is_gone and peer.read()]
+        for peer in found:
+            if peer.is_gone:
+                self._poller.unregister(peer.inbox)
+        return bool(found)
 
     def _expect_open(self, peer: _Peer) -> None:
         if self._closed:
@@ -308,7 +346,7 @@ class Pipes:
         """Close the writing ends, so that the peers see the end of their pipes."""
         if not self._closed:
             self._closed = why
-            os.write(self._bell, b"!")  # ends the poll of the thread that is in it
+            _write(self._bell, b"!")  # ends the poll of the thread that is in it
             for peer in self._peers.values():
                 self._release(peer.outbox)
             self._changed.notify_all()
@@ -329,6 +367,22 @@ def _expect(path: str, name: str) -> None:
         raise SystemRefused(f"{path}: expected {name} of a peer, found {os.readlink(path)}")
 
 
+def _write(file: int, data: bytes) -> int:
+    """`os.write`, which fails if nobody reads any longer, whatever the process does on SIGPIPE."""
+    # Python ignores SIGPIPE. But scripts whose output is piped to `head` restore its default, which ends the process
+    # without a message. Sockets have MSG_NOSIGNAL for this; pipes have nothing like it.
+    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:
+        return os.write(file, data)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
+    try:
+        return os.write(file, data)
+    except BrokenPipeError:
+        signal.sigtimedwait([signal.SIGPIPE], 0)  # take back the signal of this write
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def _close_all(files: set[int]) -> None:
     for file in files:
         with suppress(OSError):
@@ -344,6 +398,18 @@ class Connected:
 
 
 _CONNECTED: weakref.WeakKeyDictionary[Any, Connected] = weakref.WeakKeyDictionary()
+_ALL: weakref.WeakSet[Pipes] = weakref.WeakSet()
+"""The pipes of this process, connected or not."""
+_CHANGES = threading.Lock()
+"""Held while `_ALL` grows, or is copied by a thread that must not fail because it grows."""
+
+
+def _close_copies() -> None:
+    for pipes in list(_ALL):
+        pipes.close_copies()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def connected(group: dist.ProcessGroup) -> Connected | None:
@@ -397,5 +463,7 @@ class Connecting:
 
 def interrupt_all(why: str) -> None:
     """Make every wait for a pipe in this process raise, in all threads."""
-    for found in list(_CONNECTED.values()):
-        found.pipes.interrupt(why)
+    with _CHANGES:
+        everything = list(_ALL)
+    for pipes in everything:
+        pipes.interrupt(why)

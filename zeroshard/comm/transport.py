@@ -230,7 +230,8 @@ class Transport(ABC):
 
     def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
         """Check that all ranks are at the same point of the program. Collective. If a rank gathers or reduces instead,
-        that rank and the ranks here raise, if this transport announces collectives; else they wait.
+        and this transport announces collectives, that rank raises at once, and the ranks here when they hear of its
+        collective or of its end. Otherwise they wait.
 
         Args:
             axes: kind of collective -> its axis.

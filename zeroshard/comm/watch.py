@@ -163,8 +163,8 @@ class Watch:
                 self.line.ask(lambda store: self._notices.ring(store, [self.rank]), PATIENCE_SECONDS)
         self.bell.join(2 * BEAT_SECONDS)
         with suppress(Silent):
-            # Last: after this, other ranks report a wait for this rank as a wait that never ends. A later heartbeat would
-            # replace it, and the other ranks would take the end of this process for its death.
+            # Last: after this, other ranks report a wait for this rank as a wait that never ends. A later heartbeat
+            # would replace it, and the other ranks would take the end of this process for its death.
             self.line.close(self._leave, LEAVING_SECONDS)
 
     def _leave(self, store: Store) -> None:
