@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import TCPStore
 
 from zeroshard.checkpoint import files
 
@@ -94,10 +93,17 @@ def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
     return pids
 
 
-def join(folder: str, rank: int, num_ranks: int, timeout: float) -> None:
-    """Join the process group of the forked ranks, through a `FileStore`."""
+def serve_store(num_ranks: int) -> TCPStore:
+    """The store of ranks that are forked afterwards. It runs in this process, as a launcher's does, and so outlives every
+    rank. Not a `FileStore`: the others cannot read it after a rank was killed in the middle of a write."""
+    return TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+
+
+def join(port: int, rank: int, num_ranks: int, timeout: float) -> None:
+    """Join the process group of the forked ranks, by the store at `port` of this machine."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    store, limit = FileStore(f"{folder}/store", num_ranks), timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
+    store = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
@@ -105,14 +111,14 @@ class Ranks:
     """Forked gloo ranks that may be killed. Each rank is passed a function `ready`, for `wait_ready`."""
 
     def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-faults-")
+        self._store = serve_store(num_ranks)
         self._ready, self._write_end = os.pipe()
         self.pids = fork(num_ranks, lambda rank: self._run(fn, rank, num_ranks, timeout, args))
 
     def _run(self, fn: Callable[..., Any], rank: int, num_ranks: int, timeout: float, args: Sequence[Any]) -> None:
         status = 1
         try:
-            join(self._folder.name, rank, num_ranks, timeout)
+            join(self._store.port, rank, num_ranks, timeout)
             fn(rank, lambda: os.write(self._write_end, b"."), *args)
             status = 0
         except BaseException:
@@ -149,7 +155,7 @@ class Ranks:
                     os.kill(other, signal.SIGKILL)
             time.sleep(0.001)
         os.close(self._ready), os.close(self._write_end)
-        self._folder.cleanup()
+        del self._store
         return [statuses[pid] for pid in self.pids]
 
 

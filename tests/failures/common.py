@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.faults import fork, join
+from tests.checkpoint.faults import fork, join, serve_store
 from zeroshard.comm import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
@@ -45,7 +45,7 @@ class Ranks:
         """Call `fn(rank, mark, *args)`; `mark()` records the moment of the fault. `timeout`: of collectives. `awaited`:
         the ranks whose end `finish` waits for before it kills the others; None: all."""
         self._awaited = range(num_ranks) if awaited is None else awaited
-        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-failures-")
+        self._folder, self._store = tempfile.TemporaryDirectory(prefix="zeroshard-failures-"), serve_store(num_ranks)
         self._reader, self._writer = os.pipe()
         self._marked: float | None = None
         self._statuses: dict[int, int | None] = {}
@@ -60,7 +60,7 @@ class Ranks:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
             random.seed(rank)
-            join(self._folder.name, rank, num_ranks, timeout)
+            join(self._store.port, rank, num_ranks, timeout)
             fn(rank, lambda: os.write(self._writer, b"."), *args)
             status = 0
         except SystemExit as error:
@@ -107,6 +107,7 @@ class Ranks:
         os.close(self._reader), os.close(self._writer)
         said = Path(self._folder.name, "said").read_text()
         self._folder.cleanup()
+        del self._store
         began = self._marked if self._marked is not None else time.monotonic()
         order = range(len(self.pids))
         return Ended([self._statuses[rank] for rank in order], [self._ends[rank] - began for rank in order], said)

@@ -180,6 +180,28 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> Non
     assert control.seconds[0] > 5.0 and control.statuses[1] is None
 
 
+def survivor(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 1 is killed. Rank 0 has no round of its watch in time, as on a busy machine."""
+    zeroshard.init()
+    run = Run(rank, "zero3", "fp32").train([0])
+    current = watch.current()
+    assert current is not None
+    current.line._beat_seconds = 1000.0
+    before = current.beats
+    wait_until(lambda: current.beats > before)  # the last round that is due
+    if rank == 1:
+        mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.train([1, 2])
+
+
+def test_a_death_is_named_also_before_the_next_round_of_the_watch() -> None:
+    """It was said to have "ended", without a reason, when the machine was too busy for a round within a second."""
+    ended = Ranks(survivor, 2).finish()
+    assert ended.statuses == [1, -signal.SIGKILL], ended
+    assert "rank 0 exits because rank 1 died without reporting an error" in ended.said, ended
+
+
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
     zeroshard.init()
     Run(rank, "zero1", "fp32").train([0]).handle.close()

@@ -287,11 +287,16 @@ class Watch:
         if self._pace.is_time(is_stuck=is_stuck):
             self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
             self._peers.decide_who_looks(store, is_stuck=is_stuck)
+        self._look_for_death(store)
+        if self._cause is None and position is not None and self._peers.looks:
+            self._announce_found(store, self._peers.deadlock(store, position, at))
+
+    def _look_for_death(self, store: Store) -> None:
         self._peers.find_neighbours(store)
-        cause = self._peers.death(store)
-        if cause is None and position is not None and self._peers.looks:
-            cause = self._peers.deadlock(store, position, at)
-        # Several ranks may find a death in the same round. Only the one that claims it may announce the cause, or ranks
+        self._announce_found(store, self._peers.death(store))
+
+    def _announce_found(self, store: Store, cause: Cause | None) -> None:
+        # Several ranks may find a death at the same time. Only the one that claims it may announce the cause, or ranks
         # would exit with different reasons.
         if cause is not None and self._notices.claim(store, cause):
             self._notices.announce(store, cause)
@@ -330,11 +335,14 @@ class Watch:
     # What the main thread asks ---------------------------------------------------------------------------------------
 
     def _hear(self, patience: float = 0.0) -> Cause | None:
-        """The announced cause, or None if there is none within `patience` seconds."""
+        """The announced cause, or None if there is none within `patience` seconds. With patience it also looks for a
+        death: the wait of this rank may have failed because of it."""
         end = time.monotonic() + patience
         while self._cause is None:
             with suppress(Silent):
                 self._cause = self.line.ask(self._notices.failure, max(PATIENCE_SECONDS, end - time.monotonic()))
+                if self._cause is None and patience:
+                    self.line.ask(self._look_for_death, PATIENCE_SECONDS)
             if time.monotonic() >= end:
                 break
             time.sleep(0.02)
