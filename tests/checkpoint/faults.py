@@ -94,8 +94,8 @@ def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
 
 
 def serve_store(num_ranks: int) -> TCPStore:
-    """The store of ranks that are forked afterwards. It runs in this process, as a launcher's does, and so outlives every
-    rank. Not a `FileStore`: the others cannot read it after a rank was killed in the middle of a write."""
+    """The store of ranks that are forked afterwards. It runs in this process, as a launcher's does, and so outlives
+    every rank. Not a `FileStore`: the others cannot read it after a rank was killed in the middle of a write."""
     return TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
 
 
