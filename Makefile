@@ -3,6 +3,8 @@
 # make test   the tests, JOBS at a time; lint and types are two of them
 # make test-settings   the tests under every setting that makes torch choose other kernels, and once with all cores busy
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
+# make test-gpu        everything that needs a GPU, in one report; with the python3 that is there, which needs only torch
+#             2.11 or newer with CUDA, numpy and pytest: GPU_PYTHON=/path/to/python PIECES="one-rank memory" REPORT=file.md
 # make lint   lint and types only
 # make docs   build the site into build/site, strictly: a broken link is an error
 # make test-everything  the full versions of tests of which `make test` runs a selection: every precision x optimizer x
@@ -23,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 7 ] && n=7; echo $$((n + 1)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: env train test test-everything test-faults test-settings lint docs
+.PHONY: env train test test-everything test-faults test-gpu test-settings lint docs
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -58,6 +60,13 @@ test: $(STAMP)
 
 test-settings: $(STAMP)
 	$(BIN)/python -m tests.settings $(SETTINGS) -- $(SIDE_BY_SIDE) $(TESTS)
+
+# Not with .venv: its torch has no CUDA.
+GPU_PYTHON ?= python3
+PIECES ?=
+REPORT ?= build/test-gpu/report.md
+test-gpu:
+	$(GPU_PYTHON) -m tests.gpu.runner --report $(REPORT) $(if $(PIECES),--pieces $(PIECES))
 
 test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s tests/parity/test_plans.py tests/storage/test_memory.py \

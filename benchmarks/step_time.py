@@ -1,4 +1,5 @@
-"""Time of one training step under each plan, compared to torch's own DDP, ZeroRedundancyOptimizer and FSDP2.
+"""Time of one training step under each plan, compared to torch's own DDP, ZeroRedundancyOptimizer and FSDP2, and on one
+rank also to plain torch.
 
     python benchmarks/step_time.py --ranks 2 4
     python benchmarks/step_time.py --device cuda --ranks 8 --width 1024 --batch 16
@@ -33,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,12 +46,15 @@ from zeroshard.testing import run_ranks
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 OTHER = "other "
 """Stands before the names of the plans of `--other`."""
+PLAIN = "plain torch"
+"""Takes part where there is one rank."""
 PAIRS = [
     ("ddp", "torch DDP"),
     ("zero1", "torch DDP"),
     ("zero1", "torch ZeRO"),
     ("zero2", "torch ZeRO"),
     ("zero3", "torch FSDP2"),
+    *((plan, PLAIN) for plan in PLANS),
     *((plan, OTHER + plan) for plan in PLANS),
 ]
 """(plan, peer): the time of the plan is divided by that of the peer."""
@@ -70,7 +74,6 @@ class Version:
             sys.path.insert(0, str(root))
         self.package = importlib.import_module("zeroshard")
         self.model = importlib.import_module("zeroshard.train.model")
-        self.config = importlib.import_module("zeroshard.train.config")
         if root is not None:
             sys.path.remove(str(root))
         if root is not None and not str(self.package.__file__).startswith(f"{root}{os.sep}"):
@@ -130,6 +133,10 @@ def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Con
     return Contender(version, model, optimizer, optimizer.clip_grad_norm_, engine.gatherer.settle)
 
 
+def plain(version: Version, model: nn.Module, setting: Setting) -> Contender:
+    return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw))
+
+
 def torch_ddp(version: Version, model: nn.Module, setting: Setting) -> Contender:
     wrapped = _data_parallel(model)
     return _of_torch(version, wrapped, torch.optim.AdamW(wrapped.parameters(), **setting.adamw))
@@ -164,6 +171,7 @@ def _of_torch(version: Version, model: nn.Module, optimizer: torch.optim.Optimiz
 
 BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
     **{plan: partial(ours, plan) for plan in PLANS},
+    PLAIN: plain,
     "torch DDP": torch_ddp,
     "torch ZeRO": torch_zero,
     "torch FSDP2": torch_fsdp2,
@@ -183,10 +191,12 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     setting = Setting({"lr": 1e-3, "weight_decay": 0.1, "fused": True}, dtype, options.device)
     contenders = {}
     for name in options.contenders:
+        if name == PLAIN and dist.get_world_size() > 1:
+            continue
         version = other if name.startswith(OTHER) else this
         version.use()
         torch.manual_seed(0)
-        model = version.model.GPT(version.config.ModelConfig(**shape), options.vocabulary).to(device, dtype)
+        model = version.model.GPT(SimpleNamespace(**shape, dropout=0.0), options.vocabulary).to(device, dtype)
         num_parameters = sum(p.numel() for p in model.parameters())
         contenders[name] = BUILDERS[name.removeprefix(OTHER)](version, model, setting)
 

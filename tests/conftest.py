@@ -10,17 +10,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from tests.huge_pages import collapse
 
-# The same examples on every run, so that a failure in continuous integration can be reproduced locally.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
-hypothesis.settings.load_profile("repeatable")
+with suppress(ImportError):  # a GPU machine may have only torch and pytest (`make test-gpu`)
+    import hypothesis
+
+    # The same examples on every run, so that a failure in continuous integration can be reproduced locally.
+    hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
+    hypothesis.settings.load_profile("repeatable")
 
 
 _OWN_FOLDER = pytest.StashKey[str]()
@@ -79,7 +81,17 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _warm(_one_thread: None) -> None:
+def _device() -> Iterator[None]:
+    """With ZEROSHARD_TEST_DEVICE=cuda the models of `tests/kit.py` are on the GPU of their rank."""
+    from tests.kit import DEVICE
+    from tests.on_cuda import ranks_on_cuda
+
+    with ranks_on_cuda() if DEVICE.type == "cuda" else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm(_one_thread: None, _device: None) -> None:
     """Do once what torch prepares at a first call (wrappers for its compiler, lines of source for a traceback), so that
     ranks that are forked from this process need not do it."""
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,10 @@ from zeroshard.reference import Reference
 
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
+
+DEVICE = torch.device(os.environ.get("ZEROSHARD_TEST_DEVICE", "cpu"))
+"""The device of the models and inputs of this file. "cuda" is the current CUDA device of each rank. Outcomes are on the
+CPU."""
 
 SMALL = 1280
 """Storages of at most so many bytes are not counted: they hold numbers, not parameters."""
@@ -105,14 +110,15 @@ def is_uncounted(num_bytes: int) -> bool:
 
 
 def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """On `DEVICE`, with the same values on every device."""
     torch.manual_seed(seed)
-    return model()
+    return model() if DEVICE.type == "cpu" else model().to(DEVICE)
 
 
 def loss_of_tokens(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
     """Cross-entropy on data that no two (rank, micro-batch, step) share."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
-    tokens = torch.randint(VOCAB, (3, LENGTH + 1), generator=generator)
+    tokens = torch.randint(VOCAB, (3, LENGTH + 1), generator=generator).to(DEVICE)
     logits = model(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
     return loss / micro_batches
@@ -122,8 +128,8 @@ def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, m
     """A loss for `Counting`: inputs are integers from -3 to 3; not divided by `micro_batches`, so gradients are
     integers."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
-    tokens = torch.randint(31, (4,), generator=generator)
-    x, y = (torch.randint(-3, 4, (4, width), generator=generator).float() for width in (13, 29))
+    tokens = torch.randint(31, (4,), generator=generator).to(DEVICE)
+    x, y = (torch.randint(-3, 4, (4, width), generator=generator).float().to(DEVICE) for width in (13, 29))
     return model(tokens, x, y)
 
 
@@ -193,8 +199,8 @@ def train(job: Job, plan: Plan, rank: int, mesh: Any = None) -> Outcome:
         norms.append(result.grad_norm if clipped is None else clipped)
         applied.append(result.applied)
         scales.append(result.loss_scale)
-    weights = handle.full_state_dict()
-    main = handle.full_state_dict(main=True) if job.main else {}
+    weights = _on_cpu(handle.full_state_dict())
+    main = _on_cpu(handle.full_state_dict(main=True)) if job.main else {}
     return Outcome(losses, weights, handle.comm_log, norms, main, applied, scales)
 
 
@@ -242,9 +248,14 @@ def train_reference(job: Job, num_ranks: int) -> list[Outcome]:
         scales.append(scale)
         for rank, of_rank in enumerate(result.losses):
             losses[rank] += [loss / scale for loss in of_rank]
-    weights, parameters = reference.state_dict(), model.state_dict(keep_vars=True)
-    main = {name: reference.main[p].detach().clone() for name, p in parameters.items()} if job.main else {}
+    weights, parameters = _on_cpu(reference.state_dict()), model.state_dict(keep_vars=True)
+    main = _on_cpu({name: reference.main[p].detach().clone() for name, p in parameters.items()}) if job.main else {}
     return [Outcome(of_rank, weights, CommLog(), norms, main, applied, scales) for of_rank in losses]
+
+
+def _on_cpu(state: State) -> State:
+    """A process that has not used CUDA can then unpickle it, and fork further ranks."""
+    return {name: value.cpu() for name, value in state.items()}
 
 
 def same_bits(a: State, b: State) -> bool:

@@ -10,6 +10,10 @@ exposes a program that is right only because gloo is quick:
 
 The group's name is neither gloo nor nccl. Copies of the inputs are sent by gloo; sums are taken in rank order.
 
+CUDA tensors take part as with NCCL: a stream of the group reads and writes them, from what the program had queued at
+the issue on, and `wait` makes the current stream wait for it. The data pass through the host. So several ranks can use
+one GPU, which NCCL refuses.
+
     ZEROSHARD_TEST_BACKEND=late pytest tests/...        for every group that the tests create
 """
 
@@ -20,7 +24,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +32,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.kit import DEVICE
 
 TIMINGS = ("early", "late", "random")
 NAME = "timed"
@@ -50,6 +56,17 @@ class Timed(dist.Work):
         self._take: Callable[[], list[Tensor]] | None = None
         self.is_written = False
         self._future: Any = None
+        device = (*inputs, *outputs)[0].device
+        self._stream = group.stream(device) if device.type == "cuda" else None
+        self._begin = torch.cuda.current_stream(device).record_event() if self._stream is not None else None
+        self._end: Any = None
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Inside, CUDA operations run on the group's stream, after what the program had queued at the issue."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(self._begin)
+        return torch.cuda.stream(self._stream)
 
     def get_future(self) -> Any:
         """For torch DDP, which waits for the future without calling `wait`: outputs are written once the data have
@@ -69,7 +86,9 @@ class Timed(dist.Work):
         return self._take is not None
 
     def read(self) -> None:
-        self._work, self._take = self.start([_bytes(tensor).clone() for tensor in self.inputs])
+        with self.on_stream():
+            copies = [_bytes(tensor).to("cpu", copy=True) for tensor in self.inputs]
+        self._work, self._take = self.start(copies)
 
     def has_arrived(self) -> bool:
         return self.is_read and bool(self._work.is_completed())
@@ -81,10 +100,13 @@ class Timed(dist.Work):
         if self.is_written:
             return
         self.is_written = True
-        for output, value in zip(self.outputs, self._take(), strict=True):
-            _bytes(output).copy_(value)
-        for tensor in self.spoiled:
-            _spoil(tensor)
+        with self.on_stream():
+            for output, value in zip(self.outputs, self._take(), strict=True):
+                _bytes(output).copy_(value)
+            for tensor in self.spoiled:
+                _spoil(tensor)
+        if self._stream is not None:
+            self._end = self._stream.record_event()
         if self._future is not None:
             self._future.set_result(list(self.outputs))
 
@@ -93,6 +115,8 @@ class Timed(dist.Work):
         self._work.wait()
         with ALL.lock:
             self.write()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -159,6 +183,13 @@ class TimedGroup(dist.ProcessGroup):
         self.inner, self.timing = inner, timing
         self._rank, self._size = rank, size
         self._random = random.Random(seed + rank)
+        self._stream: Any = None
+
+    def stream(self, device: torch.device) -> Any:
+        """A CUDA stream on which the collectives of this group read and write."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def getBackendName(self) -> str:
         return NAME
@@ -188,9 +219,10 @@ class TimedGroup(dist.ProcessGroup):
         work = Timed(self, list(inputs), list(outputs), late)
         work.start = start
         if late:
-            for output in outputs:
-                if not any(_overlap(output, tensor) for tensor in inputs):
-                    _spoil(output)
+            with work.on_stream():
+                for output in outputs:
+                    if not any(_overlap(output, tensor) for tensor in inputs):
+                        _spoil(output)
         ALL.add(work)
         return work
 
@@ -229,7 +261,7 @@ class TimedGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, to: list[int] | None, of: list[int] | None, opts: Any = None
     ) -> Timed:
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
-            received = torch.empty_like(_bytes(output))
+            received = _room_for(output)
             into, sent = (_in_bytes(sizes, tensor) for sizes, tensor in ((to, output), (of, input)))
             return self.inner.alltoall_base(received, copies[0], into, sent), lambda: [received]
 
@@ -240,7 +272,7 @@ class TimedGroup(dist.ProcessGroup):
         is_root = root == self._rank
 
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
-            values = copies if is_root else [torch.empty_like(_bytes(tensor)) for tensor in tensors]
+            values = copies if is_root else [_room_for(tensor) for tensor in tensors]
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
             return self.inner.broadcast(values, options), lambda: [] if is_root else values
@@ -283,6 +315,11 @@ def _bytes(tensor: Tensor) -> Tensor:
         RuntimeError: it is not contiguous, as a backend demands.
     """
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    """Its bytes on the host, uninitialised."""
+    return torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
 
 
 def _in_bytes(sizes: list[int] | None, tensor: Tensor) -> list[int]:
@@ -330,7 +367,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> TimedGroup:
 def register() -> None:
     """Once in a process, before ranks are forked."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, devices=list({"cpu", DEVICE.type}))
 
 
 @contextmanager
@@ -342,4 +379,6 @@ def timed_ranks(timing: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROSHARD_TEST_BACKEND", timing)
         patch.setattr("zeroshard.testing.BACKEND", NAME)
+        if DEVICE.type == "cuda":
+            patch.setattr("zeroshard.comm.backends._hardware", lambda device: "")  # ranks may share a GPU
         yield

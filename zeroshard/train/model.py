@@ -3,11 +3,16 @@
 Shapes: B sequences, T tokens, C features, H heads of D = C / H features, V tokens in the vocabulary.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.train.config import ModelConfig
+if TYPE_CHECKING:  # benchmarks use this model without the trainer's packages
+    from zeroshard.train.config import ModelConfig
 
 
 class Attention(nn.Module):

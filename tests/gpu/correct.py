@@ -1,0 +1,208 @@
+"""Pieces of `make test-gpu` that check values: each trains small models, and compares bits with one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+import zeroshard
+from tests.gpu.checks import ROOT, Checks, Setting, Skip, run_python
+from tests.gpu.jobs import EXACT, FEW, JOBS, compare, difference_of, references, under_all_plans
+from tests.gpu.worlds import (
+    Sleeps,
+    dropped_waits,
+    exchanging_alone,
+    on_own_devices,
+    on_shared_device,
+    one_rank,
+)
+from tests.kit import DEVICE, PLANS, Job, train
+from zeroshard.errors import Error
+
+
+def one_rank_exchanges(checks: Checks, setting: Setting) -> None:
+    jobs = {name: JOBS[name] for name in ((FEW[0], FEW[-1]) if setting.is_small else JOBS)}
+    few = {name: jobs[name] for name in FEW[: 1 if setting.is_small else None]}
+    with one_rank(setting.device):
+        expected = references(0, jobs, 1)
+        compare(checks, "as it is", [under_all_plans(0, few)], {name: expected[name] for name in few})
+        with exchanging_alone():
+            found = under_all_plans(0, jobs)
+        compare(checks, "with exchanges", [found], expected)
+        kinds = {event.op for outcomes in found.values() for outcome in outcomes for event in outcome.log.entries}
+        checks.expect("gathers, reductions, all-to-all and sums were sent", kinds >= _KINDS, ", ".join(sorted(kinds)))
+        alone = train(JOBS["fp32"], zeroshard.ZERO3, 0).log.entries
+        checks.expect("without the switch nothing is sent (control)", not alone, len(alone))
+
+
+_KINDS = {"all_gather", "reduce_scatter", "all_to_all", "exchange"}
+
+
+def delays(checks: Checks, setting: Setting) -> None:
+    jobs = {name: JOBS[name] for name in FEW[: 1 if setting.is_small else None]}
+    with one_rank(setting.device), exchanging_alone():
+        expected = references(0, jobs, 1)
+        for seed in range(1 if setting.is_small else 5):
+            with Sleeps(setting.device, seed).installed() as sleeps:
+                compare(checks, f"sleeps {seed}", [under_all_plans(0, jobs)], expected)
+        checks.expect("there were sleeps", sleeps.num_sleeps > 100, sleeps.num_sleeps)
+        with Sleeps(setting.device, 0).installed(), dropped_waits():
+            found = _difference(JOBS["fp32"], expected["fp32"][0])
+        checks.expect("a dropped wait for a gather is found (control)", found, found)
+
+
+def _difference(job: Job, truth: object) -> str:
+    try:
+        return difference_of(train(job, zeroshard.ZERO3, 0), truth)  # type: ignore[arg-type]
+    except Error as error:  # a gradient that is NaN
+        return str(error)
+
+
+def sharing(checks: Checks, setting: Setting) -> None:
+    """Several ranks on one device."""
+    runs = [(2, "late")] if setting.is_small else [(2, "late"), (2, "early"), (3, "random-1")]
+    jobs = {"fp32": JOBS["fp32"]} if setting.is_small else JOBS
+    for num_ranks, timing in runs:
+        expected = on_shared_device(timing, references, 1, jobs, num_ranks)[0]
+        found = on_shared_device(timing, under_all_plans, num_ranks, jobs)
+        compare(checks, f"{num_ranks} ranks, {timing}", found, expected)
+    if setting.device == "cuda":
+        checks.expect(*_gloo_alone_is_refused())
+
+
+def _gloo_alone_is_refused() -> tuple[str, bool, str]:
+    from zeroshard.testing import run_ranks
+
+    def attempt(rank: int) -> str:
+        try:
+            zeroshard.shard(nn.Linear(4, 4).to(DEVICE), "zero3")
+        except Error as error:
+            return str(error)
+        return ""
+
+    found = run_ranks(attempt, 2)[0]
+    return "a group of gloo alone refuses a model on a GPU, in words", "moves cpu tensors" in found, found
+
+
+def several(checks: Checks, setting: Setting) -> None:
+    if setting.device == "cuda" and setting.num_gpus < 2:
+        raise Skip("it needs two GPUs")
+    most = 2 if setting.is_small else setting.num_gpus
+    exact = {name: EXACT[name] for name in list(EXACT)[: 1 if setting.is_small else None]}
+    for num_ranks in sorted({2, most}):
+        # A sum of two numbers has one order; of more, NCCL chooses it.
+        jobs = exact | (JOBS if num_ranks == 2 and not setting.is_small else {})
+        expected = on_own_devices(setting.device, references, 1, jobs, num_ranks)[0]
+        found = on_own_devices(setting.device, under_all_plans, num_ranks, jobs)
+        compare(checks, f"{num_ranks} ranks", found, expected)
+
+
+def norms(checks: Checks, setting: Setting) -> None:
+    runs, width = (2, 32) if setting.is_small else (100, 1024)
+    torch.manual_seed(0)
+    inputs = torch.randn(64, width).to(DEVICE)
+    with one_rank(setting.device):
+        for switch in (nullcontext(), exchanging_alone()):
+            exchanges = "alone" if isinstance(switch, nullcontext) else "with exchanges"
+            with switch:
+                for plan in PLANS[:: 3 if setting.is_small else 1]:
+                    bits = _bits_of_norms(plan, inputs, runs)
+                    checks.expect(f"{plan}, {exchanges}: {runs} runs, one norm", len(bits) == 1, sorted(bits)[:3])
+        changed = _bits_of_norms(zeroshard.DDP, inputs, 2, changes=True)
+        checks.expect("another bit of an input gives another norm (control)", len(changed) == 2, sorted(changed))
+
+
+def _bits_of_norms(plan: object, inputs: torch.Tensor, runs: int, *, changes: bool = False) -> set[str]:
+    """The norms of the same gradient, computed again each time, in hexadecimal."""
+    width = inputs.shape[1]
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(8)]
+    model = nn.Sequential(*blocks).to(DEVICE)
+    handle = zeroshard.shard(model, plan, units=nn.Linear, precision="bf16")  # type: ignore[arg-type]
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.0)
+    found = set()
+    for run in range(runs):
+        optimizer.zero_grad()
+        optimizer.backward(model(inputs * (1 + run / 128 * changes)).float().square().mean())
+        found.add(float(optimizer.clip_grad_norm_(1e9)).hex())
+    return found
+
+
+def sanitizer(checks: Checks, setting: Setting) -> None:
+    """With TORCH_CUDA_SANITIZER=1 an operation that races with another raises."""
+    if setting.device == "cpu":
+        checks.expect("a seeded race is found (control)", _race_is_found(), "by the handler of events alone")
+        return
+    names = FEW
+    with one_rank(setting.device), exchanging_alone():
+        for name in names:
+            for plan in PLANS:
+                train(JOBS[name], plan, 0)
+                checks.expect(f"{name}, {plan}: no race", True)
+    found = ""
+    data, stream = torch.ones(1 << 20, device=DEVICE), torch.cuda.Stream()
+    try:
+        with torch.cuda.stream(stream):
+            data.mul_(2)  # nothing makes it wait for the operation that filled `data`
+    except Exception as error:  # the sanitizer has its own class
+        found = str(error)
+    checks.expect("a seeded race is found (control)", "data race" in found, found.partition("\n")[0])
+
+
+def _race_is_found() -> bool:
+    from torch.cuda._sanitizer import EventHandler
+
+    def launch(handler: EventHandler, stream: int) -> list[object]:
+        return list(handler._handle_kernel_launch(stream, set(), {1}, set(), "write", {1: ["data"]}))
+
+    racing, ordered = EventHandler(), EventHandler()
+    for handler in (racing, ordered):
+        handler._handle_stream_creation(1)
+        launch(handler, 0)
+    ordered._handle_event_record(1, 0)
+    ordered._handle_event_wait(1, 1)
+    return bool(launch(racing, 1)) and not launch(ordered, 1)
+
+
+SUITES = (
+    "tests/parity/test_plans.py",
+    "tests/parity/test_precisions.py",
+    "tests/parity/test_keep.py",
+    "tests/parity/test_remainder_runs.py",
+    "tests/parity/test_whole.py",
+    "tests/comm/test_communication.py",
+    "tests/comm/test_order.py",
+    "tests/runtime/test_writing.py",
+    "tests/runtime/test_local_parts.py",
+    "tests/test_optimizer.py",
+)
+"""Files whose models and inputs come from `tests/kit.py`, so that they run on any device."""
+
+OF_THE_HOST = (
+    "tests/parity/test_precisions.py::test_16_bits_on_the_wire_and_sums_in_fp32",
+    "tests/parity/test_keep.py::test_what_computes_in_which_dtype",
+    "tests/parity/test_keep.py::test_a_model_that_comes_with_several_dtypes_keeps_them",
+    "tests/parity/test_remainder_runs.py::test_the_master_is_bit_identical_step_by_step_on_the_same_gradients",
+    "tests/parity/test_remainder_runs.py::test_a_lost_carry_is_seen",
+    "tests/parity/test_whole.py::test_extra_communication_and_state",
+    "tests/parity/test_whole.py::test_weights_set_from_outside_reach_the_owners",
+)
+"""Tests in these files that make inputs of their own, on the CPU: left out."""
+
+
+def suites(checks: Checks, setting: Setting) -> None:
+    """pytest, with the backend whose ranks share a device."""
+    small = ["tests/parity/test_plans.py", "-k", "all_plans_step_the_same_vectors"]
+    for timing in ("late",) if setting.is_small else ("early", "late"):
+        chosen_tests = small if setting.is_small else [*SUITES, *(f"--deselect={test}" for test in OF_THE_HOST)]
+        status, output = run_pytest(chosen_tests, timing)
+        checks.text(f"pytest, {timing}", "\n".join(output.splitlines()[-30:]))
+        checks.expect(f"all tests pass, {timing}", status == 0, output.rstrip().rpartition("\n")[2])
+
+
+def run_pytest(arguments: list[str], timing: str) -> tuple[int, str]:
+    """Its status and output. Only pytest is needed, none of the plugins that `pyproject.toml` has options for."""
+    of_pytest = ["-c", "tests/gpu/suites.ini", "--rootdir", str(ROOT), "-q", *arguments]
+    return run_python("-m", "pytest", *of_pytest, variables={"ZEROSHARD_TEST_BACKEND": timing})

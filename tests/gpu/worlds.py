@@ -1,0 +1,207 @@
+"""Ranks for `make test-gpu`: one that exchanges with itself, several that share a GPU, one for each GPU; and sleeps."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from tests.on_cuda import ranks_on_cuda
+from tests.timed_backend import NAME, register, timed_ranks
+from zeroshard.comm import native_transport
+from zeroshard.comm.mesh import Axis, Mesh, _new_group
+from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.comm.pending import Pending
+from zeroshard.comm.transport import Gather, Sum
+from zeroshard.testing import run_ranks
+
+# One rank -------------------------------------------------------------------------------------------------------------
+
+
+class Lone(int):
+    """The number 1 as the number of ranks of a group whose collectives are to run: it is more than 1, and not 1.
+
+    The engine asks `size == 1`, `size > 1`, `num_shards > 1` to find out whether anything has to move, and counts and
+    divides by the same numbers."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lone) or (other != 1 and int(self) == other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __gt__(self, other: Any) -> bool:
+        return other == 1 or int(self) > other
+
+    def __le__(self, other: Any) -> bool:
+        return not self > other
+
+
+@dataclass(frozen=True)
+class LoneAxis(Axis):
+    @property
+    def size(self) -> Lone:  # type: ignore[override]
+        return Lone(1)
+
+
+@contextmanager
+def exchanging_alone() -> Iterator[None]:
+    """Inside, a model that is sharded over one rank borrows pool buffers, and gathers and reduces through its backend,
+    as over several ranks."""
+    make = Mesh.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[Mesh], mesh: Any, device: torch.device | None = None) -> Mesh:
+        found: Mesh = make(cls, mesh, device)
+        assert found.world.ranks == (0,), "a world of one"
+        shard, world = (LoneAxis(axis.group, axis.rank, axis.ranks) for axis in (found.shard, found.world))
+        group = _new_group(shard.ranks, shard.group, found.device)  # see [Note: two communicators] in `mesh.py`
+        return replace(found, shard=shard, world=world, reduce=LoneAxis(group, 0, shard.ranks))
+
+    with patch.object(Mesh, "of", classmethod(of)):
+        yield
+
+
+@contextmanager
+def one_rank(device: str, timing: str = "late") -> Iterator[None]:
+    """A world of one in this process: over NCCL, or on a CPU over the backend of `tests/timed_backend.py`."""
+    with pytest.MonkeyPatch.context() as environment:
+        backend = "nccl"
+        if device == "cpu":
+            register()
+            environment.setenv("ZEROSHARD_TEST_BACKEND", timing)
+            backend = NAME
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+# Several ranks --------------------------------------------------------------------------------------------------------
+
+
+def on_shared_device(timing: str, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """`run_ranks` with ranks that share a device and exchange through the host. `timing`: see
+    `tests/timed_backend.py`."""
+    with timed_ranks(timing), ranks_on_cuda():
+        return run_ranks(fn, num_ranks, *args, collective_timeout=120)
+
+
+def on_own_devices(device: str, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """`run_ranks` over NCCL, each rank on its own GPU; on a CPU as `on_shared_device`."""
+    if device == "cpu":
+        return on_shared_device("random-3", fn, num_ranks, *args)
+
+    def on_gpu(rank: int, *args: Any) -> Any:
+        torch.cuda.set_device(rank)
+        return fn(rank, *args)
+
+    with patch("zeroshard.testing.BACKEND", "nccl"), ranks_on_cuda():
+        return run_ranks(on_gpu, num_ranks, *args, collective_timeout=120)
+
+
+# Sleeps ---------------------------------------------------------------------------------------------------------------
+
+
+class Sleeps:
+    """Random sleeps of the GPU before collectives and before the kernels of modules. Collectives are issued from a
+    stream of their own, which sleeps first: so they run late, and the program's kernels ahead of them.
+
+    What a collective receives is NaN until it arrives, and is gathered from a copy. (A single rank's gather in place
+    would move nothing: its values would be there already.)
+    """
+
+    def __init__(self, device: str, seed: int, most_cycles: int = 1_000_000) -> None:
+        """`most_cycles`: of the GPU; 1,000,000 are about 0.6 ms."""
+        self._random, self._most = random.Random(seed), most_cycles
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self.num_sleeps = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[Sleeps]:
+        names = ("reduce", "all_to_all", "add_up")
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(NativeTransport, "gather", self._late_gather()))
+            for name in names:
+                stack.enter_context(patch.object(NativeTransport, name, self._late(getattr(NativeTransport, name))))
+            hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, inputs: self._sleep())
+            stack.callback(hook.remove)
+            yield self
+
+    def _sleep(self) -> None:
+        self.num_sleeps += 1
+        if self._stream is not None and self._random.random() < 0.5:
+            torch.cuda._sleep(self._random.randrange(self._most))
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Inside, operations run on the stream of this object, after what has been queued so far, and a sleep."""
+        if self._stream is None:
+            self._sleep()
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        entered = torch.cuda.stream(self._stream)
+        with entered:
+            self._sleep()
+        return entered
+
+    def _late(self, method: Callable[..., Pending]) -> Callable[..., Pending]:
+        def late(transport: NativeTransport, *args: Any) -> Pending:
+            with self._apart():
+                for sum_ in args:
+                    if isinstance(sum_, Sum) and not _overlap(sum_.out, sum_.full):
+                        _spoil(sum_.out)
+                return method(transport, *args)
+
+        return late
+
+    def _late_gather(self) -> Callable[..., Pending]:
+        gather_of_engine = NativeTransport.gather
+
+        def gather(transport: NativeTransport, gather: Gather) -> Pending:
+            with self._apart():
+                if not gather.portions.is_whole or _overlap(gather.own, gather.full):
+                    return gather_of_engine(transport, gather)
+                values = gather.own.clone()
+                _spoil(gather.full)
+                work = native_transport._all_gather(gather.full, values, group=gather.axis.group, async_op=True)
+                kept = [values]  # until the gather is over, as their memory belongs to another stream
+                return Pending(transport, [work], kept.clear)
+
+        return gather
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+def _spoil(tensor: Tensor) -> None:
+    tensor.view(torch.uint8).fill_(255)
+
+
+@contextmanager
+def dropped_waits() -> Iterator[None]:
+    """The negative control: inside, no program waits for the gathers of one unit, `blocks.1`."""
+    wait, kept = Pending.wait, []
+
+    def wait_but_for_one(self: Pending, *, stale: bool = False) -> None:
+        if self.at is not None and "blocks.1" in self.at.text and "all_gather" in self.at.text:
+            kept.append(self)  # else its destructor would wait
+            return
+        wait(self, stale=stale)
+
+    with patch.object(Pending, "wait", wait_but_for_one):
+        yield
+    kept.clear()
+    gc.collect()  # they are in cycles; at the end of the process, they would wait for tensors that are gone
