@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 
 from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import verify
-from zeroshard.cli.main import run
+from zeroshard.cli.main import _other_names, main, run
 from zeroshard.train.ranks import cores
 
 SMALL = [
@@ -57,6 +58,7 @@ def steps(folder: Path) -> list[int]:
     [
         ("train --plan zero4", "'zero4' is not one of 'ddp', 'zero1', 'zero2', 'zero3'"),
         ("train --model.layer 4", "unknown option --model.layer; did you mean --model.layers?"),
+        ("train --lrr 4", "unknown option --lrr; did you mean --lr?"),
         ("train --model.layers four", "'four' is not a valid integer"),
         ("train --model.layers 0", "model.layers = 0: expected greater than or equal to 1"),
         ("train --nproc 0", "parallel.nproc = 0: expected greater than or equal to 1"),
@@ -87,6 +89,30 @@ def test_torchrun_and_nproc_must_not_contradict(
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert run(["train", "--nproc", "2", "--parallel.device=cpu"]) == 2
     assert "--nproc 2: the launcher has started 4 ranks; leave --nproc out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        ("--lr 0.25", "optimizer__lr", 0.25),
+        ("--weight-decay=0.5", "optimizer__weight_decay", 0.5),
+        ("--weight_decay 0.5", "optimizer__weight_decay", 0.5),
+        ("--batch.micro-batches 2", "batch__micro_batches", 2),
+        ("--max-restarts 2", "parallel__max_restarts", 2),
+        ("--evaluation.prompt --lr", "evaluation__prompt", "--lr"),
+    ],
+)
+def test_last_segments_and_dashes_are_names_too(arguments: str, key: str, value: object) -> None:
+    context = main.commands["train"].make_context("train", arguments.split(), parent=click.Context(main))
+    assert {name: given for name, given in context.params.items() if given not in (None, ())} == {
+        key: value, "resume": "never"
+    }  # fmt: skip
+
+
+def test_a_last_segment_that_is_not_unique_is_no_name() -> None:
+    options = [click.Option(["--a.x", "a__x"]), click.Option(["--b.x", "b__x"]), click.Option(["--b.y_z", "b__y_z"])]
+    names = _other_names([*options, click.Option(["--y-z"])])
+    assert {name: option.name for name, option in names.items()} == {"--y_z": "b__y_z", "--b.y-z": "b__y_z"}
 
 
 def test_help_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:

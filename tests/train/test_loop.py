@@ -23,7 +23,7 @@ from zeroshard.testing import run_ranks
 from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
-from zeroshard.train.resume import Found
+from zeroshard.train.resume import Found, Position
 from zeroshard.train.run import learning_rate_factor
 
 TINY = {
@@ -219,9 +219,9 @@ def resumed_with(rank: int, config: Config, lost: str | None) -> Outcome:
     inside = loop.start_run.__globals__
     load_run = inside["load_run"]
 
-    def partly(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> int:
+    def partly(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> Position:
         fresh = optimizer.scaling.state_dict()
-        updates: int = load_run(handle, optimizer, found)
+        position: Position = load_run(handle, optimizer, found)
         saved = optimizer.scaling.state_dict()
         match lost:
             case "the scaler's state":
@@ -230,8 +230,8 @@ def resumed_with(rank: int, config: Config, lost: str | None) -> Outcome:
                 assert saved["growth_tracker"] > 0
                 optimizer.scaling.load_state_dict({**saved, "growth_tracker": 0})
             case "the number of updates":
-                return found.step
-        return updates
+                position.updates = found.step
+        return position
 
     inside["load_run"] = partly  # this process is a fork: nobody else sees it
     try:
@@ -292,6 +292,8 @@ def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(
     run_ranks(train_rank, 2, tiny(shared_text, out), out)
     assert [row["step"] for row in rows(out, "step")] == list(range(1, 7))
     assert 99.0 not in losses(out)
+    walls = [row["wall_seconds"] for row in rows(out, "step")]
+    assert walls == sorted(walls), "the time of the first session counts, too"
 
 
 def test_what_a_run_leaves(plain: Path, shared_text: Path) -> None:
@@ -305,6 +307,11 @@ def test_what_a_run_leaves(plain: Path, shared_text: Path) -> None:
     assert first["engine_bytes"] > 0
     assert 0 <= first["communication_share"] <= 1
     assert [row["step"] for row in rows(out, "validation")] == [3, 6]
+    tokens = config.batch.sequences * config.model.context
+    assert [row["tokens"] for row in rows(out, "step")] == [tokens * step for step in range(1, 7)]
+    for row, later in itertools.pairwise(rows(out, "step")):
+        assert 0 < row["data_seconds"] < row["seconds"] <= row["wall_seconds"] < later["wall_seconds"]
+        assert row["flops_per_second"] > row["tokens_per_second"] > 0 and row["mfu"] is None
     with newest(out) as reader:
         assert {"model/blocks.0.mlp.down.weight", "optimizer/exp_avg/blocks.0.mlp.down.weight"} <= {
             *reader.manifest.tensors

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,18 @@ import pytest
 from rich.console import Console
 
 from zeroshard.train.metrics import JsonLines, Observers, StepRecord, TensorBoard, ValidationRecord
-from zeroshard.train.progress import Progress, bytes_table, describe, duration, sample_panel, si
+from zeroshard.train.progress import (
+    Progress,
+    Smoothed,
+    bytes_table,
+    describe,
+    duration,
+    fitting,
+    live_line,
+    sample_panel,
+    si,
+)
+from zeroshard.train.summary import Summary
 
 RECORD = StepRecord(
     step=10,
@@ -25,12 +37,18 @@ RECORD = StepRecord(
     engine_bytes=61_000_000,
     seconds=0.4,
     eta_seconds=123.0,
+    data_seconds=0.004,
+    tokens=61_440,
+    wall_seconds=7.0,
+    flops_per_second=12.34e9,
+    mfu=None,
 )
+SKIPPED = replace(RECORD, applied=False, loss_scale=65536.0)
 
 
-def console(**values: bool) -> tuple[Console, io.StringIO]:
+def console(width: int = 200, **values: bool) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
-    return Console(file=file, width=200, **values), file  # type: ignore[arg-type]
+    return Console(file=file, width=width, **values), file  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +71,32 @@ def test_durations() -> None:
 
 
 def test_a_line_has_everything() -> None:
-    assert describe(RECORD, 400) == (
-        "step  10/400 | loss 2.0000 nats 2.885 bits/byte | 15.3 k tokens/s | norm 0.500 | "
-        "memory 412 MB peak 430 MB engine 61.0 MB | comm 12% | eta 2:03"
+    assert fitting(describe(RECORD, 400), None) == (
+        "step  10/400 | loss 2.0000 nats | 2.885 bits/byte | 15.3 k tokens/s | 12.3 GFLOP/s | norm 0.500 | "
+        "memory 412 MB peak 430 MB engine 61.0 MB | comm 12% | data 1% | eta 2:03"
     )
-    assert "| skipped | scale 65,536 |" in describe(replace(RECORD, applied=False, loss_scale=65536.0), 400)
+    assert "12.3 GFLOP/s MFU 41% |" in fitting(describe(replace(RECORD, mfu=0.412), 400), None)
+    assert "| skipped | scale 65,536 |" in fitting(describe(SKIPPED, 400), None)
+
+
+def test_a_line_keeps_what_matters_most_on_a_narrow_screen() -> None:
+    assert live_line(describe(RECORD, 400), 0.5, 80) == (
+        "━━━━╌╌╌╌ step  10/400 | loss 2.0000 nats | 15.3 k tokens/s | comm 12% | eta 2:03"
+    )
+    assert fitting(describe(SKIPPED, 400), 60) == "step  10/400 | loss 2.0000 nats | skipped | scale 65,536"
+    parts = describe(RECORD, 400)
+    for width in range(1, 201):
+        assert len(fitting(parts, width)) <= width
+        assert len(live_line(parts, 0.5, width)) <= width
+
+
+def test_smoothed_values_follow_slowly() -> None:
+    smoothed = Smoothed()
+    assert [smoothed(3.0), smoothed(3.0)] == pytest.approx([3.0, 3.0])
+    assert 3.0 < smoothed(6.0) < 4.5  # the mean of three values is 4
+    for _ in range(100):
+        last = smoothed(6.0)
+    assert last == pytest.approx(6.0, abs=1e-3)
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
@@ -72,15 +111,24 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert lines[-1] == "step 25: validation loss 1.5000 nats, 2.1640 bits per byte"
 
 
-def test_one_live_line_on_a_terminal() -> None:
-    screen, file = console(force_terminal=True)
-    progress = Progress(screen, steps=25, log_every=10)
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_live_line_and_a_history_on_a_terminal(width: int) -> None:
+    """The clock advances by one second in each step; every seventh second a line stays, and nothing wraps."""
+    screen, file = console(width, force_terminal=True)
+    now = [0.0]
+    progress = Progress(screen, steps=25, log_every=10, log_seconds=7.0, clock=lambda: now[0])
     for step in range(1, 26):
+        now[0] += 1.0
         progress.on_step(replace(RECORD, step=step))
     progress.on_validation(ValidationRecord(25, 1.5))
     progress.close()
-    assert "━" * 16 + " step 25/25 | loss 2.0000" in file.getvalue()
+    assert "━" * (16 if width == 200 else 8) + " step 25/25 | loss 2.0000" in file.getvalue()
     assert "\x1b[2K" in file.getvalue()  # lines are redrawn in place
+    lines = [re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", line).strip("\r") for line in file.getvalue().splitlines()]
+    assert [line.split("/")[0] for line in lines if line.startswith("step ") and "|" in line] == [
+        "step  7", "step 14", "step 21"
+    ]  # fmt: skip
+    assert max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -97,11 +145,29 @@ def test_a_skipped_step_is_a_line_of_its_own(terminal: bool) -> None:
     assert any("step  7/25" in line and "━" not in line and "╌" not in line for line in shown)
 
 
+def test_the_summary_adds_up_a_session_and_knows_earlier_evaluations() -> None:
+    summary = Summary([ValidationRecord(5, 1.0), ValidationRecord(8, 3.0)])
+    assert summary.lines() == []
+    for step in (9, 10):
+        rate = 10_000.0 if step == 9 else 20_000.0
+        summary.on_step(replace(RECORD, step=step, seconds=step - 8.0, tokens_per_second=rate, mfu=0.5, tokens=50_000))
+    summary.on_validation(ValidationRecord(10, float("nan")))
+    lines = summary.lines()
+    assert lines == [
+        "10 steps, 50.0 k tokens in 0:07; 2 steps in this session took 0:03",
+        "on average 16.7 k tokens/s, 12.3 GFLOP/s MFU 50%, 12% in comm, 0% for data",
+        "best validation loss 1.0000 nats, 1.4427 bits/byte, after step 5",
+        "peak memory 430 MB on rank 0",
+    ]
+    summary.on_validation(ValidationRecord(12, 0.5))
+    assert "0.5000 nats" in summary.lines()[2]
+
+
 def test_table_of_bytes() -> None:
     screen, file = console()
     planned = {"weights": 400, "grads": 400, "main": 0, "state": 800, "ring": 100}
     screen.print(bytes_table("zero3", 100, planned, {**planned, "ring": 50, "scalars": 16}))
-    cells = {line.split("│")[1].strip(): line.split("│")[2:6] for line in file.getvalue().splitlines() if "│" in line}
+    cells = {line.split("│")[0].strip(): line.split("│")[1:] for line in file.getvalue().splitlines() if "│" in line}
     rows = {name: [cell.strip() for cell in row] for name, row in cells.items()}
     assert rows["weights"] == ["4.000", "4.000", "400", "400"]
     assert rows["between steps"] == ["16.000", "16.160", "1,600", "1,616"]
@@ -122,6 +188,14 @@ def test_json_lines_are_json_even_when_the_loss_is_not_a_number(tmp_path: Path) 
     row = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (row["loss"], row["bits_per_byte"], row["grad_norm"]) == (None, None, 0.5)
     writer.close()
+
+
+def test_the_table_of_bytes_fits_into_80_columns() -> None:
+    screen, file = console(80)
+    large = dict.fromkeys(("weights", "grads", "main", "state", "scalars", "buckets"), 23_456_789_012)
+    screen.print(bytes_table("zero3", 1_000_000_000, large, large))
+    assert "140,740,734,072" in file.getvalue() and "…" not in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 80
 
 
 def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
 
 class _Train(click.Command):
     """A command with an option `--section.name` for every field of the configuration, besides its own options, and
-    with the short names in `SHORT`. The fields are added when the command runs, so that others need no pydantic."""
+    with the short names in `SHORT`. The fields are added when the command runs, so that others need no pydantic.
+
+    The last segment of a name is accepted, too, if no other option has it (`--lr`), and "-" in place of "_".
+    """
 
     complete = False
 
@@ -101,6 +104,12 @@ class _Train(click.Command):
             self.params += [_option(key, info) for key, info in fields()]
         return super().make_context(*arguments, **options)
 
+    def make_parser(self, context: click.Context) -> Any:
+        parser = super().make_parser(context)
+        for name, option in _other_names([one for one in self.params if isinstance(one, click.Option)]).items():
+            parser.add_option(option, [name], dest=option.name, nargs=option.nargs)
+        return parser
+
     def invoke(self, context: click.Context) -> Any:
         from zeroshard.train.config import UserError
 
@@ -108,6 +117,16 @@ class _Train(click.Command):
             return super().invoke(context)
         except UserError as error:
             raise click.ClickException(str(error)) from error
+
+
+def _other_names(options: list[click.Option]) -> dict[str, click.Option]:
+    """Names that the help does not list: last segments that are unique, and "-" in place of "_"."""
+    named = {name: option for option in options for name in option.opts}
+    segments = [name.rpartition(".")[2] for name in named if "." in name]
+    short = {f"--{name.rpartition('.')[2]}": option for name, option in named.items() if "." in name}
+    unique = {name: option for name, option in short.items() if segments.count(name[2:]) == 1 and name not in named}
+    dashed = {name.replace("_", "-"): option for name, option in {**named, **unique}.items()}
+    return {name: option for name, option in {**unique, **dashed}.items() if name not in named}
 
 
 def _option(key: str, info: FieldInfo) -> click.Option:

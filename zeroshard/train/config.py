@@ -95,9 +95,14 @@ class RunConfig(_Section):
     seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order of the data and the sample")
     out: str = Field("", description="run folder; default: runs/<date>-<time>")
     log_every: int = Field(10, ge=1, description="steps between lines when the output is not a terminal")
+    log_seconds: float = Field(15.0, gt=0, description="seconds between lines that stay, on a terminal")
     save_every: int = Field(0, ge=0, description="steps between saves; 0: at the end and on request (SIGUSR1)")
     keep_last: int = Field(2, ge=1, description="how many of the newest saved steps are kept")
     keep_every: int | None = Field(None, ge=1, description="saved steps that are multiples of it are kept, too")
+    observers: str = Field("", description="trackers, separated by commas: wandb, mlflow, others, or module:factory")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="what one device can do at most, for the MFU; default: known for some GPUs"
+    )
 
 
 class Config(_Section):
@@ -119,6 +124,12 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
         assert isinstance(record.annotation, type) and issubclass(record.annotation, BaseModel)
         for name, info in record.annotation.model_fields.items():
             yield f"{section}.{name}", info
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a field of that name, "section.name"."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def resolve(files: list[Path], overrides: Mapping[str, Any]) -> Config:

@@ -25,13 +25,15 @@ from rich.console import Console
 
 import zeroshard
 from zeroshard.comm import watch
-from zeroshard.train.config import Config
+from zeroshard.train.config import Config, fields, value_of
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
 from zeroshard.train.progress import Progress, bytes_table, sample_panel, si, tell
 from zeroshard.train.ranks import Ranks, joined
 from zeroshard.train.resume import Found
 from zeroshard.train.run import Run, save_run, start_run
+from zeroshard.train.summary import Summary
+from zeroshard.train.trackers import RunInfo, attach
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,15 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
         run, found = start_run(config, ranks, resume, occupied=occupied)
         first_step = 0 if found is None else found.step
         introduce(run, found, console)
-        with Observers(observers(run, first_step, console)) as watchers:
+        summary, watching = ranks.together(lambda: observers(run, first_step, console))
+        with Observers(watching) as watchers:
             step = fit(run, first_step, requests, watchers, stop_at or config.schedule.steps)
             save_run(run, step)
             loss = evaluate(run) if step == config.schedule.steps else None
             if loss is not None:
                 watchers.on_validation(ValidationRecord(step, loss))
+        for line in summary.lines():
+            tell(console, line)
         conclude(run, step, console)
         run.handle.close()
     return Outcome(step, loss, run.folder)
@@ -111,19 +116,22 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
     """Run the steps [first_step, last_step), or fewer if any rank is asked to stop. Returns the number of steps done
     since the beginning of training. Collective."""
     config, ranks = run.config, run.ranks
+    tokens_per_step = config.batch.sequences * config.model.context
     began = time.perf_counter()
     for step in range(first_step, last_step):
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
         lr = float(run.scheduler.get_last_lr()[0])
-        loss, result = train_step(run, step)
+        loss, result, data_seconds = train_step(run, step)
         if result.applied:
             run.scheduler.step()
 
         asked, requests.save = requests.save, False  # a signal from here on counts for the next step
         # A signal reaches one rank at its own moment, so the ranks add up their requests. Branching on `requests.stop`
         # itself would make one rank leave while the others wait for it in the next collective.
-        loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, asked])
+        own = [loss / ranks.world_size, run.clock.read() / ranks.world_size]
+        loss, run.clock.seconds, stop, save_now = ranks.sum([*own, requests.stop, asked])
         now, done = time.perf_counter(), step + 1
+        flops = tokens_per_step / (now - step_began) * run.flops_per_token
         memory, peak = process_memory(ranks)
         record = StepRecord(
             step=done,
@@ -132,13 +140,18 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             grad_norm=result.grad_norm,
             applied=result.applied,
             loss_scale=result.loss_scale,
-            tokens_per_second=config.batch.sequences * config.model.context / (now - step_began),
+            tokens_per_second=tokens_per_step / (now - step_began),
             communication_share=(run.handle.comm_log.wait_seconds - waited) / (now - step_began),
             memory_bytes=memory,
             peak_memory_bytes=peak,
             engine_bytes=sum(run.handle.memory().values()),
             seconds=now - step_began,
             eta_seconds=(now - began) / (done - first_step) * (config.schedule.steps - done),
+            data_seconds=data_seconds,
+            tokens=done * tokens_per_step,
+            wall_seconds=run.clock.seconds,
+            flops_per_second=flops,
+            mfu=run.peak_flops and flops / run.peak_flops,
         )
         watchers.on_step(record)
 
@@ -151,15 +164,19 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
     return last_step
 
 
-def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult]:
-    """One optimizer step on this rank's part of the global batch. Returns the mean loss of that part, in nats."""
+def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float]:
+    """One optimizer step on this rank's part of the global batch. Returns the mean loss of that part in nats, the
+    result of the step, and the seconds spent waiting for data."""
     config, ranks, optimizer = run.config, run.ranks, run.optimizer
     torch.manual_seed(seed_of(config.run.seed, step, ranks.rank))
     optimizer.zero_grad()
-    total = torch.zeros((), device=ranks.device)
+    total, data_seconds = torch.zeros((), device=ranks.device), 0.0
     for micro_batch in range(config.batch.micro_batches):
+        before = time.perf_counter()
         tokens, targets = run.batches.read(step, micro_batch, ranks.rank, ranks.world_size)
-        loss = run.model(tokens.to(ranks.device), targets.to(ranks.device)) / config.batch.micro_batches
+        tokens, targets = tokens.to(ranks.device), targets.to(ranks.device)
+        data_seconds += time.perf_counter() - before
+        loss = run.model(tokens, targets) / config.batch.micro_batches
         last = micro_batch == config.batch.micro_batches - 1
         with nullcontext() if last or config.batch.reduce_every_micro_batch else run.handle.no_sync():
             optimizer.backward(loss)
@@ -167,7 +184,7 @@ def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult]:
     if config.optimizer.clip:
         optimizer.clip_grad_norm_(config.optimizer.clip)
     result = optimizer.step()
-    return total.item(), result
+    return total.item(), result, data_seconds
 
 
 @torch.no_grad()
@@ -223,13 +240,20 @@ def process_memory(ranks: Ranks) -> tuple[int, int]:
     return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def observers(run: Run, first_step: int, console: Console) -> list[Observer]:
+def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, list[Observer]]:
+    """The summary of the session, and all observers (this one included) in the order in which they get a record. On
+    ranks other than 0 there are none."""
     if run.ranks.rank != 0:
-        return []
-    watching: list[Observer] = [JsonLines(run.folder / "metrics.jsonl", first_step)]
+        return Summary(), []
+    settings = run.config.run
+    json_lines = JsonLines(run.folder / "metrics.jsonl", first_step)
+    summary = Summary(json_lines.validations)
+    about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
+    watching: list[Observer] = [json_lines, summary, *attach(settings.observers, about)]
     if TensorBoard.installed():
         watching.append(TensorBoard(run.folder / "tensorboard", first_step))
-    return [*watching, Progress(console, run.config.schedule.steps, run.config.run.log_every)]
+    progress = Progress(console, run.config.schedule.steps, settings.log_every, settings.log_seconds)
+    return summary, [*watching, progress]
 
 
 def introduce(run: Run, found: Found | None, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a run: writes `metrics.jsonl` always, and TensorBoard event files if tensorboard is installed."""
+"""Metrics of a run: the records, the protocol of their observers, `metrics.jsonl`, and event files of TensorBoard."""
 
 import importlib.util
 import json
@@ -27,6 +27,11 @@ class StepRecord:
     engine_bytes: int  # live buffers of the sharding engine
     seconds: float
     eta_seconds: float
+    data_seconds: float  # part of `seconds` in which rank 0 waited for its batches
+    tokens: int  # read since the beginning of training, by all ranks; those of skipped steps are included
+    wall_seconds: float  # since the beginning of training; evaluations, saves and earlier sessions are included
+    flops_per_second: float  # of the model's matrix products, over all ranks: `flops.py`
+    mfu: float | None  # `flops_per_second` as a share of what the devices can do at most; None: not known
 
     @property
     def bits_per_byte(self) -> float:
@@ -45,6 +50,30 @@ class ValidationRecord:
 
 def bits(nats: float) -> float:
     return nats / math.log(2)
+
+
+_OF_A_STEP = (
+    "loss",
+    "bits_per_byte",
+    "lr",
+    "grad_norm",
+    "loss_scale",
+    "tokens",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+    "communication_share",
+    "data_seconds",
+    "seconds",
+    "memory_bytes",
+)
+
+
+def scalars(record: StepRecord | ValidationRecord) -> dict[str, float]:
+    """The numbers of a record by the names that trackers show: "train/loss", "validation/loss", ..."""
+    section, names = ("train", _OF_A_STEP) if isinstance(record, StepRecord) else ("validation", _OF_A_STEP[:2])
+    values = {f"{section}/{name}": getattr(record, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Observer(Protocol):
@@ -84,12 +113,18 @@ class Observers:
 
 class JsonLines:
     """Writes one JSON object per line and flushes each line. On resume, lines of steps after `first_step` are removed:
-    the interrupted run did these steps after its last checkpoint, and they are done again."""
+    the interrupted run did these steps after its last checkpoint, and they are done again.
+
+    Attributes:
+        validations: the evaluations of earlier sessions that were kept.
+    """
 
     def __init__(self, path: Path, first_step: int) -> None:
+        self.validations: list[ValidationRecord] = []
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step(line) <= first_step]
             path.write_text("".join(kept), encoding="utf-8")
+            self.validations = [one for line in kept if (one := _validation(line))]
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def on_step(self, record: StepRecord) -> None:
@@ -111,17 +146,6 @@ class JsonLines:
 class TensorBoard:
     """The same numbers as TensorBoard scalars, under `<run>/tensorboard`."""
 
-    SCALARS = (
-        "loss",
-        "bits_per_byte",
-        "lr",
-        "grad_norm",
-        "loss_scale",
-        "tokens_per_second",
-        "communication_share",
-        "memory_bytes",
-    )
-
     @staticmethod
     def installed() -> bool:
         return importlib.util.find_spec("tensorboard") is not None
@@ -132,16 +156,23 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def on_step(self, record: StepRecord) -> None:
-        for name in self.SCALARS:
-            self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
 
     def on_validation(self, record: ValidationRecord) -> None:
-        for name in ("loss", "bits_per_byte"):
-            value = getattr(record, name)
-            self._writer.add_scalar(f"validation/{name}", value, record.step)
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _validation(line: str) -> ValidationRecord | None:
+    """The evaluation that a line records; None for other lines, and where the loss was not finite."""
+    row = json.loads(line)
+    if row.get("kind") != "validation" or row.get("loss") is None:
+        return None
+    return ValidationRecord(row["step"], row["loss"])
 
 
 def _step(line: str) -> float:

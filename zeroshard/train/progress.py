@@ -1,6 +1,8 @@
-"""Progress output of a run: one live line on a terminal, plain lines elsewhere, and the table of bytes at the end."""
+"""Progress output of a run: a live line and a history on a terminal, plain lines elsewhere; the table of bytes."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.live import Live
@@ -15,28 +17,55 @@ PERSISTENT = ("weights", "grads", "main", "state", "scalars")
 
 
 class Progress:
-    """An `Observer` that prints. On a terminal one line is redrawn; elsewhere every `log_every`-th step prints a line.
+    """An `Observer` that prints. On a terminal one line is redrawn, and every `log_seconds` a line stays above it;
+    elsewhere every `log_every`-th step prints a line.
 
-    In both cases each skipped step prints a line of its own, so that it stays visible.
+    In both cases each skipped step prints a line of its own, so that it stays visible. On a terminal no line is wider
+    than the screen: `fitting` leaves out what matters least.
     """
 
-    def __init__(self, console: Console, steps: int, log_every: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        log_every: int,
+        log_seconds: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
         self._steps = steps
         self._log_every = log_every
+        self._log_seconds = log_seconds
+        self._clock = clock
+        self._shares, self._rates, self._flops = Smoothed(), Smoothed(), Smoothed()
         self._first: int | None = None
+        self._next = clock() + log_seconds
         self._live = Live(console=console, refresh_per_second=8, transient=False) if console.is_terminal else None
         if self._live:
             self._live.start()
 
     def on_step(self, record: StepRecord) -> None:
         self._first = record.step if self._first is None else self._first
-        text = describe(record, self._steps)
+        is_first_or_last = record.step in (self._first, self._steps)
+        parts = describe(self._smoothed(record), self._steps)
         if self._live:
-            self._live.update(Text(f"{bar(record.step / self._steps)} {text}"))
-        regular = record.step % self._log_every == 0 or record.step in (self._first, self._steps)
-        if not record.applied or (regular and not self._live):
-            tell(self._console, text)
+            text = Text(live_line(parts, record.step / self._steps, self._console.width), no_wrap=True)
+            self._live.update(text)
+            is_due = self._clock() >= self._next
+        else:
+            is_due = record.step % self._log_every == 0 or is_first_or_last
+        if is_due:
+            self._next = self._clock() + self._log_seconds
+        if is_due or not record.applied:
+            tell(self._console, fitting(parts, self._console.width if self._live else None))
+
+    def _smoothed(self, record: StepRecord) -> StepRecord:
+        return replace(
+            record,
+            communication_share=self._shares(record.communication_share),
+            tokens_per_second=self._rates(record.tokens_per_second),
+            flops_per_second=self._flops(record.flops_per_second),
+        )
 
     def on_validation(self, record: ValidationRecord) -> None:
         line = f"step {record.step}: validation loss {record.loss:.4f} nats, {record.bits_per_byte:.4f} bits per byte"
@@ -47,36 +76,79 @@ class Progress:
             self._live.stop()
 
 
+class Smoothed:
+    """A moving average: a new value counts a tenth, and older ones fade. Of the first values it is the mean (the bias
+    of the start at zero is removed, as in Adam)."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def __call__(self, value: float) -> float:
+        self._sum += (value - self._sum) / 10
+        self._weight += (1 - self._weight) / 10
+        return self._sum / self._weight
+
+
 def tell(console: Console, line: str) -> None:
     """Print a line as it is: rich interprets no markup in it, colours nothing and does not wrap it."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe(record: StepRecord, steps: int) -> str:
-    """One step as one line."""
+@dataclass(frozen=True)
+class Part:
+    """A part of a line. On a screen that is too narrow the parts of the largest `rank` are left out first."""
+
+    text: str
+    rank: int
+
+
+def describe(record: StepRecord, steps: int) -> list[Part]:
+    """One step, in the order of the line."""
     memory, peak, engine = (si(n, "B") for n in (record.memory_bytes, record.peak_memory_bytes, record.engine_bytes))
-    parts = [
-        f"step {record.step:>{len(str(steps))}}/{steps}",
-        f"loss {record.loss:.4f} nats {record.bits_per_byte:.3f} bits/byte",
-        f"{si(record.tokens_per_second)} tokens/s",
-        f"norm {record.grad_norm:.3f}" if record.applied else "skipped",
-        *([f"scale {record.loss_scale:,.0f}"] if record.loss_scale != 1 else []),
-        f"memory {memory} peak {peak} engine {engine}",
-        f"comm {record.communication_share:.0%}",
-        f"eta {duration(record.eta_seconds)}",
+    is_scaled = record.loss_scale != 1
+    return [
+        Part(f"step {record.step:>{len(str(steps))}}/{steps}", 0),
+        Part(f"loss {record.loss:.4f} nats", 1),
+        Part(f"{record.bits_per_byte:.3f} bits/byte", 7),
+        Part(f"{si(record.tokens_per_second)} tokens/s", 5),
+        Part(per_second(record.flops_per_second, record.mfu), 9),
+        Part(f"norm {record.grad_norm:.3f}", 8) if record.applied else Part("skipped", 2),
+        *([Part(f"scale {record.loss_scale:,.0f}", 10 if record.applied else 3)] if is_scaled else []),
+        Part(f"memory {memory} peak {peak} engine {engine}", 12),
+        Part(f"comm {record.communication_share:.0%}", 6),
+        Part(f"data {record.data_seconds / record.seconds:.0%}", 11),
+        Part(f"eta {duration(record.eta_seconds)}", 4),
     ]
-    return " | ".join(parts)
 
 
-def bar(share: float) -> str:
-    filled = min(_BAR_WIDTH, int(share * _BAR_WIDTH))
-    return "━" * filled + "╌" * (_BAR_WIDTH - filled)
+def fitting(parts: Sequence[Part], width: int | None) -> str:
+    """The parts as one line of at most `width` columns (None: without a limit). The first part always stays."""
+    kept = list(parts)
+    while len(line := " | ".join(part.text for part in kept)) > (width or len(line)) and len(kept) > 1:
+        kept.remove(max(kept, key=lambda part: part.rank))
+    return line[:width]
+
+
+def live_line(parts: Sequence[Part], share: float, width: int) -> str:
+    """A bar and the parts that fit beside it."""
+    drawn = bar(share, _BAR_WIDTH if width >= 120 else _BAR_WIDTH // 2)
+    return f"{drawn} {fitting(parts, max(1, width - len(drawn) - 1))}"[:width]
+
+
+def bar(share: float, width: int = _BAR_WIDTH) -> str:
+    filled = min(width, int(share * width))
+    return "━" * filled + "╌" * (width - filled)
+
+
+def per_second(flops: float, mfu: float | None) -> str:
+    """FLOP/s, and the MFU where it is known."""
+    return f"{si(flops, 'FLOP/s')}{'' if mfu is None else f' MFU {mfu:.0%}'}"
 
 
 def si(value: float, unit: str = "") -> str:
     """Three digits and a decimal prefix: 15.3 k, 412 MB."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 999.5 or prefix == "T":
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5 or prefix == "P":
             break
         value /= 1000
     digits = 0 if value >= 99.95 or not prefix else 1
@@ -91,10 +163,10 @@ def duration(seconds: float) -> str:
 
 def bytes_table(title: str, numel: int, planned: Mapping[str, int], measured: Mapping[str, int]) -> Table:
     """Bytes of rank 0 by kind, in all and per parameter of the whole model: planned, and measured after the run."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False)  # 80 columns are enough
     table.add_column("rank 0 holds", no_wrap=True)
-    for heading in ("bytes/parameter planned", "measured", "bytes planned", "measured"):
-        table.add_column(heading, justify="right")
+    for heading in ("bytes per\nparameter\nplanned", "measured", "bytes\nplanned", "measured"):
+        table.add_column(heading, justify="right", no_wrap=True)
 
     def add(name: str, plan: int, found: int, *, last: bool = False) -> None:
         table.add_row(name, f"{plan / numel:.3f}", f"{found / numel:.3f}", f"{plan:,}", f"{found:,}", end_section=last)

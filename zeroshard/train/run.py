@@ -7,6 +7,7 @@ and these two numbers, and a resumed run continues exactly as the uninterrupted 
 """
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,15 +21,38 @@ from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import plan_memory
 from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
 from zeroshard.train.data import VOCABULARY, Batches, Corpus, open_corpus, prepare, validation_windows
+from zeroshard.train.flops import flops_per_token, peak_flops
 from zeroshard.train.model import GPT, Block
 from zeroshard.train.ranks import Ranks
 from zeroshard.train.resume import KEY, Found, Position, find
 
 
+class Clock:
+    """Wall time of a run, earlier sessions included.
+
+    Attributes:
+        seconds: at the last step: the same on all ranks, as it is saved.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._began = time.perf_counter() - seconds
+
+    def read(self) -> float:
+        """The time now, on this rank."""
+        return time.perf_counter() - self._began
+
+
 @dataclass(frozen=True)
 class Run:
     """The objects that all steps of a run use. The state that changes is in the model, the optimizer and the scheduler
-    (whose `last_epoch` is the number of updates); besides it there is only the step number, kept by the loop."""
+    (whose `last_epoch` is the number of updates); besides it there are only the step number, kept by the loop, and the
+    clock.
+
+    Attributes:
+        flops_per_token: operations of forward and backward, of all parts of the model.
+        peak_flops: operations per second that all devices together can do at most; None: not known.
+    """
 
     config: Config
     ranks: Ranks
@@ -41,6 +65,9 @@ class Run:
     scheduler: LambdaLR
     planned_bytes: Mapping[str, int]
     numel: int
+    flops_per_token: float
+    peak_flops: float | None
+    clock: Clock
 
 
 def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bool) -> tuple[Run, Found | None]:
@@ -66,7 +93,9 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     torch.manual_seed(config.run.seed)
     model = GPT(config.model, VOCABULARY).to(ranks.device)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    parallel = config.parallel
+    shape, parallel = config.model, config.parallel
+    flops = flops_per_token(model, layers=shape.layers, width=shape.width, context=shape.context, tied=shape.tied)
+    peak = peak_flops(ranks.device, parallel.precision, config.run.peak_tflops)
     try:
         planned = plan_memory(
             model,
@@ -89,17 +118,31 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         optimizer = make_optimizer(config, model)
     except ValueError as error:
         raise UserError(str(error)) from error
-    updates = 0 if found is None else load_run(handle, optimizer, found)
-    scheduler = make_scheduler(optimizer, config.schedule, updates)
-    folder = ranks.first_does(lambda: make_folder(config, resume, occupied))
-    return Run(config, ranks, folder, corpus, batches, model, handle, optimizer, scheduler, planned, numel), found
+    position = Position(0, corpus.digest) if found is None else load_run(handle, optimizer, found)
+    run = Run(
+        config=config,
+        ranks=ranks,
+        folder=ranks.first_does(lambda: make_folder(config, resume, occupied)),
+        corpus=corpus,
+        batches=batches,
+        model=model,
+        handle=handle,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, config.schedule, position.updates),
+        planned_bytes=planned,
+        numel=numel,
+        flops_per_token=flops,
+        peak_flops=peak and peak * ranks.world_size,
+        clock=Clock(position.seconds),
+    )
+    return run, found
 
 
-def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> int:
+def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> Position:
     """Load the state of a saved step, but keep the hyper-parameters of this run's configuration. Collective.
 
     Returns:
-        The number of updates that the saved run had made.
+        What the saved run had done.
     """
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     position = Position(0, "")
@@ -110,14 +153,14 @@ def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, fo
     # `load` has put the saved lr, betas, ... into the groups; values changed on the command line must win.
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
-    return position.updates
+    return position
 
 
 def save_run(run: Run, step: int, *, background: bool = False) -> None:
     """Save the state after `step` steps into the run's folder, and remove old steps as `run.keep_last` and
     `run.keep_every` say. Collective. `background`: return while the files are still being written."""
     keep = run.config.run
-    position = Position(run.scheduler.last_epoch, run.corpus.digest)
+    position = Position(run.scheduler.last_epoch, run.corpus.digest, run.clock.seconds)
 
     def prune() -> None:
         zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)

@@ -1,0 +1,171 @@
+"""Observers that send a run's metrics to trackers: found by name as entry points, or by module:factory.
+
+A package offers one in its `pyproject.toml`:
+
+    [project.entry-points."zeroshard.observers"]
+    mine = "package.module:factory"
+
+`factory(about)` gets a `RunInfo` on rank 0 and returns a `metrics.Observer`. `--run.observers mine` attaches it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from zeroshard.io.logger import LOGGER
+from zeroshard.train.config import UserError
+from zeroshard.train.metrics import Observer, StepRecord, ValidationRecord, scalars
+
+GROUP = "zeroshard.observers"
+BUILT_IN = {"wandb": "zeroshard.train.trackers:WandB", "mlflow": "zeroshard.train.trackers:MLflow"}
+"""Entry points of this package. Here, too, so that they are found where the package is only on the path."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What an observer is told about the run. `values`: the configuration, "section.name" -> value. `first_step`: steps
+    done before this session; an observer may get some steps again that an interrupted session has sent."""
+
+    folder: Path
+    values: Mapping[str, Any]
+    first_step: int
+
+
+def attach(names: str, about: RunInfo) -> list[Observer]:
+    """The observers of `run.observers`, started. An error in one of them later ends that observer, not the run.
+
+    Raises:
+        UserError: a name is unknown, a package is missing, or an observer cannot be started.
+    """
+    return [_Guarded(name, _started(name, about)) for part in names.split(",") if (name := part.strip())]
+
+
+def _started(name: str, about: RunInfo) -> Observer:
+    try:
+        return _factory(name)(about)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"run.observers: {name} cannot be started: {type(error).__name__}: {error}") from error
+
+
+def _factory(name: str) -> Callable[[RunInfo], Observer]:
+    known = {**BUILT_IN, **{entry.name: entry.value for entry in entry_points(group=GROUP)}}
+    module, _, attribute = known.get(name, name).partition(":")
+    if not attribute:
+        raise UserError(f"run.observers: there is no observer {name!r}: expected {', '.join(known)} or module:factory")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    factory: Callable[[RunInfo], Observer] = found
+    return factory
+
+
+class _Guarded:
+    """An observer of another package: if it raises, one line says so, and it gets no more records."""
+
+    def __init__(self, name: str, observer: Observer) -> None:
+        self._name = name
+        self._observer = observer
+        self._has_failed = False
+
+    def on_step(self, record: StepRecord) -> None:
+        self._call("on_step", record)
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        self._call("on_validation", record)
+
+    def close(self) -> None:
+        self._has_failed = False  # so that what it has got is sent, or written
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            getattr(self._observer, method)(*arguments)
+        except Exception as error:
+            self._has_failed = True
+            LOGGER.warning("run.observers: %s gets no more records: %s: %s", self._name, type(error).__name__, error)
+
+
+@contextmanager
+def _needing(package: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"run.observers: {package} is not installed: pip install 'zeroshard[{package}]'") from error
+
+
+class WandB:
+    """A run of Weights & Biases, which a resumed session continues. Its own environment variables (WANDB_MODE=offline,
+    WANDB_PROJECT, ...) hold."""
+
+    def __init__(self, about: RunInfo) -> None:
+        with _needing("wandb"):
+            import wandb
+        self._run = wandb.init(
+            id=_kept_id(about.folder / "wandb-id", lambda: uuid.uuid4().hex[:8]),
+            resume="allow",
+            project=os.environ.get("WANDB_PROJECT", "zeroshard"),
+            name=about.folder.name,
+            dir=str(about.folder),
+            config=dict(about.values),
+        )
+
+    def on_step(self, record: StepRecord | ValidationRecord) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+    on_validation = on_step
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, which a resumed session continues. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME hold."""
+
+    def __init__(self, about: RunInfo) -> None:
+        with _needing("mlflow"):
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        self._client, self._metric = MlflowClient(), Metric
+        kept = about.folder / "mlflow-id"
+        is_new = not kept.exists()
+        self._run_id = _kept_id(kept, lambda: self._new_run(about.folder.name))
+        if is_new:
+            params = [Param(name, str(value)) for name, value in about.values.items() if str(value)]
+            self._client.log_batch(self._run_id, params=params)
+
+    def _new_run(self, name: str) -> str:
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "zeroshard")
+        found = self._client.get_experiment_by_name(experiment)
+        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        run_id: str = self._client.create_run(number, run_name=name).info.run_id
+        return run_id
+
+    def on_step(self, record: StepRecord | ValidationRecord) -> None:
+        now = int(1000 * time.time())
+        values = [self._metric(name, value, now, record.step) for name, value in scalars(record).items()]
+        self._client.log_batch(self._run_id, metrics=values)
+
+    on_validation = on_step
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _kept_id(path: Path, new: Callable[[], str]) -> str:
+    """The id in a file of the run's folder, so that a resumed session continues the tracker's run."""
+    if not path.exists():
+        path.write_text(new(), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
