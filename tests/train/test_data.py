@@ -10,11 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.train.config import DataConfig, UserError
-from zeroshard.train.data import Batches, choose_validation, open_corpus, permuted, prepare, validation_windows
+from zeroshard.train.data import (
+    Batches,
+    Corpus,
+    choose_validation,
+    open_corpus,
+    permuted,
+    prepare,
+    validation_windows,
+)
+from zeroshard.train.tokenizer import pieces, tokenizer_of, train_tokenizer
 
 
 def data_at(path: Path | str, tmp_path: Path, **values: float) -> DataConfig:
     return DataConfig(path=str(path), cache=str(tmp_path / "cache"), **values)
+
+
+def corpus_of(config: DataConfig) -> Corpus:
+    return open_corpus(prepare(config), tokenizer_of(config))
 
 
 def batches(numel: int = 4000, context: int = 8, sequences: int = 12, micro_batches: int = 2, seed: int = 0) -> Batches:
@@ -23,14 +36,14 @@ def batches(numel: int = 4000, context: int = 8, sequences: int = 12, micro_batc
 
 
 def test_standard_library_is_the_default_text(tmp_path: Path) -> None:
-    corpus = open_corpus(prepare(data_at("", tmp_path)))
+    corpus = corpus_of(data_at("", tmp_path))
     assert len(corpus.train) > 5_000_000
     assert 0.01 < len(corpus.validation) / len(corpus.train) < 0.3
     assert isinstance(corpus.train, np.memmap)
 
 
 def test_split_is_by_file_and_covers_all_text(text_folder: Path, tmp_path: Path) -> None:
-    corpus = open_corpus(prepare(data_at(text_folder, tmp_path, validation_share=0.25)))
+    corpus = corpus_of(data_at(text_folder, tmp_path, validation_share=0.25))
     sides = [bytes(side).split(b"\0")[:-1] for side in (corpus.train, corpus.validation)]
     assert all(sides)
     found = sorted(text for side in sides for text in side)
@@ -51,7 +64,7 @@ def test_neither_side_is_empty(names: set[str], share: float) -> None:
 
 def test_single_file_keeps_its_end_for_validation(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789" * 10)
-    corpus = open_corpus(prepare(data_at(tmp_path / "a.txt", tmp_path, validation_share=0.1)))
+    corpus = corpus_of(data_at(tmp_path / "a.txt", tmp_path, validation_share=0.1))
     assert bytes(corpus.train) == b"0123456789" * 9
     assert bytes(corpus.validation) == b"0123456789"
 
@@ -66,12 +79,12 @@ def test_folder_of_tokens_is_named_by_the_text(text_folder: Path, tmp_path: Path
 
 
 def test_what_is_not_text_is_left_out_of_a_folder(text_folder: Path, tmp_path: Path) -> None:
-    first = open_corpus(prepare(data_at(text_folder, tmp_path)))
+    first = corpus_of(data_at(text_folder, tmp_path))
     (text_folder / "picture.png").write_bytes(b"\x89PNG\r\n\xff\xfe")
     (text_folder / "zeros.bin").write_bytes(b"\0" * 100)
     (text_folder / ".hidden").write_text("hidden")
     (text_folder / "empty.txt").write_text("")
-    assert open_corpus(prepare(data_at(text_folder, tmp_path))).digest == first.digest
+    assert corpus_of(data_at(text_folder, tmp_path)).digest == first.digest
 
 
 def test_bad_paths(tmp_path: Path) -> None:
@@ -86,6 +99,79 @@ def test_bad_paths(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     with pytest.raises(UserError, match=r"cannot write the tokens into .*text.txt"):
         prepare(DataConfig(path=str(tmp_path / "text.txt"), cache=str(tmp_path / "text.txt")))
+
+
+def test_tokens_of_a_tokenizer_hold_the_same_text(text_folder: Path, tmp_path: Path) -> None:
+    plain = data_at(text_folder, tmp_path, validation_share=0.25)
+    texts = [path.read_bytes() for path in text_folder.iterdir()]
+    train_tokenizer(texts, 400).save(str(tmp_path / "tokenizer.json"))
+    config = plain.model_copy(update={"tokenizer": str(tmp_path / "tokenizer.json")})
+    tokenizer, corpus, of_bytes = tokenizer_of(config), corpus_of(config), corpus_of(plain)
+    assert (tokenizer.vocabulary, corpus.train.dtype, corpus.digest != of_bytes.digest) == (400, np.uint16, True)
+    assert of_bytes.bytes_per_token == {"train": 1.0, "validation": 1.0}
+    for split, tokens, plain_tokens in (
+        ("train", corpus.train, of_bytes.train),
+        ("validation", corpus.validation, of_bytes.validation),
+    ):
+        whole = tokenizer.decode(tokens.tolist()).replace("<|endoftext|>", "\0")
+        assert whole == bytes(plain_tokens).decode()
+        assert len(tokens) < len(plain_tokens) / 2
+        assert corpus.bytes_per_token[split] == pytest.approx(len(plain_tokens) / len(tokens), rel=1e-3)  # type: ignore[index]
+
+
+def test_pieces_of_a_long_text_are_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.train.tokenizer.PIECE", 7)
+    for text in ("one\ntwo\n\nthree four", "äöü" * 9, "", "\n"):
+        found = list(pieces(text.encode()))
+        assert "".join(found) == text
+        assert all(0 < len(piece.encode()) <= 8 for piece in found)
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    def refused(content: str | None, **values: str) -> str:
+        path = tmp_path / "tokenizer.json"
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(UserError) as caught:
+            tokenizer_of(DataConfig(tokenizer=str(path), **values))
+        return str(caught.value)
+
+    made = train_tokenizer([b"a text"], 257)
+    assert "cannot read the tokenizer" in refused(None)
+    assert "is not a file of the tokenizers library" in refused("{}")
+    assert "has no token <end>: name the one" in refused(made.to_str(), end_of_text="<end>")
+    unknown = made.to_str().replace("<|endoftext|>", "<unusual>")
+    assert "has no token <|endoftext|> or " in refused(unknown)
+    assert tokenizer_of(DataConfig(tokenizer=str(tmp_path), end_of_text="<unusual>")).separator == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_saved_data_sets(tmp_path: Path) -> None:
+    """One with splits of its own, and one whose rows are divided by their numbers."""
+    datasets = pytest.importorskip("datasets")
+    rows = [f"text number {index}" for index in range(40)]
+    one = datasets.Dataset.from_dict({"text": [*rows, "", "with\0zero", None], "label": list(range(43))})
+    one.save_to_disk(str(tmp_path / "one"))
+    parts = {"train": one.select(range(30)), "test": one.select(range(30, 35)), "validation": one.select(range(35, 40))}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
+    del parts["train"]
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "untrained"))
+
+    def both(name: str) -> list[list[str]]:
+        corpus = corpus_of(data_at(tmp_path / name, tmp_path, validation_share=0.25))
+        return [bytes(side).decode().split("\0")[:-1] for side in (corpus.train, corpus.validation)]
+
+    train, validation = both("one")
+    assert sorted(train + validation) == sorted(rows) and 2 < len(validation) < 20
+    assert both("parts") == [rows[:30], rows[35:]]
+    for name, values, message in (
+        ("one", {"column": "label"}, "column 'label' has a int: expected text"),
+        ("one", {"column": "texts"}, r"has no column 'texts': name one of \['text', 'label'\]"),
+        ("untrained", {}, "has the splits test, validation: expected one that is called train"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare(data_at(tmp_path / name, tmp_path).model_copy(update=values))
 
 
 @given(st.integers(1, 300), st.integers(0, 5))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zeroshard.train.config import ModelConfig
+from zeroshard.train.language import continue_text
 from zeroshard.train.model import GPT, rotate, rotations
 
 SMALL = ModelConfig(layers=2, width=32, heads=2, context=16)
@@ -68,12 +69,19 @@ def test_learns_one_sequence_by_heart() -> None:
 def test_generation_repeats_and_outgrows_the_context() -> None:
     model = small()
     results = [
-        model.generate(
-            tokens(1, 1, 3), 20, temperature=1.0, top_k=300, generator=torch.Generator().manual_seed(seed)
+        continue_text(
+            model,
+            tokens(1, 1, 3),
+            20,
+            context=16,
+            temperature=1.0,
+            top_k=300,
+            generator=torch.Generator().manual_seed(seed),
         ).tolist()
         for seed in (5, 5, 6)
     ]
     assert results[0] == results[1] != results[2]
     assert len(results[0][0]) == 23
-    greedy = model.generate(tokens(1, 1, 3), 4, temperature=0.0, top_k=1, generator=torch.Generator())
+    settings = {"context": 16, "temperature": 0.0, "top_k": 1}
+    greedy = continue_text(model, tokens(1, 1, 3), 4, generator=torch.Generator(), **settings)
     assert greedy.shape == (1, 7)

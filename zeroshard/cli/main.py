@@ -18,6 +18,7 @@ import zeroshard
 from zeroshard.checkpoint import steps
 from zeroshard.cli.commands import COMMANDS, Damaged, printable
 from zeroshard.cli.plan import plan
+from zeroshard.cli.tokenizer import tokenizer
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -31,6 +32,7 @@ SHORT = {
     "parallel.nproc": "--nproc",
     "parallel.precision": "--precision",
     "data.path": "--data",
+    "model.config": "--model",
     "schedule.steps": "--steps",
     "run.out": "--out",
     "parallel.max_restarts": "--max-restarts",
@@ -73,7 +75,7 @@ def main() -> None:
     """Sharded data-parallel training for PyTorch."""
 
 
-for _command in (*COMMANDS, plan):
+for _command in (*COMMANDS, plan, tokenizer):
     main.add_command(_command)
 
 
@@ -147,11 +149,17 @@ def _option(key: str, info: FieldInfo) -> click.Option:
 )
 @click.pass_context
 def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **values: Any) -> int:
-    """Train a small GPT on text: the Python standard library's source, or --data."""
+    """Train a language model on text.
+
+    The model is a small GPT, or any causal language model of transformers (--model config.json). The text is the Python
+    standard library's source, or --data. The last part of an option's name is enough where only one option has it: --lr
+    for --optimizer.lr.
+    """
     from zeroshard.train.config import check_divides, resolve, with_values
     from zeroshard.train.data import prepare
     from zeroshard.train.launch import already_refused, start_ranks, under_launcher
     from zeroshard.train.loop import train as train_this_rank
+    from zeroshard.train.release import FOLDER
     from zeroshard.train.run import default_folder
 
     if already_refused():
@@ -162,6 +170,9 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
     if saved is not None:
         config = resolve([_saved_configuration(saved), *files], overrides)
         config = with_values(config, run={"out": out or str(saved)})
+        kept = saved / FOLDER / "config.json"
+        if config.model.config and "model.config" not in overrides and kept.is_file():
+            config = with_values(config, model={"config": str(kept)})
     else:
         config = resolve(list(files), overrides)
     nproc = _number_of_ranks(config, overrides.get("parallel.nproc"))

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
+from zeroshard.integrations.causal_lm import read_config, units_of
 from zeroshard.model.units import UnitPolicy
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf
@@ -86,13 +87,14 @@ def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
     """
     with _needing("the trainer's model", "zeroshard[train]"):
         from zeroshard.train.config import UserError, resolve
-        from zeroshard.train.data import VOCABULARY
-        from zeroshard.train.model import GPT, Block
+        from zeroshard.train.language import build_language
+        from zeroshard.train.tokenizer import tokenizer_of
     try:
         config = resolve([path], {})
+        with torch.device("meta"):
+            language = build_language(config.model, tokenizer_of(config.data).vocabulary)
     except UserError as error:
         raise InvalidValue(str(error)) from error
-    model = _on_meta(str(path), lambda: GPT(config.model, VOCABULARY))
     batch = config.batch
 
     def workload(sequences: int, tokens: int | None) -> Workload:
@@ -101,10 +103,10 @@ def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
         def inputs() -> tuple[torch.Tensor, torch.Tensor]:
             return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
 
-        return Workload(inputs, _loss_of, num_tokens=math.prod(shape))
+        return Workload(inputs, lambda model, given: language.loss(*given), num_tokens=math.prod(shape))
 
     accumulation = batch.micro_batches, batch.reduce_every_micro_batch
-    return Described(model, Block, _by_dimensions, *accumulation, workload), config
+    return Described(language.model, language.units, _by_dimensions, *accumulation, workload), config
 
 
 def _by_dimensions(name: str, parameter: nn.Parameter) -> bool:
@@ -113,15 +115,10 @@ def _by_dimensions(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _of_transformers(path: Path) -> Described:
-    if not path.is_file():
-        raise InvalidValue(f"there is no file {path}")
     with _needing("a transformers config", "transformers"):
         import transformers
     library: Any = transformers  # its classes are not typed
-    try:
-        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidValue(f"{path} is not a config that transformers reads: {_first_line(error)}") from error
+    config = read_config(path)
 
     def build() -> Any:
         try:
@@ -130,8 +127,6 @@ def _of_transformers(path: Path) -> Described:
             return library.AutoModel.from_config(config)
 
     model = _on_meta(str(path), build)
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    classes = {type(module) for module in model.modules() if type(module).__name__ in names}
 
     def workload(sequences: int, tokens: int | None) -> Workload:
         shape = sequences, tokens or getattr(config, "max_position_embeddings", None) or 1024
@@ -143,7 +138,7 @@ def _of_transformers(path: Path) -> Described:
 
         return Workload(inputs, _loss_of, num_tokens=math.prod(shape))
 
-    return Described(model, tuple(classes) or None, workload=workload)
+    return Described(model, units_of(model), workload=workload)
 
 
 def _workload_of(inputs: Callable[[int, int | None], Any]) -> Callable[[int, int | None], Workload]:
@@ -161,7 +156,10 @@ def _loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
         output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
     loss = getattr(output, "loss", None)
     if loss is None:
-        loss = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        loss = next(leaves, None)
+    if loss is None:
+        raise InvalidValue(f"the output of {type(model).__name__} has no loss and no tensor that requires grad")
     return loss if loss.numel() == 1 else loss.float().mean()
 
 

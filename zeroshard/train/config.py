@@ -27,6 +27,7 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
+    config: str = Field("", description="config.json of transformers, or its folder: that model, not the small GPT")
     layers: int = Field(6, ge=1, description="transformer blocks")
     width: int = Field(256, ge=2, description="features per token")
     heads: int = Field(4, ge=1, description="attention heads; divides width into even parts")
@@ -40,9 +41,26 @@ class ModelConfig(_Section):
             raise InvalidValue(f"width {self.width} does not split into {self.heads} heads of even size")
         return self
 
+    @model_validator(mode="after")
+    def _one_model(self) -> "ModelConfig":
+        """The fields of the small GPT have no meaning for another model."""
+        given = [name for name in ("layers", "width", "heads", "dropout", "tied") if name in self._changed()]
+        if self.config and given:
+            raise InvalidValue(f"{given[0]} is that of the small GPT: with config, set it in {self.config}")
+        return self
+
+    def _changed(self) -> set[str]:
+        return {name for name, info in type(self).model_fields.items() if getattr(self, name) != info.default}
+
 
 class DataConfig(_Section):
-    path: str = Field("", description="UTF-8 file or folder; empty: the Python standard library's source")
+    path: str = Field(
+        "",
+        description="UTF-8 file, folder, or saved data set of `datasets`; empty: the Python standard library's source",
+    )
+    column: str = Field("text", description="column of a saved data set")
+    tokenizer: str = Field("", description="tokenizer.json (`zeroshard tokenizer` makes one); empty: bytes")
+    end_of_text: str = Field("", description="token after each document; empty: <|endoftext|>, </s> or the like")
     validation_share: float = Field(0.05, gt=0, lt=1, description="part of the files kept for validation")
     cache: str = Field("", description="folder for token files; empty: the user's cache folder")
 

@@ -1,8 +1,8 @@
-"""Turns text files into one memory-mapped token file per split, and into batches that depend only on the position.
+"""Turns documents into one memory-mapped token file per split, and into batches that depend only on the position.
 
-    files       a.py            b.py       c.py                 one token per byte, a NUL after each file
-    split       train           train      validation           by a hash of the file's own path
-    tokens     |aaaaaaaaaaaaaa0 bbbbbbbbb0|                      train.bin, uint8, memory-mapped
+    documents   a.py            b.py       c.py                 one token per byte, or a tokenizer's; a separator
+    split       train           train      validation           by a hash of the document's own name
+    tokens     |aaaaaaaaaaaaaa0 bbbbbbbbb0|                      train.bin, uint8 to uint32, memory-mapped
     windows    |0   |1   |2   |3   |4   |                       `context` tokens each, plus one to predict
     step s      sequences [s x n, (s + 1) x n) of a seeded permutation of the windows
 
@@ -12,50 +12,52 @@ micro-batches together) does not depend on the world size.
 """
 
 import hashlib
+import json
 import os
 import shutil
-import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from zeroshard.train.config import DataConfig, UserError
+from zeroshard.train.text import Split, Texts, texts_of
+from zeroshard.train.tokenizer import Tokenizer, Tokens, tokenizer_of
 
-VOCABULARY = 256
-_SEPARATOR = b"\0"
 _FORMAT = "zeroshard tokens 1"
-_OUTSIDE_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-Tokens = npt.NDArray[np.uint8]
+_ABOUT = "about.json"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of both splits, uint8 [numel], mapped from disk. `digest` names the text and its split."""
+    """The tokens of both splits, unsigned [numel], mapped from disk. `digest` names the text, its split and the
+    tokenizer. `bytes_per_token`: of each split."""
 
     digest: str
     train: Tokens
     validation: Tokens
+    bytes_per_token: Mapping[Split, float]
 
 
 def prepare(config: DataConfig) -> Path:
     """Write the token files into the cache, unless they are there, and return their folder.
 
     The folder is named by a digest of the text and gets its name by one rename, so several processes may do this at the
-    same time. Raises `UserError` if there is no text at `config.path`, or if a single file is not UTF-8.
+    same time. Raises `UserError` if there is no text at `config.path`, if a single file is not UTF-8, or for a
+    tokenizer that cannot be used.
     """
-    files = _standard_library() if not config.path else _files_at(Path(config.path))
+    texts, tokenizer = texts_of(config), tokenizer_of(config)
     digest = hashlib.sha256(f"{_FORMAT} {config.validation_share!r}".encode())
-    names = []
-    for name, content in _texts(files):
-        names.append(name)
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    if tokenizer.digest:
+        digest.update(f"{tokenizer.digest} {tokenizer.separator}".encode())
+    names: dict[str, Split | None] = {}
+    for document in texts():
+        names[document.name] = document.split
+        digest.update(f"{document.name}\0{len(document.content)}\0".encode() + document.content)
     if not names:
         raise UserError(f"no UTF-8 text in {config.path or 'the standard library'}: expected a text file or a folder")
     cache = Path(config.cache) if config.cache else _user_cache()
@@ -66,7 +68,7 @@ def prepare(config: DataConfig) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
         try:
-            _write_tokens(files, names, config.validation_share, partial)
+            _write_tokens(texts, names, config, partial)
             partial.rename(target)
         except OSError:
             if not target.is_dir():  # otherwise another process published the same bytes first
@@ -78,14 +80,17 @@ def prepare(config: DataConfig) -> Path:
     return target
 
 
-def open_corpus(folder: Path) -> Corpus:
-    """Map the token files that `prepare` wrote."""
-    return Corpus(folder.name, _map(folder / "train.bin"), _map(folder / "validation.bin"))
+def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus:
+    """Map the token files that `prepare` wrote with this tokenizer."""
+    rates: dict[Split, float] = {"train": 1.0, "validation": 1.0}
+    if tokenizer.digest:
+        rates = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))["bytes_per_token"]
+    return Corpus(folder.name, *(_map(folder / f"{split}.bin", tokenizer) for split in rates), rates)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a run, each a function of its position. `tokens` is uint8 [numel]; `sequences` counts per step."""
+    """The batches of a run, each a function of its position. `tokens`: unsigned [numel]; `sequences` of one step."""
 
     tokens: Tokens
     context: int
@@ -165,54 +170,29 @@ def permuted(place: int, size: int, key: str) -> int:
             return place
 
 
-def _standard_library() -> list[tuple[str, Path]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return [(name, path) for name, path in _walk(root, "*.py") if not _OUTSIDE_THE_LIBRARY & set(Path(name).parts)]
-
-
-def _files_at(path: Path) -> list[tuple[str, Path]]:
-    if path.is_dir():
-        return [(name, file) for name, file in _walk(path, "*") if not any(p.startswith(".") for p in Path(name).parts)]
-    if not path.is_file():
-        raise UserError(f"no text at {path}: expected a UTF-8 file or a folder of them")
-    try:
-        content = path.read_bytes()
-        content.decode()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start}") from None
-    return [(path.name, path)]
-
-
-def _walk(root: Path, pattern: str) -> list[tuple[str, Path]]:
-    return sorted((path.relative_to(root).as_posix(), path) for path in root.rglob(pattern) if path.is_file())
-
-
-def _texts(files: list[tuple[str, Path]]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the files that contain UTF-8 text; other files in a folder are skipped."""
-    for name, path in files:
-        try:
-            content = path.read_bytes()
-            content.decode()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            continue
-        if content and _SEPARATOR not in content:
-            yield name, content
-
-
-def _write_tokens(files: list[tuple[str, Path]], names: list[str], share: float, folder: Path) -> None:
-    validation_names = choose_validation(names, share)
+def _write_tokens(texts: Texts, names: Mapping[str, Split | None], config: DataConfig, folder: Path) -> None:
+    """Write `train.bin`, `validation.bin`, and bytes per token of both into `about.json`."""
+    tokenizer = tokenizer_of(config)
+    chosen = choose_validation([name for name, split in names.items() if split is None], config.validation_share)
+    chosen |= {name for name, split in names.items() if split == "validation"}
+    end = np.array([tokenizer.separator], tokenizer.dtype)
+    written = {"train": [0, 0], "validation": [0, 0]}  # split -> tokens, bytes
     with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as validation:
-        for name, content in _texts(files):
-            if len(names) == 1:  # a single file: its end is the validation split
-                cut = len(content) - max(1, round(share * len(content)))
-                train.write(content[:cut])
-                validation.write(content[cut:])
+        for document in texts():
+            tokens = tokenizer.encode(document.content)
+            if len(names) == 1:  # a single text: its end is the validation split
+                cut = len(tokens) - max(1, round(config.validation_share * len(tokens)))
+                parts = {"train": tokens[:cut], "validation": tokens[cut:]}
             else:
-                (validation if name in validation_names else train).write(content + _SEPARATOR)
+                parts = {"validation" if document.name in chosen else "train": np.concatenate((tokens, end))}
+            for split, part in parts.items():
+                (train if split == "train" else validation).write(part.tobytes())
+                written[split][0] += len(part)
+                # A separator counts as one byte, so that a token of bytes is one byte.
+                written[split][1] += (len(document.content) + 1) * len(part) // (len(tokens) + 1)
+    if tokenizer.digest:
+        rates = {split: num_bytes / max(1, num_tokens) for split, (num_tokens, num_bytes) in written.items()}
+        (folder / _ABOUT).write_text(json.dumps({"bytes_per_token": rates}), encoding="utf-8")
 
 
 def choose_validation(names: list[str], share: float) -> set[str]:
@@ -222,16 +202,16 @@ def choose_validation(names: list[str], share: float) -> set[str]:
     """
     places = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64 for name in names}
     chosen = {name for name in names if places[name] < share}
-    if not chosen:
+    if not chosen and names:
         chosen = {min(names, key=places.__getitem__)}
-    elif len(chosen) == len(names):
+    elif chosen and len(chosen) == len(names):
         chosen.remove(max(names, key=places.__getitem__))
     return chosen
 
 
-def _map(path: Path) -> Tokens:
+def _map(path: Path, tokenizer: Tokenizer) -> Tokens:
     # numpy cannot map an empty file.
-    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+    return np.memmap(path, tokenizer.dtype, mode="r") if path.stat().st_size else np.zeros(0, tokenizer.dtype)
 
 
 def _user_cache() -> Path:

@@ -24,12 +24,15 @@ import torch
 from rich.console import Console
 
 import zeroshard
+from zeroshard.checkpoint import steps
 from zeroshard.comm import watch
 from zeroshard.train.config import Config, fields, value_of
 from zeroshard.train.data import read_windows, validation_windows
+from zeroshard.train.language import continue_text
 from zeroshard.train.metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
 from zeroshard.train.progress import Progress, bytes_table, sample_panel, si, tell
 from zeroshard.train.ranks import Ranks, joined
+from zeroshard.train.release import release
 from zeroshard.train.resume import Found
 from zeroshard.train.run import Run, save_run, start_run
 from zeroshard.train.summary import Summary
@@ -104,7 +107,7 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
             save_run(run, step)
             loss = evaluate(run) if step == config.schedule.steps else None
             if loss is not None:
-                watchers.on_validation(ValidationRecord(step, loss))
+                watchers.on_validation(validation_record(run, step, loss))
         for line in summary.lines():
             tell(console, line)
         conclude(run, step, console)
@@ -131,7 +134,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         own = [loss / ranks.world_size, run.clock.read() / ranks.world_size]
         loss, run.clock.seconds, stop, save_now = ranks.sum([*own, requests.stop, asked])
         now, done = time.perf_counter(), step + 1
-        flops = tokens_per_step / (now - step_began) * run.flops_per_token
+        flops = tokens_per_step / (now - step_began) * run.language.flops_per_token
         memory, peak = process_memory(ranks)
         record = StepRecord(
             step=done,
@@ -152,13 +155,14 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             wall_seconds=run.clock.seconds,
             flops_per_second=flops,
             mfu=run.peak_flops and flops / run.peak_flops,
+            bytes_per_token=run.corpus.bytes_per_token["train"],
         )
         watchers.on_step(record)
 
         if stop or done == last_step:
             return done
         if done % config.evaluation.every == 0:
-            watchers.on_validation(ValidationRecord(done, evaluate(run)))
+            watchers.on_validation(validation_record(run, done, evaluate(run)))
         if save_now or (config.run.save_every and done % config.run.save_every == 0):
             save_run(run, done, background=True)
     return last_step
@@ -176,7 +180,7 @@ def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float]
         tokens, targets = run.batches.read(step, micro_batch, ranks.rank, ranks.world_size)
         tokens, targets = tokens.to(ranks.device), targets.to(ranks.device)
         data_seconds += time.perf_counter() - before
-        loss = run.model(tokens, targets) / config.batch.micro_batches
+        loss = run.language.loss(tokens, targets) / config.batch.micro_batches
         last = micro_batch == config.batch.micro_batches - 1
         with nullcontext() if last or config.batch.reduce_every_micro_batch else run.handle.no_sync():
             optimizer.backward(loss)
@@ -196,31 +200,37 @@ def evaluate(run: Run) -> float:
         ranks.rank :: ranks.world_size
     ]
     size = run.batches.sequences // (run.batches.micro_batches * ranks.world_size)
-    run.model.eval()
+    run.language.model.eval()
     total = 0.0
     for first in range(0, len(mine), size):
         windows = mine[first : first + size]
         inputs, targets = read_windows(tokens, windows, context)
-        total += run.model(inputs.to(ranks.device), targets.to(ranks.device)).item() * len(windows)
-    run.model.train()
+        total += run.language.loss(inputs.to(ranks.device), targets.to(ranks.device)).item() * len(windows)
+    run.language.model.train()
     return ranks.sum([total / len(mine) / ranks.world_size])[0]
+
+
+def validation_record(run: Run, step: int, loss: float) -> ValidationRecord:
+    return ValidationRecord(step, loss, run.corpus.bytes_per_token["validation"])
 
 
 def sample(run: Run) -> str:
     """Text that the model writes. Collective: every rank generates, with the same seed, in the same number of calls."""
     evaluation = run.config.evaluation
     generator = torch.Generator(run.ranks.device).manual_seed(run.config.run.seed)
-    prompt = torch.tensor([list(evaluation.prompt.encode())], device=run.ranks.device)
-    run.model.eval()
-    tokens = run.model.generate(
-        prompt,
+    prompt = run.tokenizer.encode(evaluation.prompt.encode()).tolist() or [run.tokenizer.separator]
+    run.language.model.eval()
+    tokens = continue_text(
+        run.language.logits,
+        torch.tensor([prompt], device=run.ranks.device),
         evaluation.sample_tokens,
+        context=run.config.model.context,
         temperature=evaluation.temperature,
         top_k=evaluation.top_k,
         generator=generator,
     )
-    run.model.train()
-    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    run.language.model.train()
+    text = run.tokenizer.decode(tokens[0].tolist())
     # An untrained model emits any bytes, also escape sequences that would reprogram the terminal.
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
@@ -263,7 +273,14 @@ def introduce(run: Run, found: Found | None, console: Console) -> None:
         console,
         f"{si(run.numel)} parameters, {parallel.plan}, {parallel.precision}, {ranks.world_size} x {ranks.device.type}",
     )
-    tell(console, f"text: {si(len(run.corpus.train), 'B')} to train, {si(len(run.corpus.validation), 'B')} to validate")
+    corpus, tokens = run.corpus, run.tokenizer.vocabulary
+    tell(
+        console,
+        f"text: {si(len(corpus.train))} tokens to train ({corpus.bytes_per_token['train']:.2f} bytes each), "
+        f"{si(len(corpus.validation))} to validate",
+    )
+    if run.language.hf_config is not None and (known := run.language.hf_config.vocab_size) >= 2 * tokens:
+        tell(console, f"the model has {known:,} tokens, the text only {tokens:,}: --data.tokenizer names a tokenizer")
     tell(console, f"run folder {run.folder}; Control-C stops and saves, kill -USR1 {os.getpid()} saves")
     for problem in () if found is None else found.skipped:
         tell(console, f"SKIPPED a damaged checkpoint: {problem}")
@@ -286,3 +303,7 @@ def conclude(run: Run, step: int, console: Console) -> None:
     title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
     console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory()))
     tell(console, f"saved in {run.folder}")
+    if run.language.hf_config is not None:
+        saved = steps(run.folder)[step]
+        folder = run.ranks.first_does(lambda: release(saved, run.folder, run.language, run.tokenizer))
+        tell(console, f"for from_pretrained: {folder}")

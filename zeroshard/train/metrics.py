@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses in nats per byte, averaged over the global batch; bytes are of rank 0."""
+    """One optimizer step. Losses in nats per token, averaged over the global batch; bytes of memory are of rank 0."""
 
     step: int  # steps done, this one included
     loss: float
@@ -32,20 +32,22 @@ class StepRecord:
     wall_seconds: float  # since the beginning of training; evaluations, saves and earlier sessions are included
     flops_per_second: float  # of the model's matrix products, over all ranks: `flops.py`
     mfu: float | None  # `flops_per_second` as a share of what the devices can do at most; None: not known
+    bytes_per_token: float = 1.0  # of the training text
 
     @property
     def bits_per_byte(self) -> float:
-        return bits(self.loss)
+        return bits(self.loss) / self.bytes_per_token
 
 
 @dataclass(frozen=True)
 class ValidationRecord:
     step: int
-    loss: float  # nats per byte
+    loss: float  # nats per token
+    bytes_per_token: float = 1.0  # of the validation text
 
     @property
     def bits_per_byte(self) -> float:
-        return bits(self.loss)
+        return bits(self.loss) / self.bytes_per_token
 
 
 def bits(nats: float) -> float:
@@ -172,7 +174,7 @@ def _validation(line: str) -> ValidationRecord | None:
     row = json.loads(line)
     if row.get("kind") != "validation" or row.get("loss") is None:
         return None
-    return ValidationRecord(row["step"], row["loss"])
+    return ValidationRecord(row["step"], row["loss"], row.get("bytes_per_token", 1.0))
 
 
 def _step(line: str) -> float:

@@ -100,23 +100,6 @@ class GPT(nn.Module):
         logits = F.linear(x, self.embedding.weight if self.head is None else self.head.weight).float()
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    @torch.no_grad()
-    def generate(
-        self, tokens: Tensor, num_tokens: int, *, temperature: float, top_k: int, generator: torch.Generator
-    ) -> Tensor:
-        """Continue `tokens`, int64 [B, T], by `num_tokens`. Runs one forward per token, because under sharding each
-        forward is collective and every rank must run the same number."""
-        for _ in range(num_tokens):
-            logits = self(tokens[:, -self.context :])[:, -1]
-            if temperature == 0:
-                following = logits.argmax(dim=-1, keepdim=True)
-            else:
-                best, indices = logits.topk(min(top_k, logits.shape[-1]))
-                choice = torch.multinomial(F.softmax(best / temperature, dim=-1), 1, generator=generator)
-                following = indices.gather(-1, choice)
-            tokens = torch.cat((tokens, following), dim=1)
-        return tokens
-
 
 def rotations(context: int, dim: int, base: float = 10_000.0) -> Tensor:
     """fp32 [2, context, dim / 2]: cosine and sine of each position's angle in each plane."""

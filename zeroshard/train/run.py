@@ -14,17 +14,20 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import plan_memory
 from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
-from zeroshard.train.data import VOCABULARY, Batches, Corpus, open_corpus, prepare, validation_windows
-from zeroshard.train.flops import flops_per_token, peak_flops
-from zeroshard.train.model import GPT, Block
+from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
+from zeroshard.train.flops import peak_flops
+from zeroshard.train.language import Language, build_language
 from zeroshard.train.ranks import Ranks
+from zeroshard.train.release import keep_config
 from zeroshard.train.resume import KEY, Found, Position, find
+from zeroshard.train.tokenizer import Tokenizer, tokenizer_of
 
 
 class Clock:
@@ -50,7 +53,6 @@ class Run:
     clock.
 
     Attributes:
-        flops_per_token: operations of forward and backward, of all parts of the model.
         peak_flops: operations per second that all devices together can do at most; None: not known.
     """
 
@@ -59,13 +61,13 @@ class Run:
     folder: Path
     corpus: Corpus
     batches: Batches
-    model: GPT
+    tokenizer: Tokenizer
+    language: Language
     handle: zeroshard.Handle
     optimizer: zeroshard.ShardedOptimizer
     scheduler: LambdaLR
     planned_bytes: Mapping[str, int]
     numel: int
-    flops_per_token: float
     peak_flops: float | None
     clock: Clock
 
@@ -80,7 +82,9 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         UserError: on every rank.
     """
     check_divides(config)
-    corpus = open_corpus(ranks.first_does(lambda: prepare(config.data), per_node=True))
+    folder_of_tokens = ranks.first_does(lambda: prepare(config.data), per_node=True)
+    tokenizer = tokenizer_of(config.data)
+    corpus = open_corpus(folder_of_tokens, tokenizer)
     context = config.model.context
     batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
     # The result is not used: a validation text that is too short must be refused now, not after hours of training.
@@ -91,17 +95,17 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         found = ranks.first_does(lambda: find(folder, corpus.digest, config.schedule))
 
     torch.manual_seed(config.run.seed)
-    model = GPT(config.model, VOCABULARY).to(ranks.device)
+    language = ranks.together(lambda: build_language(config.model, tokenizer.vocabulary))
+    model = language.model.to(ranks.device)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    shape, parallel = config.model, config.parallel
-    flops = flops_per_token(model, layers=shape.layers, width=shape.width, context=shape.context, tied=shape.tied)
+    parallel = config.parallel
     peak = peak_flops(ranks.device, parallel.precision, config.run.peak_tflops)
     try:
         planned = plan_memory(
             model,
             parallel.plan,
             ranks.world_size,
-            units=Block,
+            units=language.units,
             precision=parallel.precision,
             transport="shared" if ranks.device.type == "cpu" else "native",
             device_type=ranks.device.type,
@@ -111,7 +115,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         handle = zeroshard.shard(
             model,
             parallel.plan,
-            units=Block,
+            units=language.units,
             precision=parallel.precision,
             max_transient_bytes=parallel.max_transient_bytes,
         )
@@ -125,13 +129,13 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         folder=ranks.first_does(lambda: make_folder(config, resume, occupied)),
         corpus=corpus,
         batches=batches,
-        model=model,
+        tokenizer=tokenizer,
+        language=language,
         handle=handle,
         optimizer=optimizer,
         scheduler=make_scheduler(optimizer, config.schedule, position.updates),
         planned_bytes=planned,
         numel=numel,
-        flops_per_token=flops,
         peak_flops=peak and peak * ranks.world_size,
         clock=Clock(position.seconds),
     )
@@ -174,7 +178,7 @@ def save_run(run: Run, step: int, *, background: bool = False) -> None:
         run.ranks.first_does(prune)
 
 
-def make_optimizer(config: Config, model: GPT) -> zeroshard.ShardedOptimizer:
+def make_optimizer(config: Config, model: nn.Module) -> zeroshard.ShardedOptimizer:
     """AdamW; weight decay for matrices only."""
     settings = config.optimizer
     groups = [
@@ -225,6 +229,8 @@ def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(config, folder / "config.toml")
+        if config.model.config:
+            keep_config(folder, Path(config.model.config))
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror}") from None
     return folder
