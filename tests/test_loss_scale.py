@@ -173,6 +173,13 @@ def test_a_saved_scaler_goes_on_as_if_nothing_had_happened(first: list[bool], se
         assert resumed.state == running.state
 
 
+def test_a_scaler_takes_what_the_optimizer_takes() -> None:
+    assert LossScaler().policy == LossScaler("dynamic").policy == DynamicScale()
+    assert LossScaler(8).policy == ConstantScale(8.0)
+    with pytest.raises(ValueError, match="loss_scale must be a policy, a number, 'dynamic' or None, found 'dynamc'"):
+        LossScaler("dynamc")  # type: ignore[arg-type]
+
+
 def test_the_state_is_four_plain_numbers() -> None:
     scaler = LossScaler(DynamicScale(8.0, hysteresis=2))
     scaler.update(True)

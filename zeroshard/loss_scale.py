@@ -161,21 +161,35 @@ def as_policy(
     """
     if loss_scale is None:
         return DynamicScale() if has_fp16 else None
+    return None if loss_scale == 1 else _policy_of(loss_scale)
+
+
+def _policy_of(loss_scale: LossScalePolicy | float | Literal["dynamic"]) -> LossScalePolicy:
     if loss_scale == "dynamic":
         return DynamicScale()
     if isinstance(loss_scale, (int, float)):
-        return None if loss_scale == 1 else ConstantScale(float(loss_scale))
+        return ConstantScale(float(loss_scale))
     if isinstance(loss_scale, (ConstantScale, DynamicScale)):
         return loss_scale
     raise InvalidValue(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
 
 
 class LossScaler:
-    """A policy and its current state, which is saved in checkpoints. `state`: None: the policy's initial state."""
+    """A policy and its current state, which is saved in checkpoints.
 
-    def __init__(self, policy: LossScalePolicy, state: ScaleState | None = None) -> None:
-        self.policy = policy
-        self.state = policy.initial_state() if state is None else state
+    Args:
+        policy: a policy, a number, or "dynamic".
+        state: None: the policy's initial state.
+
+    Raises:
+        ValueError: the policy is none of these.
+    """
+
+    def __init__(
+        self, policy: LossScalePolicy | float | Literal["dynamic"] = "dynamic", state: ScaleState | None = None
+    ) -> None:
+        self.policy = _policy_of(policy)
+        self.state = self.policy.initial_state() if state is None else state
 
     @property
     def scale(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples import run_example
 from tests.failures.common import Ranks, finish_all
 from tests.integrations.common import (
     MAX_NORM,
@@ -204,6 +205,19 @@ def test_what_shards_too_is_refused() -> None:
             accelerator.prepare(torch.optim.SGD(make(Net).parameters(), lr=1.0))
 
     run_ranks(check, 2)
+
+
+def test_the_example_learns() -> None:
+    """Micro-batches of a step belong together, so the loss falls at every second one: `examples/with_accelerate.py`."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> list[float]:
+        as_launched(rank, 2)
+        return list(run_example("with_accelerate")["losses"])
+
+    first, second = run_ranks(check, 2)
+    assert first == second and len(first) == 60
+    assert sum(first[-6:]) < sum(first[:6]) / 4
 
 
 def failing_rank(rank: int, mark: Any) -> None:

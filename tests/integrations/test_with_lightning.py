@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples import run_example
 from tests.failures.common import Ranks, finish_all
 from tests.integrations.common import (
     MAX_NORM,
@@ -145,6 +146,20 @@ def expect_plain_checkpoint(path: Path, weights: State) -> None:
     optimizer.load_state_dict(state)
     assert {int(one["step"]) for one in optimizer.state.values()} == {STEPS}
     assert all(one["exp_avg"].shape == p.shape for p, one in optimizer.state.items())
+
+
+def test_the_example_learns() -> None:
+    """`examples/with_lightning.py`"""
+    pytest.importorskip("lightning")
+
+    def check(rank: int) -> list[float]:
+        launched(rank, 2)
+        return list(run_example("with_lightning")["module"].losses)
+
+    first, second = run_ranks(check, 2)
+    assert first != second, "each rank has batches of its own"
+    for losses in (first, second):
+        assert len(losses) == 60 and sum(losses[-6:]) < sum(losses[:6]) / 4
 
 
 def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.examples import run_example
 from tests.failures.common import Ranks, finish_all
 from tests.integrations.common import as_launched, expect_all_left, fail
 from tests.kit import State, make, same_bits
@@ -137,6 +138,20 @@ def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
             assert same_bits(dict(saved), weights) is same
 
     run_ranks(check, 2)
+
+
+def test_the_example_learns() -> None:
+    """`examples/with_trainer.py`"""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> tuple[list[float], str]:
+        as_launched(rank, 2)
+        found = run_example("with_trainer")
+        return found["losses"], str(found["trainer"].handle.engine.plan)
+
+    first, second = run_ranks(check, 2)
+    assert first == second and len(first[0]) == 3
+    assert first[0][0] > 2.0 > first[0][-1] + 0.5
 
 
 def own_optimizer(model: nn.Module) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
+from tests.examples import run_example
 from tests.kit import PLANS, Job, make, same_bits, train, train_reference
 from tests.real_models.real import ROWS, llama, text
 from zeroshard.testing import run_ranks
@@ -69,3 +70,19 @@ def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tm
     run_ranks(check, 2)
     other = run_ranks(lambda rank: train_reference(ROWS["Llama"].job(precision=precision), 2), 1)[0]
     assert other[0].losses[-1] != expected[0].losses[-1]  # training all parameters gives another result
+
+
+def test_the_example_learns_to_count() -> None:
+    """`examples/lora.py`. The model itself does not change, so the adapters have learned it."""
+    pytest.importorskip("peft")
+
+    def check(rank: int) -> tuple[list[int], float, bool]:
+        found = run_example("lora")
+        state = found["handle"].full_state_dict()
+        torch.manual_seed(0)
+        base = hf.LlamaForCausalLM(found["config"]).state_dict()["model.layers.1.self_attn.q_proj.weight"]
+        kept = state["base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight"]
+        return found["written"], found["loss"].item(), torch.equal(kept, base)
+
+    for written, loss, is_unchanged in run_ranks(check, 2):
+        assert written[-6:] == [7, 8, 9, 10, 11, 12] and loss < 1.0 and is_unchanged

@@ -221,13 +221,14 @@ def verify(path: Path, step: int | None, every: bool) -> None:
 
 @click.command(cls=Command)
 @click.argument("directory", type=PATH)
-@click.option("--keep-last", type=click.IntRange(1), required=True, help="how many of the newest steps are kept")
-@click.option("--keep-every", type=click.IntRange(1), help="steps that are multiples of it are kept, too")
-@click.option("--dry-run", is_flag=True, help="print what would be removed, and remove nothing")
+@click.option("--keep-last", type=click.IntRange(1), required=True, help="number of the newest steps that stay")
+@click.option("--keep-every", type=click.IntRange(1), help="steps whose number is a multiple of it stay, too")
+@click.option("--dry-run", is_flag=True, help="only print what would be removed")
 def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
     """Remove old steps.
 
-    And what dead saves have left over. What `latest` names stays.
+    DIRECTORY holds the folders step-N of a run. The newest steps stay (--keep-last), the step that the file `latest`
+    names, and those whose number is a multiple of --keep-every. Files of saves that were interrupted are removed, too.
     """
     if not folders.steps(directory):
         raise click.ClickException(f"{directory} holds no checkpoint")

@@ -85,7 +85,8 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus:
     rates: dict[Split, float] = {"train": 1.0, "validation": 1.0}
     if tokenizer.digest:
         rates = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))["bytes_per_token"]
-    return Corpus(folder.name, *(_map(folder / f"{split}.bin", tokenizer) for split in rates), rates)
+    train, validation = _map(folder / "train.bin", tokenizer), _map(folder / "validation.bin", tokenizer)
+    return Corpus(folder.name, train, validation, rates)
 
 
 @dataclass(frozen=True)

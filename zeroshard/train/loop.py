@@ -108,9 +108,7 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
             loss = evaluate(run) if step == config.schedule.steps else None
             if loss is not None:
                 watchers.on_validation(validation_record(run, step, loss))
-        for line in summary.lines():
-            tell(console, line)
-        conclude(run, step, console)
+        conclude(run, step, summary, console)
         run.handle.close()
     return Outcome(step, loss, run.folder)
 
@@ -288,13 +286,28 @@ def introduce(run: Run, found: Found | None, console: Console) -> None:
         tell(console, f"resumed after step {found.step} of {found.folder}")
 
 
-def conclude(run: Run, step: int, console: Console) -> None:
-    """Print a sample and the table of bytes after the last step; after an earlier one, how to continue. Collective."""
+def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:
+    """Print how the run went: after the last step with a sample and the table of bytes, after an earlier one with the
+    command that continues it. Collective."""
+    is_complete = step == run.config.schedule.steps
+    if is_complete:
+        show_model(run, console)
+    for line in summary.lines():
+        tell(console, line)
     if skipped := step - run.scheduler.last_epoch:
         tell(console, f"{skipped} of {step} steps were skipped: a gradient overflowed at the loss scale of the time")
-    if step < run.config.schedule.steps:
+    if not is_complete:
         tell(console, f"stopped after step {step} and saved; continue with: zeroshard train --resume {run.folder}")
         return
+    tell(console, f"saved in {run.folder}, metrics in {run.folder / 'metrics.jsonl'}")
+    if run.language.hf_config is not None:
+        saved = steps(run.folder)[step]
+        folder = run.ranks.first_does(lambda: release(saved, run.folder, run.language, run.tokenizer))
+        tell(console, f"for from_pretrained: {folder}")
+
+
+def show_model(run: Run, console: Console) -> None:
+    """Print a sample of text, and the table of bytes. Collective."""
     if run.config.evaluation.sample_tokens:
         text = sample(run)
         console.print(sample_panel(text))
@@ -302,8 +315,3 @@ def conclude(run: Run, step: int, console: Console) -> None:
             (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
     console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory()))
-    tell(console, f"saved in {run.folder}")
-    if run.language.hf_config is not None:
-        saved = steps(run.folder)[step]
-        folder = run.ranks.first_does(lambda: release(saved, run.folder, run.language, run.tokenizer))
-        tell(console, f"for from_pretrained: {folder}")

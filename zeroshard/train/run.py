@@ -98,8 +98,37 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     language = ranks.together(lambda: build_language(config.model, tokenizer.vocabulary))
     model = language.model.to(ranks.device)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    parallel = config.parallel
-    peak = peak_flops(ranks.device, parallel.precision, config.run.peak_tflops)
+    planned, handle, optimizer = shard_model(config, ranks, language)
+    peak = peak_flops(ranks.device, config.parallel.precision, config.run.peak_tflops)
+    position = Position(0, corpus.digest) if found is None else load_run(handle, optimizer, found)
+    run = Run(
+        config=config,
+        ranks=ranks,
+        folder=ranks.first_does(lambda: make_folder(config, resume, occupied)),
+        corpus=corpus,
+        batches=batches,
+        tokenizer=tokenizer,
+        language=language,
+        handle=handle,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, config.schedule, position.updates),
+        planned_bytes=planned,
+        numel=numel,
+        peak_flops=peak and peak * ranks.world_size,
+        clock=Clock(position.seconds),
+    )
+    return run, found
+
+
+def shard_model(
+    config: Config, ranks: Ranks, language: Language
+) -> tuple[Mapping[str, int], zeroshard.Handle, zeroshard.ShardedOptimizer]:
+    """Shard the model as the configuration says; returns the planned bytes, too. Collective.
+
+    Raises:
+        UserError: the model, the plan, the precision or the optimizer's settings do not go together.
+    """
+    model, parallel = language.model, config.parallel
     try:
         planned = plan_memory(
             model,
@@ -119,27 +148,9 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
             precision=parallel.precision,
             max_transient_bytes=parallel.max_transient_bytes,
         )
-        optimizer = make_optimizer(config, model)
+        return planned, handle, make_optimizer(config, model)
     except ValueError as error:
         raise UserError(str(error)) from error
-    position = Position(0, corpus.digest) if found is None else load_run(handle, optimizer, found)
-    run = Run(
-        config=config,
-        ranks=ranks,
-        folder=ranks.first_does(lambda: make_folder(config, resume, occupied)),
-        corpus=corpus,
-        batches=batches,
-        tokenizer=tokenizer,
-        language=language,
-        handle=handle,
-        optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, config.schedule, position.updates),
-        planned_bytes=planned,
-        numel=numel,
-        peak_flops=peak and peak * ranks.world_size,
-        clock=Clock(position.seconds),
-    )
-    return run, found
 
 
 def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> Position:

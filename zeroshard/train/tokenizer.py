@@ -22,7 +22,8 @@ Tokens = npt.NDArray[Any]
 
 
 class Tokenizer(Protocol):
-    """
+    """How a run reads and writes text.
+
     Attributes:
         vocabulary: the number of tokens.
         separator: the token that follows each document.
@@ -30,10 +31,14 @@ class Tokenizer(Protocol):
         dtype: of stored tokens.
     """
 
-    vocabulary: int
-    separator: int
-    digest: str
-    dtype: npt.DTypeLike
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def dtype(self) -> Any: ...
 
     def encode(self, text: bytes) -> Tokens: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -42,7 +47,8 @@ class Tokenizer(Protocol):
 class Bytes:
     """Each byte is a token; NUL follows each document."""
 
-    vocabulary, separator, digest, dtype = 256, 0, "", np.uint8
+    vocabulary, separator, digest = 256, 0, ""
+    dtype: Any = np.uint8
 
     def encode(self, text: bytes) -> Tokens:
         return np.frombuffer(text, np.uint8)
@@ -75,7 +81,7 @@ class FromFile:
         self.digest = hashlib.sha256(content).hexdigest()
         known = self._tokenizer.get_vocab()
         self.vocabulary = max(known.values()) + 1
-        self.dtype = np.uint16 if self.vocabulary <= 1 << 16 else np.uint32
+        self.dtype: Any = np.uint16 if self.vocabulary <= 1 << 16 else np.uint32
         candidates = (end_of_text,) if end_of_text else _ENDS
         found = [name for name in candidates if name in known]
         if not found:

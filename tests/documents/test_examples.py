@@ -1,0 +1,110 @@
+"""The scripts in `examples/` do what they say. Those that need a library of models are run beside the other tests of
+that library (`ELSEWHERE`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples import FOLDER, run_example
+from zeroshard.testing import run_ranks
+
+KEPT = {
+    "digits": ("accuracy",),
+    "gan": ("radius",),
+    "memory": ("at_rest",),
+    "muon": ("losses",),
+    "scalers": ("scales", "skipped", "losses"),
+}
+"""Examples that run in one start of two ranks, and the variables to look at."""
+ELSEWHERE = {
+    "lora": "tests/real_models/test_finetuning.py",
+    "train_plain": "tests/house/test_documents.py",
+    "train_sharded": "tests/house/test_documents.py",
+    "with_accelerate": "tests/integrations/test_with_accelerate.py",
+    "with_lightning": "tests/integrations/test_with_lightning.py",
+    "with_trainer": "tests/integrations/test_with_transformers.py",
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[Any]]]:
+    """Rank -> example -> its variables."""
+    names = [name for name in KEPT if name != "digits" or find_spec("sklearn")]
+    if "digits" in names:
+        import sklearn.datasets  # noqa: F401  before the ranks are forked
+
+    def run(rank: int) -> dict[str, list[Any]]:
+        results = {name: run_example(name) for name in names}
+        return {name: [_plain(results[name][variable]) for variable in KEPT[name]] for name in names}
+
+    return run_ranks(run, 2)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value.item() if hasattr(value, "item") else value
+
+
+def test_digits_are_read(found: list[dict[str, list[Any]]]) -> None:
+    pytest.importorskip("sklearn")
+    [accuracy], of_other = (of_rank["digits"] for of_rank in found)
+    assert accuracy > 0.9 and of_other == [accuracy]  # by guessing, a tenth
+
+
+def test_muon_and_adamw_learn(found: list[dict[str, list[Any]]]) -> None:
+    for of_rank in found:
+        [losses] = of_rank["muon"]
+        assert losses[0] > 3.5 and losses[-1] < 0.5
+    assert found[0]["muon"] != found[1]["muon"]  # each rank has data of its own
+
+
+def test_the_gan_finds_the_ring(found: list[dict[str, list[Any]]]) -> None:
+    for of_rank in found:
+        [radius] = of_rank["gan"]
+        assert 0.7 < radius < 1.3
+
+
+def test_each_loss_has_its_scale(found: list[dict[str, list[Any]]]) -> None:
+    for of_rank in found:
+        scales, skipped, losses = of_rank["scalers"]
+        assert scales["small"] == 2.0**16 and scales["large"] < 2.0**12
+        assert scales["large"] * 2**skipped == 2.0**16
+        assert max(losses.values()) < 0.4  # at first 0.5
+
+
+def test_memory_is_as_planned(found: list[dict[str, list[Any]]]) -> None:
+    assert found[0]["memory"][0]["weights"] > 0
+
+
+def resumed(rank: int, arguments: Sequence[str]) -> tuple[int, float]:
+    names = run_example("resume", *arguments)
+    return names["step"] + 1, names["mean"]
+
+
+def test_a_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
+    [first, *_], [second, *_] = (run_ranks(resumed, number, [parts]) for number in (2, 3))
+
+    def alone(rank: int) -> list[tuple[int, float]]:
+        return [resumed(rank, [parts, "--plan", "zero1"]), resumed(rank, [whole, "--steps", "90"])]
+
+    [[third, uninterrupted]] = run_ranks(alone, 1)
+    assert [first[0], second[0], third[0]] == [30, 60, 90]
+    assert third == pytest.approx(uninterrupted, rel=1e-3)
+    assert abs(second[1] - third[1]) > 0.02 * third[1]  # losses of other steps differ by more
+
+
+def test_every_example_is_run_somewhere() -> None:
+    scripts = {path.stem for path in FOLDER.glob("*.py")}
+    assert scripts == {*KEPT, *ELSEWHERE, "resume"}
+    for name, test in ELSEWHERE.items():
+        assert name in (FOLDER.parent / test).read_text(), name
+    listed = set(re.findall(r"\| \[`(\w+)\.py`\]", (FOLDER / "README.md").read_text()))
+    assert listed == scripts
