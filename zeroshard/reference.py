@@ -153,7 +153,8 @@ class Reference:
         total = first.to(precision.wire)
         for term in terms[1:]:
             total = total + term.to(precision.wire)
-        return total.to(precision.grad) / self.num_ranks
+        mean = total.to(precision.grad)
+        return mean / torch.full_like(mean, self.num_ranks)  # by a number, a GPU would multiply by its reciprocal
 
     @torch.no_grad()
     def _update(self, means: dict[nn.Parameter, Tensor], factor: float) -> None:

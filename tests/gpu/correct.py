@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zeroshard
 from tests.gpu.checks import ROOT, Checks, Setting, Skip, run_python
@@ -19,7 +20,11 @@ from tests.gpu.worlds import (
     one_rank,
 )
 from tests.kit import DEVICE, PLANS, Job, train
+from zeroshard.comm.alike import as_terms
 from zeroshard.errors import Error
+from zeroshard.layout.exact import add_exactly
+from zeroshard.layout.sums import divide
+from zeroshard.storage.main_weights import join_remainder, split_remainder
 
 
 def one_rank_exchanges(checks: Checks, setting: Setting) -> None:
@@ -40,6 +45,44 @@ def one_rank_exchanges(checks: Checks, setting: Setting) -> None:
 _KINDS = {"all_gather", "reduce_scatter", "all_to_all", "exchange"}
 
 
+def arithmetic(checks: Checks, setting: Setting) -> None:
+    """What must be exact is computed on the device as on the host."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(10_007, generator=generator) * torch.logspace(-30, 30, 10_007)
+    integers = torch.randint(0, 1 << 48, (64,), generator=generator)
+    places = torch.randint(0, 3, (10_007,), generator=generator)
+
+    def quotients(dtype: torch.dtype, divisor: int) -> Callable[[Tensor], Tensor]:
+        def divided(values: Tensor) -> Tensor:
+            values = values.to(dtype)
+            divide(values, divisor)
+            return values
+
+        return divided
+
+    def halves(values: Tensor) -> Tensor:
+        weight, rest = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+        split_remainder(values.clone(), weight, rest)
+        join_remainder(weight, rest, joined := torch.empty_like(values))
+        return torch.stack([weight.float(), rest.float(), joined])
+
+    functions: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        f"the mean of {divisor} terms in {str(dtype).removeprefix('torch.')}": (quotients(dtype, divisor), (wide,))
+        for divisor in (2, 3, 5, 6, 7, 12, 1000)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    }
+    functions["an exact sum"] = (lambda values, where: add_exactly(values.double(), where, 3)), (wide, places)
+    functions["terms of a comparison"] = as_terms, (integers,)
+    functions["a number split in 16 bits and a remainder"] = halves, (wide,)
+    for what, (function, arguments) in functions.items():
+        there = function(*(argument.to(DEVICE) for argument in arguments)).cpu()
+        checks.expect(f"{what}: as on the host", torch.equal(there, function(*arguments)))
+    by_number = torch.equal((wide.to(DEVICE) / 3).cpu(), wide / 3)
+    checks.note("torch divides by the number 3 as on the host", by_number)
+    off = torch.equal((wide.to(DEVICE) * (1 / 3)).cpu(), wide / 3)
+    checks.expect("a product with a reciprocal is not the quotient (control)", not off)
+
+
 def delays(checks: Checks, setting: Setting) -> None:
     jobs = {name: JOBS[name] for name in FEW[: 1 if setting.is_small else None]}
     with one_rank(setting.device), exchanging_alone():
@@ -48,7 +91,7 @@ def delays(checks: Checks, setting: Setting) -> None:
             with Sleeps(setting.device, seed).installed() as sleeps:
                 compare(checks, f"sleeps {seed}", [under_all_plans(0, jobs)], expected)
         checks.expect("there were sleeps", sleeps.num_sleeps > 100, sleeps.num_sleeps)
-        with Sleeps(setting.device, 0).installed(), dropped_waits():
+        with Sleeps(setting.device, 0, only_collectives=True).installed(), dropped_waits():
             found = _difference(JOBS["fp32"], expected["fp32"][0])
         checks.expect("a dropped wait for a gather is found (control)", found, found)
 
@@ -135,20 +178,32 @@ def sanitizer(checks: Checks, setting: Setting) -> None:
     if setting.device == "cpu":
         checks.expect("a seeded race is found (control)", _race_is_found(), "by the handler of events alone")
         return
-    names = FEW
     with one_rank(setting.device), exchanging_alone():
-        for name in names:
+        for name in FEW:
             for plan in PLANS:
-                train(JOBS[name], plan, 0)
+                with Sleeps(setting.device, 0).installed():
+                    train(JOBS[name], plan, 0)
                 checks.expect(f"{name}, {plan}: no race", True)
-    found = ""
+        with Sleeps(setting.device, 0).installed(), dropped_waits():
+            found = _error_of(lambda: train(JOBS["fp32"], zeroshard.ZERO3, 0))
+        checks.expect("a dropped wait for a gather is a race (control)", "data race" in found, found.partition("\n")[0])
     data, stream = torch.ones(1 << 20, device=DEVICE), torch.cuda.Stream()
-    try:
+
+    def race() -> None:
         with torch.cuda.stream(stream):
             data.mul_(2)  # nothing makes it wait for the operation that filled `data`
-    except Exception as error:  # the sanitizer has its own class
-        found = str(error)
+
+    found = _error_of(race)
     checks.expect("a seeded race is found (control)", "data race" in found, found.partition("\n")[0])
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    """The error that it raises, of whatever class; "" if it does not."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _race_is_found() -> bool:

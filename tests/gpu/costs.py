@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.gpu.checks import Checks, Setting, Skip, run_python
+from tests.gpu.jobs import Matrices
 from tests.gpu.worlds import Lone, exchanging_alone, on_own_devices, one_rank
 from tests.kit import DEVICE, PLANS, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
@@ -95,7 +96,7 @@ STEADY: dict[str, Job] = {
     "fp32": Job(defaults={"lr": 1e-2, "fused": True}),
     "bf16 with remainder": Job(precision="bf16-remainder", defaults={"lr": 1e-2, "foreach": True}),
     "fp16, dynamic scale": Job(precision="fp16", scale="dynamic"),
-    "whole parameters (Adafactor)": Job(torch.optim.Adafactor, {"lr": 1e-2}),
+    "whole parameters (Muon)": Job(torch.optim.Muon, {"lr": 0.02}, model=Matrices, units=nn.Linear),
 }
 
 
@@ -207,6 +208,8 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 TINY = Shape(layers=2, width=32, heads=2, vocabulary=64, context=16, batch=2)
 MIDDLE = Shape(layers=8, width=1024, heads=8, vocabulary=8192, context=512, batch=8)
+NARROW = replace(MIDDLE, batch=1, context=16)
+"""Next to no activations, whose kernels differ between devices: what is left is the engine's."""
 LARGE = Shape(layers=18, width=2048, heads=16, vocabulary=32768, context=1024, batch=8)
 """1.04 B parameters."""
 
@@ -237,10 +240,12 @@ ROUNDING = 8 << 20
 
 
 def memory(checks: Checks, setting: Setting) -> None:
-    shape = TINY if setting.is_small else MIDDLE
+    shape = TINY if setting.is_small else NARROW
     plans = (zeroshard.DDP, zeroshard.ZERO3) if setting.is_small else PLANS
     rows = []
     with one_rank(setting.device):
+        if setting.device == "cuda":
+            _plain_step(shape)(shape.tokens().to(DEVICE))  # allocates what the libraries of both threads keep
         for exchanges, switch in SWITCHES.items():
             for plan in plans:
                 for precision in ("fp32", "bf16", "bf16-remainder")[: 1 if setting.is_small else None]:
@@ -276,7 +281,7 @@ def _memory_of(checks: Checks, case: str, shape: Shape, plan: Any, precision: st
     checks.expect(
         f"{case}: the allocator holds it", 0 <= allocated - held <= ROUNDING, f"{allocated - held:+} bytes of {held}"
     )
-    checks.expect(f"{case}: peak within 3 % of the plan", abs(ratio - 1) <= 0.03, f"{ratio:.3f}")
+    checks.expect(f"{case}: peak within 1 % of the plan", abs(ratio - 1) <= 0.01, f"{ratio:.3f}")
     return [*row, _mb(allocated), _mb(forecast.whole_peak), _mb(peak), f"{ratio:.3f}"]
 
 

@@ -13,6 +13,7 @@ from tests.gpu.checks import Checks, Setting, Skip
 FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
     "versions": costs.versions,
     "one-rank": correct.one_rank_exchanges,
+    "arithmetic": correct.arithmetic,
     "delays": correct.delays,
     "syncs": costs.syncs,
     "norms": correct.norms,

@@ -48,6 +48,7 @@ class Piece:
 PIECES = (
     Piece("versions", "torch, CUDA, NCCL and the GPUs", 120),
     Piece("one-rank", "one rank over NCCL that gathers and reduces as if it had peers: the bits of one process", 240),
+    Piece("arithmetic", "what must be exact has the same bits on the GPU as on the host", 120),
     Piece("delays", "the same, with random sleeps before collectives and kernels; a dropped wait is found", 240),
     Piece("syncs", "the host waits for the GPU once in a step; set_sync_debug_mode('error') elsewhere", 180),
     Piece("norms", "the bits of a gradient's norm over 100 runs", 180),

@@ -60,14 +60,15 @@ class LoneAxis(Axis):
 def exchanging_alone() -> Iterator[None]:
     """Inside, a model that is sharded over one rank borrows pool buffers, and gathers and reduces through its backend,
     as over several ranks."""
-    make = Mesh.of.__func__  # type: ignore[attr-defined]
+    make, groups = Mesh.of.__func__, dict[Any, Any]()  # type: ignore[attr-defined]
 
     def of(cls: type[Mesh], mesh: Any, device: torch.device | None = None) -> Mesh:
         found: Mesh = make(cls, mesh, device)
         assert found.world.ranks == (0,), "a world of one"
         shard, world = (LoneAxis(axis.group, axis.rank, axis.ranks) for axis in (found.shard, found.world))
-        group = _new_group(shard.ranks, shard.group, found.device)  # see [Note: two communicators] in `mesh.py`
-        return replace(found, shard=shard, world=world, reduce=LoneAxis(group, 0, shard.ranks))
+        if shard.group not in groups:  # see [Note: two communicators] in `mesh.py`
+            groups[shard.group] = _new_group(shard.ranks, shard.group, found.device)
+        return replace(found, shard=shard, world=world, reduce=LoneAxis(groups[shard.group], 0, shard.ranks))
 
     with patch.object(Mesh, "of", classmethod(of)):
         yield
@@ -123,9 +124,9 @@ class Sleeps:
     would move nothing: its values would be there already.)
     """
 
-    def __init__(self, device: str, seed: int, most_cycles: int = 1_000_000) -> None:
-        """`most_cycles`: of the GPU; 1,000,000 are about 0.6 ms."""
-        self._random, self._most = random.Random(seed), most_cycles
+    def __init__(self, device: str, seed: int, *, only_collectives: bool = False) -> None:
+        """`only_collectives`: every collective sleeps for about 10 ms, and modules do not."""
+        self._random, self._only_collectives = random.Random(seed), only_collectives
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self.num_sleeps = 0
 
@@ -136,14 +137,16 @@ class Sleeps:
             stack.enter_context(patch.object(NativeTransport, "gather", self._late_gather()))
             for name in names:
                 stack.enter_context(patch.object(NativeTransport, name, self._late(getattr(NativeTransport, name))))
-            hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, inputs: self._sleep())
-            stack.callback(hook.remove)
+            if not self._only_collectives:
+                hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, inputs: self._sleep())
+                stack.callback(hook.remove)
             yield self
 
     def _sleep(self) -> None:
         self.num_sleeps += 1
-        if self._stream is not None and self._random.random() < 0.5:
-            torch.cuda._sleep(self._random.randrange(self._most))
+        cycles = 20_000_000 if self._only_collectives else self._random.choice((0, self._random.randrange(1_000_000)))
+        if self._stream is not None and cycles:
+            torch.cuda._sleep(cycles)
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Inside, operations run on the stream of this object, after what has been queued so far, and a sleep."""

@@ -3,6 +3,7 @@ bytes grew with the number of ranks, and `index_add_` on CUDA gave different bit
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from zeroshard.comm.alike import WIDTH, are_alike, as_terms
 from zeroshard.layout import exact
+from zeroshard.layout.sums import as_operand
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -91,3 +94,15 @@ def test_ranks_find_out_whether_they_have_the_same(num_ranks: int) -> None:
 def test_squares_of_as_many_ranks_as_there_can_be_do_not_overflow() -> None:
     (largest,) = as_terms(torch.tensor([(1 << 48) - 1])).tolist()
     assert len(largest) == WIDTH and max(largest) * 2**31 < 2**63
+
+
+def test_an_accelerator_divides_by_a_tensor_and_so_rounds_once() -> None:
+    """torch multiplies CUDA tensors by the reciprocal of a number."""
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    for divisor, dtype in itertools.product((3, 5, 6, 7, 12, 100), (torch.float32, torch.float64, torch.bfloat16)):
+        of_dtype = values.to(dtype)
+        operand = as_operand(divisor, dtype, values.device)
+        assert isinstance(operand, Tensor) and operand.dtype == dtype
+        assert torch.equal(of_dtype / operand, of_dtype / divisor)
+    assert not torch.equal(values * (1 / 3), values / 3)  # the negative control
+    assert [as_operand(divisor, torch.bfloat16, values.device) for divisor in (2, 256, 1001)] == [2, 256, 1001]

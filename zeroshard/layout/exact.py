@@ -31,7 +31,7 @@ def add_exactly(values: Tensor, places: Tensor, count: int) -> Tensor:
     """
     finite = values.isfinite()
     mantissa, exponent = torch.frexp(torch.where(finite, values, 0.0))
-    whole = torch.ldexp(mantissa, mantissa.new_full((), _MANTISSA)).to(torch.int64)
+    whole = (mantissa * 2.0**_MANTISSA).to(torch.int64)  # not `ldexp`, whose power of 2 a GPU may round
     position = torch.where(whole == 0, 0, exponent.to(torch.int64) + (_LEAST - _MANTISSA))
     limb, shift = position // _BITS, position % _BITS
     sign, size = whole.sign(), whole.abs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,7 +39,18 @@ def divide(tensor: Tensor, divisor: int) -> None:
     """Divide in place, correctly rounded. (Not a multiplication by 1 / divisor: with the division, the quotient times
     the divisor is the number again, for divisors 2, 3, 4, 5, 6, 8, ...)"""
     if divisor != 1:
-        tensor.div_(divisor)
+        tensor.div_(divisor if tensor.device.type == "cpu" else as_operand(divisor, tensor.dtype, tensor.device))
+
+
+@lru_cache(maxsize=64)
+def as_operand(divisor: int, dtype: torch.dtype, device: torch.device) -> Tensor | int:
+    """The divisor in the form in which an accelerator divides by it: a 0-d tensor there."""
+    # torch multiplies CUDA tensors by the reciprocal of a number, which rounds twice (BinaryDivTrueKernel.cu). The
+    # reciprocal of a power of two is exact. A large number may not be exact in a 16-bit dtype.
+    if divisor.bit_count() == 1 or torch.tensor(divisor, dtype=dtype).item() != divisor:
+        return divisor
+    with torch.inference_mode(False):
+        return torch.full((), divisor, dtype=dtype, device=device)
 
 
 def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
