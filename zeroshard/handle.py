@@ -26,6 +26,7 @@ from zeroshard.runtime.hooks import NotCopied
 from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
+from zeroshard.runtime.timeline import Timeline
 from zeroshard.runtime.unsharded import Part, units_of, unsharded, written
 from zeroshard.storage.unit import Unit
 
@@ -291,6 +292,14 @@ class Handle(NotTheModel, NotCopied):
         """The trainable parameters in the order of the model's `parameters()`, so that a plain optimizer over them has
         the same `state_dict`."""
         return self.engine.trainable_parameters()
+
+    def timeline(self) -> Timeline:
+        """A block, for example of one step, of which this rank records when each gather, reduction, wait, forward,
+        backward and batch of the step begins and ends: `with handle.timeline() as timeline:`. Like torch's profiler it
+        records the whole process, and one block at a time. Not collective; the results do not change."""
+        engine = self._open("timeline")
+        mesh = engine.collectives.mesh
+        return Timeline(mesh, f"rank {mesh.world.rank}: {in_one_line(engine)}")
 
     # Life cycle --------------------------------------------------------------------------------------------------
 

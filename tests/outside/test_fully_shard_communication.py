@@ -274,7 +274,7 @@ def test_a_profile_names_phases_and_what_is_gathered_and_reduced() -> None:
         handle.full_state_dict()
         names = {event.name.removeprefix("zeroshard::") for event in found.events() if "zeroshard::" in event.name}
         for unit in ("root", "layers.0", "layers.1"):
-            of_unit = {"gather", "all_gather", "reduce", "reduce_scatter", "wait: reduce", "step: updated"}
+            of_unit = {"gather", "all_gather", "reduce", "reduce_scatter", "wait: reduce_scatter", "step: updated"}
             assert {f"{what}({unit})" for what in of_unit} <= names
         assert {"before forward", "begin of backward", "end of backward", "step: agree", "step: update"} <= names
         assert "state_dict" in names and "full state" not in names

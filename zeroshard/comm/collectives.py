@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.alike import are_alike, as_terms
-from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
 from zeroshard.comm.mesh import Axis, Mesh, problem_of
 from zeroshard.comm.messages import Messages, label
 from zeroshard.comm.native_transport import NativeTransport
@@ -41,7 +42,7 @@ from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.positions import HERE, Wait
-from zeroshard.comm.profiling import span
+from zeroshard.comm.profiling import profiled, span
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
@@ -131,13 +132,13 @@ class Collectives:
         # chooses which elements are sampled.
         look = partial(self.samples.take, self.samples.next_number(), unit, full)
         if axis.size == 1 or not full.numel():
-            return Pending().then(look, at)
+            return Pending().at_place(at).then(look)
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         gather = Gather(axis, moved, full, own, "all_gather", label(unit, phase), acknowledge)
-        self._record_gather(gather, unit, phase)
-        with span(f"all_gather({unit})"):
-            return self.transport.gather(gather).then(look, at)
+        flight = self._start_gather(gather, unit, phase)
+        with profiled("all_gather", unit):
+            return self.transport.gather(gather).at_place(at, flight).then(look)
 
     def reduce_scatter(
         self,
@@ -168,9 +169,9 @@ class Collectives:
         if axis.size > 1 and full.numel():
             itemsize = reduction.wire.itemsize
             num_bytes = moved.sent_to_reduce(axis.rank) * itemsize
-            self.log.record("reduce_scatter", unit, phase, num_bytes, common=moved.total * itemsize)
-            with span(f"reduce_scatter({unit})"):
-                pending = self.transport.reduce(sum_).at_place(at)
+            flight = self.log.start("reduce_scatter", unit, phase, num_bytes, common=moved.total * itemsize)
+            with profiled("reduce_scatter", unit):
+                pending = self.transport.reduce(sum_).at_place(at, flight)
         else:
             sum_.put(sum_.own)
             pending = Pending()
@@ -186,12 +187,12 @@ class Collectives:
         axis, out, moved, itemsize = self.mesh.replicate, of_shards.out, of_shards.portions, reduction.wire.itemsize
         of_own = Portions.of(moved.inside(of_shards.axis.rank), out.numel(), axis.size)
         num_elements = of_own.sent_to_reduce(axis.rank) + of_own.sent_to_gather(axis.rank)
-        self.log.record("reduce_replicas", unit, phase, num_elements * itemsize, common=moved.total * itemsize)
+        flight = self.log.start("reduce_replicas", unit, phase, num_elements * itemsize, common=moved.total * itemsize)
         part, transport = in_shards(out, axis.size)[axis.rank], self.transport.fallback
-        transport.reduce(Sum(axis, of_own, out, part, reduction, "replicate")).wait()
-        with span(f"replicate({unit})"):
-            gathering = transport.gather(Gather(axis, of_own, out, part, "replicate"))
-        gathering.wait()
+        with flight.waiting():
+            transport.reduce(Sum(axis, of_own, out, part, reduction, "replicate")).wait()
+            transport.gather(Gather(axis, of_own, out, part, "replicate")).wait()
+        flight.land()
 
     def acknowledge(self) -> Pending:
         """Tell the peers on the shard axis that this rank has read all their shared weights. When the result has been
@@ -199,7 +200,8 @@ class Collectives:
         axis = self.mesh.shard
         key = f"read {self._name}"
         at = Wait(key, HERE.begin(key), axis.ranks, "the ranks that read its weights")
-        return Pending(self, self.messages.acknowledge(axis)).at_place(at)
+        unlogged = Flight(CommEvent("peers have read", "", "step", 0))
+        return Pending(self, self.messages.acknowledge(axis)).at_place(at, unlogged)
 
     def all_to_all(
         self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str
@@ -210,12 +212,13 @@ class Collectives:
         at = self._begin("all_to_all", axis, f"all_to_all of unit {unit} ({phase})")
         total = sum(sent)
         out, data = out[: sum(received)], data[:total]
-        self.log.record("all_to_all", unit, phase, (total - sent[axis.rank]) * data.element_size(), common=0)
+        num_bytes = (total - sent[axis.rank]) * data.element_size()
+        flight = self.log.start("all_to_all", unit, phase, num_bytes, common=0)
         if axis.size == 1:
             out.copy_(data)
-            return Pending().at_place(at)
-        with span(f"all_to_all({unit})"):
-            return self.transport.all_to_all(axis, out, data, received, sent).at_place(at)
+            return Pending().at_place(at, flight)
+        with profiled("all_to_all", unit):
+            return self.transport.all_to_all(axis, out, data, received, sent).at_place(at, flight)
 
     def broadcast(self, tensors: Sequence[Tensor], axis: Axis | None = None, source: int = 0) -> None:
         """Copy the values of rank `source` of an axis (default: all ranks) to all its ranks, in place. Not logged: it
@@ -315,14 +318,17 @@ class Collectives:
         world, transport = self.mesh.world, self.transport.fallback
         if world.size > 1:
             sent = transport.sent_to_add_up(numbers.nbytes, world.size)
-            self.log.record("exchange", "control", "step", sent, common=numbers.nbytes)
-            with span("exchange(control)"):
-                pending = transport.add_up(world, numbers).at_place(at)
+            flight = self.log.start("exchange", "control", "step", sent, common=numbers.nbytes)
+            with profiled("exchange", "control"):
+                pending = transport.add_up(world, numbers).at_place(at, flight)
             pending.wait()
         # `wait()` of NCCL work returns at once; the host blocks in `.cpu()`. Outside of `waiting`, the watch would not
         # see that this rank waits.
-        with HERE.waiting(at):
+        with HERE.waiting(at), self._waiting_for_device():
             return numbers.cpu().mul_(self.mesh.stands_for)
+
+    def _waiting_for_device(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.device.type == "cpu" else span("device", kind="wait")
 
     def _from_all(self, data: Tensor, at: Wait) -> Tensor:
         """uint8 [n] of every rank, as [world, n]."""
@@ -333,12 +339,12 @@ class Collectives:
             full = rows.view(-1)
             own = in_shards(full, world.size)[world.rank]
             gather = Gather(world, everything(full.numel(), world.size), full, own, "exchange")
-            self._record_gather(gather, "control", "step")
-            with span("exchange(control)"):
-                pending = self.transport.fallback.gather(gather).at_place(at)
+            flight = self._start_gather(gather, "control", "step")
+            with profiled("exchange", "control"):
+                pending = self.transport.fallback.gather(gather).at_place(at, flight)
             pending.wait()
         if self.device.type != "cpu":
-            with HERE.waiting(at):
+            with HERE.waiting(at), self._waiting_for_device():
                 torch.accelerator.current_stream(self.device).synchronize()
         return rows
 
@@ -390,9 +396,9 @@ class Collectives:
         self._expect_followed(f"a meeting at {point}")
         self.transport.meet_at(point, {"all_gather": self.mesh.shard, "reduce_scatter": self.mesh.reduce})
 
-    def _record_gather(self, gather: Gather, unit: str, phase: str) -> None:
+    def _start_gather(self, gather: Gather, unit: str, phase: str) -> Flight:
         num_elements, itemsize = gather.portions.sent_to_gather(gather.axis.rank), gather.full.element_size()
-        self.log.record(gather.kind, unit, phase, num_elements * itemsize, common=gather.num_bytes)
+        return self.log.start(gather.kind, unit, phase, num_elements * itemsize, common=gather.num_bytes)
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from zeroshard.comm.profiling import span
+from zeroshard.comm.recording import RECORDER, Range
 
 
 class CommEvent(NamedTuple):
@@ -19,6 +23,25 @@ class CommEvent(NamedTuple):
     bytes: int
 
 
+class Flight:
+    """A collective on its way: from its start until `land`, when its result is there. `begun`: its range, if a timeline
+    is recorded and the collective is logged."""
+
+    __slots__ = ("_range", "event")
+
+    def __init__(self, event: CommEvent, begun: Range | None = None) -> None:
+        self.event, self._range = event, begun
+
+    def waiting(self, name: str = "") -> AbstractContextManager[Any]:
+        """The range of a wait for it. `name`: if the wait is for something other than its result."""
+        op, unit, phase, _ = self.event
+        return span(name or op, unit, "wait", phase)
+
+    def land(self) -> None:
+        if self._range is not None:
+            self._range.close()
+
+
 @dataclass
 class CommLog:
     """The log of one handle's collectives. `entries` holds the most recent 100,000 events; the totals count all."""
@@ -28,13 +51,20 @@ class CommLog:
     wait_seconds: float = 0.0
     digests: dict[str, int] = field(default_factory=dict)
 
-    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> None:
+    def start(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> Flight:
+        """Record a collective that starts here. Whoever waits for it calls `land`."""
+        event = self.record(op, unit, phase, num_bytes, common=common)
+        return Flight(event, RECORDER.open("collective", *event))
+
+    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> CommEvent:
         """`common`: a number that is the same on every rank, for the digest, if ranks send different amounts."""
-        self.entries.append(CommEvent(op, unit, phase, num_bytes))
+        event = CommEvent(op, unit, phase, num_bytes)
+        self.entries.append(event)
         self.total_bytes += num_bytes
         self.digests[op] = zlib.crc32(
             f"{unit} {num_bytes if common is None else common}".encode(), self.digests.get(op, 0)
         )
+        return event
 
     def clear(self) -> None:
         """Forget the entries (the totals stay)."""

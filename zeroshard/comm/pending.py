@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
-from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.comm_log import CommLog, Flight
 from zeroshard.comm.messages import Announcement, Messages
 from zeroshard.comm.positions import Wait
 
@@ -24,6 +24,7 @@ class Pending:
 
     Attributes:
         at: names this collective for the watch.
+        flight: names it for timelines. None: it is a part of another collective, and waited for in that one's wait.
     """
 
     def __init__(
@@ -39,11 +40,14 @@ class Pending:
         self._acknowledgements: Sequence[Any] = ()
         self._look: Callable[[], None] | None = None
         self.at: Wait | None = None
+        self.flight: Flight | None = None
 
     def wait(self, *, stale: bool = False) -> None:
         """`stale`: the result will not be used. It is not sampled either, as peers may already be changing it."""
         look, self._look = self._look, None
         self._arrive()
+        if self.flight is not None:
+            self.flight.land()
         if look is not None and not stale:
             look()
 
@@ -55,7 +59,7 @@ class Pending:
         if self._owner is None or not (works or finish or announced):
             return
         start = time.perf_counter()
-        with self._owner.messages.failing(self.at):
+        with self._owner.messages.failing(self.at), nullcontext() if self.flight is None else self.flight.waiting():
             # Messages first: they show whether the peers are in this collective. If they are not, the receives posted
             # for the data never complete, and a wait for them would hang.
             if announced is not None:
@@ -66,13 +70,14 @@ class Pending:
                 self._acknowledgements = finish() or ()
         self._owner.log.wait_seconds += time.perf_counter() - start
 
-    def then(self, look: Callable[[], None], at: Wait) -> Pending:
-        """Set the place for the watch, and `look`, which is called once the result may be used. Returns self."""
-        self._look, self.at = look, at
+    def at_place(self, at: Wait, flight: Flight | None = None) -> Pending:
+        """Set `at` and `flight`. Returns self."""
+        self.at, self.flight = at, flight
         return self
 
-    def at_place(self, at: Wait) -> Pending:
-        self.at = at
+    def then(self, look: Callable[[], None]) -> Pending:
+        """Set a function that is called once the result may be used. Returns self."""
+        self._look = look
         return self
 
     def release(self) -> None:
@@ -81,7 +86,8 @@ class Pending:
         works, self._acknowledgements = self._acknowledgements, ()
         if self._owner is None or not works:
             return
-        with self._owner.messages.failing(self.at):
+        read = nullcontext() if self.flight is None else self.flight.waiting("peers have read")
+        with self._owner.messages.failing(self.at), read:
             for work in works:
                 work.wait()
 

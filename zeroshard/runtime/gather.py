@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.profiling import of_unit, phase
+from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
@@ -133,7 +133,7 @@ class Gatherer:
             if unit.weights.is_passing:
                 unit.weights.put_away()
 
-    @phase(of_unit("step: updated"))
+    @phase("step: updated", of_unit=True)
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """The optimizer has changed the own interval (`slots`: only in these slots). Weights that rest in full start to
         be gathered from the other ranks. Collective."""
@@ -197,7 +197,7 @@ class Gatherer:
                 unit.weights.expect_in_place()
                 unit.weights.show()
 
-    @phase(of_unit("unshard"))
+    @phase("unshard", of_unit=True)
     def unshard(self, unit: Unit, *, apart: bool = False) -> None:
         """Gather one unit outside of any forward, and wait for it. Collective. `apart`: into a tensor of its own
         instead of a pool buffer, which other units may need in the meantime."""
@@ -210,7 +210,7 @@ class Gatherer:
             self.start(unit, "unshard")
         unit.weights.arrive()
 
-    @phase(of_unit("read in full"))
+    @phase("read in full", of_unit=True)
     def read_in_full(self, unit: Unit, *, main: bool = True) -> list[Tensor]:
         """Full values of each slot, in the parameter's shape: main's, or the weights' (always, for a frozen unit). They
         are valid only until the next unit is read. Collective."""
@@ -231,7 +231,7 @@ class Gatherer:
         unit.weights.drop()
         return True
 
-    @phase(of_unit("gather"))
+    @phase("gather", of_unit=True)
     def _unshard(self, unit: Unit, during: During) -> None:
         weights = unit.weights
         if weights.state is Residency.SHARDED:

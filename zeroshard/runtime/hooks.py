@@ -302,7 +302,7 @@ class Schedule(NotCopied):
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
-        self._running.begin(units)
+        self._running.begin(units, inputs)
         if makes_graph and in_backward():
             self._return_to(units)
         self.gatherer.enter(units)
@@ -312,6 +312,7 @@ class Schedule(NotCopied):
         units again when it reaches these. See [Note: who made an output]."""
         if not self._running.end(units):  # an earlier pre-hook raised, and these units were never entered
             return
+        self._running.returned(units, output)
         free = self.gatherer.leave(units)
         if not free:
             return
@@ -429,6 +430,7 @@ class Schedule(NotCopied):
         """If the last backward raised and never ended: wait for its collectives, and discard its gradients."""
         if self._backward is not None and not in_backward():
             self._backward, self._accumulates = None, False
+            self._running.end_backward()
             self._forget()
             with torch.no_grad():
                 self.reducer.abandon_backward()
@@ -443,6 +445,7 @@ class Schedule(NotCopied):
 
     def _end_backward(self) -> None:
         self._backward = None
+        self._running.end_backward()
         try:
             with torch.no_grad():
                 self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.profiling import of_unit, phase
+from zeroshard.comm.profiling import phase
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.placement import PARTIAL
@@ -334,7 +334,7 @@ class Reducer:
         if grads.state is GradState.PARTIAL:
             self.origins.look(unit, grads)
 
-    @phase(of_unit("reduce"))
+    @phase("reduce", of_unit=True)
     def _launch(self, unit: Unit) -> None:
         grads = self.grads[unit]
         self._take_all(unit)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.profiling import span
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
@@ -103,8 +102,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
-        with span(f"wait: reduce({unit.name})"):
-            grads.arrive()
+        grads.arrive()
         self._free_scratch.append(scratch)
         self._read_by_peers.append((unit, grads))
 
@@ -112,8 +110,7 @@ class Reductions:
         unit, grads = self._read_by_peers.popleft()
         # Before the bucket is given to another unit, whose gradients overwrite it: a peer may still be reading. See
         # [Note: who may write to shared memory] in `shared_transport.py`.
-        with span(f"wait: peers have read({unit.name})"):
-            grads.release()
+        grads.release()
         grads.replicate(self._collectives)
         self.close(unit, grads)
 

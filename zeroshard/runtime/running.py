@@ -1,13 +1,29 @@
-"""Tracks running calls of modules that need units.
+"""Tracks running calls of modules that need units, and the unit that backward is at.
 
 A call inside a call that has gathered the same units does not gather them again.
+
+While a timeline is recorded, each call is a range. So is each stretch of backward that belongs to one unit: from the
+gradient of an output of its module to the gradient of an input, which is where backward returns to the call around it.
+
+    forward    root [ embed | u0 [ ..... ] | u1 [ ..... ] | head ]
+    backward        [ root  | u1 ......... | u0 ......... | root ]
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.comm.recording import RECORDER, Kind, Range
+from zeroshard.model.trees import tensors_in
 from zeroshard.storage.unit import Unit
 
 
@@ -32,23 +48,88 @@ class Running:
     """The running calls that have gathered units, the innermost last. `inside`: unit -> its counter."""
 
     def __init__(self) -> None:
-        self._calls: list[Sequence[Unit]] = []
+        self._calls: list[tuple[Sequence[Unit], Range | None]] = []
         self.inside: dict[Unit, Inside] = defaultdict(Inside)
+        self._at: tuple[Sequence[Unit], Range | None] = (), None  # the units that backward is at
+        self._returned: set[tuple[int, int]] = set()  # thread and number of the graph nodes of recorded outputs
+        self._on_leaves: list[RemovableHandle] = []
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def begin(self, units: Sequence[Unit]) -> None:
-        self._calls.append(units)
+    def begin(self, units: Sequence[Unit], inputs: Any) -> None:
+        """A call of a module that needs these units begins."""
+        if RECORDER.now is not None:
+            around = self._calls[-1][0] if self._calls else ()
+            for tensor in _requiring_grad(inputs):
+                hook = tensor.register_hook(partial(self._go_on, units, around))  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:  # it may outlive the graph
+                    self._on_leaves.append(hook)
+        self._calls.append((units, _open("forward", units)))
         for unit in units:
             self.inside[unit].begin()
 
     def end(self, units: Sequence[Unit]) -> bool:
         """The innermost call that needs these units is over. False if none has begun, because of an earlier error."""
         for index in range(len(self._calls) - 1, -1, -1):
-            if self._calls[index] is units:  # not `==`: several modules may need the same units
+            running, forward = self._calls[index]
+            if running is units:  # not `==`: several modules may need the same units
                 del self._calls[index]
+                _close(forward)
                 for unit in units:
                     self.inside[unit].end()
                 return True
         return False
+
+    # Backward, for timelines -------------------------------------------------------------------------------------
+
+    def returned(self, units: Sequence[Unit], output: Any) -> None:
+        """A module that needs these units has returned."""
+        for tensor in _requiring_grad(output) if RECORDER.now is not None else ():
+            if tensor.grad_fn is None:
+                continue
+            node = threading.get_ident(), tensor.grad_fn._sequence_nr()
+            if node not in self._returned:  # a module that is skipped returns its input: another one has made it
+                self._returned.add(node)
+                tensor.register_hook(partial(self._go_to, units))  # type: ignore[no-untyped-call]
+
+    def _go_to(self, units: Sequence[Unit], grad: Tensor | None = None) -> None:
+        """Backward has the gradient of an output of these units."""
+        before, backward = self._at
+        if backward is None or list(before) != list(units):
+            _close(backward)
+            self._at = units, _open("backward", units)
+
+    def _go_on(self, units: Sequence[Unit], around: Sequence[Unit], grad: Tensor) -> None:
+        """Backward has the gradient of an input of these units; `around`: of the call around theirs."""
+        if list(self._at[0]) == list(units):  # else that input is an output of the next units, and they are reached
+            self._go_to(around)
+
+    def end_backward(self) -> None:
+        """Backward is over."""
+        _close(self._at[1])
+        self._at = (), None
+        self._returned.clear()
+        while self._on_leaves:
+            self._on_leaves.pop().remove()
+
+
+def _requiring_grad(values: Any) -> list[Tensor]:
+    """The activations in inputs or outputs that get a gradient. Not those that torch.func has wrapped."""
+    tensors = tensors_in(values) if torch.is_grad_enabled() else ()
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+    ]
+
+
+def _open(kind: Kind, units: Sequence[Unit]) -> Range | None:
+    if RECORDER.now is None or not units:
+        return None
+    return RECORDER.open(kind, kind, ", ".join(unit.name for unit in units))
+
+
+def _close(opened: Range | None) -> None:
+    if opened is not None:
+        opened.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -35,7 +35,13 @@ def table(engine: Engine) -> str:
     rows = [(*_row(unit), f"{num_bytes:,}") for unit, num_bytes in zip(engine.units, held, strict=True)]
     total = ("all", f"{sum(map(_numel, engine.units)):,}", "", "", "", f"{sum(held):,}")
     kinds = ", ".join(f"{kind} {num_bytes:,}" for kind, num_bytes in engine.memory().items() if num_bytes)
-    lines = [in_one_line(engine), "", *_aligned([_COLUMNS, *rows, total]), "", f"bytes on this rank: {kinds or 'none'}"]
+    lines = [
+        in_one_line(engine),
+        "",
+        *aligned([_COLUMNS, *rows, total], ("parameters", "bytes here")),
+        "",
+        f"bytes on this rank: {kinds or 'none'}",
+    ]
     return "\n".join(lines)
 
 
@@ -62,11 +68,10 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The rows with aligned columns, numbers to the right."""
+def aligned(rows: Sequence[tuple[str, ...]], numbers: Collection[str]) -> list[str]:
+    """The rows with aligned columns. The first row has their names; the columns `numbers` are aligned to the right."""
     columns = []
     for name, *cells in zip(*rows, strict=True):
         width = max(map(len, [name, *cells]))
-        is_number = name in ("parameters", "bytes here")
-        columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (name, *cells)])
+        columns.append([cell.rjust(width) if name in numbers else cell.ljust(width) for cell in (name, *cells)])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm.profiling import phase
 from zeroshard.layout.cuts import BATCH_NUMEL, batches
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, main_tensor
@@ -93,25 +94,14 @@ class FlatStep:
         """One step of all active pieces, a batch at a time."""
         if self._planned_at != self.state.num_cuts:
             self._plan_batches()
-        inner = self.state.inner
-        started: set[Unit] = set()
+        inner, started = self.state.inner, set[Unit]()
         try:
             for number, batch in enumerate(self._batches):
                 for piece in batch.pieces:
                     if piece.unit not in started:
                         started.add(piece.unit)
                         start(piece.unit)
-                self._load(batch.pieces, update)
-                # The first batch steps every group, also groups without pieces on this rank, and every batch starts
-                # from the same options. So a class that counts steps in its groups counts one step, on all ranks,
-                # however many pieces there are.
-                for index, group in inner.groups.items():
-                    group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
-                stepped = {index: group for index, group in inner.groups.items() if group["params"] or not number}
-                inner.read_options(options, stepped)
-                inner.optimizer.param_groups = list(stepped.values())
-                run_step(inner.optimizer, arguments)
-                self._store(batch.pieces)
+                self._step_batch(batch.pieces, options, update, arguments, is_first=not number)
                 for unit in batch.finished:
                     updated(unit)
         finally:
@@ -123,6 +113,29 @@ class FlatStep:
             for piece in self.state.pieces:
                 piece.tensor.grad = None
         inner.write_options(options)
+
+    @phase("step: batch")
+    def _step_batch(
+        self,
+        pieces: Sequence[Piece],
+        options: Sequence[Options],
+        update: Update,
+        arguments: Options,
+        *,
+        is_first: bool,
+    ) -> None:
+        inner = self.state.inner
+        self._load(pieces, update)
+        # The first batch steps every group, also groups without pieces on this rank, and every batch starts from the
+        # same options. So a class that counts steps in its groups counts one step, on all ranks, however many pieces
+        # there are.
+        for index, group in inner.groups.items():
+            group["params"] = [piece.tensor for piece in pieces if piece.group == index]
+        stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
+        inner.read_options(options, stepped)
+        inner.optimizer.param_groups = list(stepped.values())
+        run_step(inner.optimizer, arguments)
+        self._store(pieces)
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.profiling import phase, span
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.inner import Arguments, run_step
@@ -98,7 +98,8 @@ class OwnerStep:
             try:
                 for whole, value in self.state.values.items():
                     value.grad = self._gradients[whole] if self._active[whole] else None
-                run_step(self.optimizer, arguments)
+                with span("step: whole parameters"):
+                    run_step(self.optimizer, arguments)
             finally:
                 for value in self.state.values.values():
                     value.grad = None
