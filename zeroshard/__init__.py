@@ -16,6 +16,7 @@ from zeroshard.optimizer import ShardedOptimizer, StepResult
 from zeroshard.placement import DDP, OPTIMIZER_ONLY, ZERO1, ZERO2, ZERO3, Plan
 from zeroshard.planning import plan
 from zeroshard.precision import MixedPrecision
+from zeroshard.runtime.timeline import Timeline
 from zeroshard.shard import shard
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "Plan",
     "ShardedOptimizer",
     "StepResult",
+    "Timeline",
     "__version__",
     "abort",
     "abort_on_error",
