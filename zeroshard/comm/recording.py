@@ -104,6 +104,10 @@ class Recording:
         event = None if self._device is None else self._device.event()
         return Mark(time.perf_counter(), event)
 
+    def contains(self, mark: Mark) -> bool:
+        """Whether the mark lies before the end, when the recording has stopped."""
+        return mark.seconds <= self.ended.seconds
+
     def on_host(self, mark: Mark) -> float:
         """Seconds since the start."""
         return mark.seconds - self.began.seconds

@@ -43,13 +43,13 @@ class Timeline:
     ) -> None:
         recording = self._recording
         recording.stop()
-        number_of: dict[int, int] = {}
-        for opened in recording.ranges:
-            number_of.setdefault(opened.thread, len(number_of))
-        self._events = tuple(
-            TimelineEvent.of(opened, recording, number_of[opened.thread]) for opened in recording.ranges
-        )
+        # Another thread (a save in the background) may go on: what it marks after the end is not in the timeline.
+        ranges = [opened for opened in recording.ranges if recording.contains(opened.begin)]
         recording.ranges.clear()
+        number_of: dict[int, int] = {}
+        for opened in ranges:
+            number_of.setdefault(opened.thread, len(number_of))
+        self._events = tuple(TimelineEvent.of(opened, recording, number_of[opened.thread]) for opened in ranges)
         self._seconds = recording.on_device(recording.ended) or recording.on_host(recording.ended)
 
     @property

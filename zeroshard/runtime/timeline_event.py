@@ -20,7 +20,7 @@ class TimelineEvent:
     Attributes:
         kind: "forward": a call of a unit's module, with the wait for its weights;
             "backward": from when backward has the gradient of an output of the unit's module until it has that of an
-            input. For a unit whose modules are around others, a unit has several;
+            input. A unit whose module calls modules of other units has several in one backward;
             "phase": a part of the engine's work, for example "gather", "reduce", "step: agree", "step: batch", "save";
             "wait": this rank waits for a collective, and copies or sums what the peers have sent;
             "collective": an entry of `handle.comm_log`, from its start until its result has been waited for. (It may
@@ -63,7 +63,8 @@ class TimelineEvent:
     @classmethod
     def of(cls, opened: Range, recording: Recording, thread: int) -> TimelineEvent:
         """The event of a range, when the recording has stopped."""
-        marks = opened.begin, recording.ended if opened.end is None else opened.end
+        ended = opened.end if opened.end is not None and recording.contains(opened.end) else None
+        marks = opened.begin, ended or recording.ended
         begin, end = (recording.on_device(mark) for mark in marks)
         return cls(
             opened.kind,
@@ -74,7 +75,7 @@ class TimelineEvent:
             host=(recording.on_host(marks[0]), recording.on_host(marks[1])),
             device=None if begin is None or end is None else (begin, end),
             thread=thread,
-            is_complete=opened.end is not None,
+            is_complete=ended is not None,
         )
 
 
