@@ -113,7 +113,7 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert row.shape == (control.row_numbers(2, 300, 3),) and len(row) <= ROOM
     assert row.device == device and waits == []
     pending = SimpleNamespace(wait=lambda: None)
-    add_up = lambda axis, numbers: SimpleNamespace(at_place=lambda at: pending)  # noqa: E731
+    add_up = lambda axis, numbers: SimpleNamespace(at_place=lambda at, flight: pending)  # noqa: E731
     transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
     collectives.transport = SimpleNamespace(fallback=transport)
     assert collectives.add_up(row, control.CONTROL).shape == row.shape
