@@ -93,10 +93,30 @@ def fork(num_ranks: int, run: Callable[[int], None]) -> list[int]:
     return pids
 
 
-def serve_store(num_ranks: int) -> TCPStore:
-    """The store of ranks that are forked afterwards. It runs in this process, as a launcher's does, and so outlives
-    every rank. Not a `FileStore`: the others cannot read it after a rank was killed in the middle of a write."""
-    return TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+class StoreServer:
+    """The store of forked ranks, in a process of its own, as a launcher's is, so that it outlives every rank. Not a
+    `FileStore`: the others cannot read it after a rank was killed in the middle of a write. And not in the process that
+    forks: a rank that is forked while a thread of the store holds a lock of libc hangs when it takes that lock."""
+
+    def __init__(self, num_ranks: int) -> None:
+        reader, writer = os.pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+                os.write(writer, str(store.port).encode())
+                while os.getppid() == parent:
+                    time.sleep(1.0)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        self.port = int(os.read(reader, 16))
+        os.close(reader)
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
 
 def join(port: int, rank: int, num_ranks: int, timeout: float) -> None:
@@ -111,7 +131,7 @@ class Ranks:
     """Forked gloo ranks that may be killed. Each rank is passed a function `ready`, for `wait_ready`."""
 
     def __init__(self, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> None:
-        self._store = serve_store(num_ranks)
+        self._store = StoreServer(num_ranks)
         self._ready, self._write_end = os.pipe()
         self.pids = fork(num_ranks, lambda rank: self._run(fn, rank, num_ranks, timeout, args))
 
@@ -155,7 +175,7 @@ class Ranks:
                     os.kill(other, signal.SIGKILL)
             time.sleep(0.001)
         os.close(self._ready), os.close(self._write_end)
-        del self._store
+        self._store.close()
         return [statuses[pid] for pid in self.pids]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.faults import fork, join, serve_store
+from tests.checkpoint.faults import StoreServer, fork, join
 from zeroshard.comm import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
@@ -45,7 +45,7 @@ class Ranks:
         """Call `fn(rank, mark, *args)`; `mark()` records the moment of the fault. `timeout`: of collectives. `awaited`:
         the ranks whose end `finish` waits for before it kills the others; None: all."""
         self._awaited = range(num_ranks) if awaited is None else awaited
-        self._folder, self._store = tempfile.TemporaryDirectory(prefix="zeroshard-failures-"), serve_store(num_ranks)
+        self._folder, self._store = tempfile.TemporaryDirectory(prefix="zeroshard-failures-"), StoreServer(num_ranks)
         self._reader, self._writer = os.pipe()
         self._marked: float | None = None
         self._statuses: dict[int, int | None] = {}
@@ -107,7 +107,7 @@ class Ranks:
         os.close(self._reader), os.close(self._writer)
         said = Path(self._folder.name, "said").read_text()
         self._folder.cleanup()
-        del self._store
+        self._store.close()
         began = self._marked if self._marked is not None else time.monotonic()
         order = range(len(self.pids))
         return Ended([self._statuses[rank] for rank in order], [self._ends[rank] - began for rank in order], said)
