@@ -29,7 +29,15 @@ from zeroshard.comm import watch
 from zeroshard.train.config import Config, fields, value_of
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.language import continue_text
-from zeroshard.train.metrics import JsonLines, Observer, Observers, StepRecord, TensorBoard, ValidationRecord
+from zeroshard.train.metrics import (
+    METRICS,
+    JsonLines,
+    Observer,
+    Observers,
+    StepRecord,
+    TensorBoard,
+    ValidationRecord,
+)
 from zeroshard.train.progress import Progress, bytes_table, sample_panel, si, tell
 from zeroshard.train.ranks import Ranks, joined
 from zeroshard.train.release import release
@@ -129,8 +137,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         asked, requests.save = requests.save, False  # a signal from here on counts for the next step
         # A signal reaches one rank at its own moment, so the ranks add up their requests. Branching on `requests.stop`
         # itself would make one rank leave while the others wait for it in the next collective.
-        own = [loss / ranks.world_size, run.clock.read() / ranks.world_size]
-        loss, run.clock.seconds, stop, save_now = ranks.sum([*own, requests.stop, asked])
+        loss, stop, save_now = ranks.sum([loss / ranks.world_size, requests.stop, asked])
         now, done = time.perf_counter(), step + 1
         flops = tokens_per_step / (now - step_began) * run.language.flops_per_token
         memory, peak = process_memory(ranks)
@@ -150,7 +157,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             eta_seconds=(now - began) / (done - first_step) * (config.schedule.steps - done),
             data_seconds=data_seconds,
             tokens=done * tokens_per_step,
-            wall_seconds=run.clock.seconds,
+            wall_seconds=now - run.began,
             flops_per_second=flops,
             mfu=run.peak_flops and flops / run.peak_flops,
             bytes_per_token=run.corpus.bytes_per_token["train"],
@@ -254,7 +261,7 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
     if run.ranks.rank != 0:
         return Summary(), []
     settings = run.config.run
-    json_lines = JsonLines(run.folder / "metrics.jsonl", first_step)
+    json_lines = JsonLines(run.folder / METRICS, first_step)
     summary = Summary(json_lines.validations)
     about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
     watching: list[Observer] = [json_lines, summary, *attach(settings.observers, about)]
@@ -299,7 +306,7 @@ def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:
     if not is_complete:
         tell(console, f"stopped after step {step} and saved; continue with: zeroshard train --resume {run.folder}")
         return
-    tell(console, f"saved in {run.folder}, metrics in {run.folder / 'metrics.jsonl'}")
+    tell(console, f"saved in {run.folder}, metrics in {run.folder / METRICS}")
     if run.language.hf_config is not None:
         saved = steps(run.folder)[step]
         folder = run.ranks.first_does(lambda: release(saved, run.folder, run.language, run.tokenizer))

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+METRICS = "metrics.jsonl"
+"""The file in a run's folder."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -167,6 +170,13 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def wall_seconds(path: Path, step: int) -> float:
+    """The wall time of a run at a step, as its earlier sessions recorded it in `path`; 0.0 if they did not."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if _step(line) <= step]
+    return max((float(row.get("wall_seconds", 0.0)) for row in rows), default=0.0)
 
 
 def _validation(line: str) -> ValidationRecord | None:

@@ -18,19 +18,16 @@ class Position:
         updates: steps that were applied (not skipped): the position in the learning rate schedule. The number of steps
             done is not here, because it is the checkpoint's step number.
         text: digest of the training text.
-        seconds: wall time since the beginning of training.
     """
 
     updates: int
     text: str
-    seconds: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         self.updates, self.text = int(state["updates"]), str(state["text"])
-        self.seconds = float(state.get("seconds", 0.0))  # earlier versions did not save it
 
 
 @dataclass(frozen=True)

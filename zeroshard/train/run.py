@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,35 +25,20 @@ from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divi
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
 from zeroshard.train.flops import peak_flops
 from zeroshard.train.language import Language, build_language
+from zeroshard.train.metrics import METRICS, wall_seconds
 from zeroshard.train.ranks import Ranks
 from zeroshard.train.release import keep_config
 from zeroshard.train.resume import KEY, Found, Position, find
 from zeroshard.train.tokenizer import Tokenizer, tokenizer_of
 
 
-class Clock:
-    """Wall time of a run, earlier sessions included.
-
-    Attributes:
-        seconds: at the last step: the same on all ranks, as it is saved.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._began = time.perf_counter() - seconds
-
-    def read(self) -> float:
-        """The time now, on this rank."""
-        return time.perf_counter() - self._began
-
-
 @dataclass(frozen=True)
 class Run:
     """The objects that all steps of a run use. The state that changes is in the model, the optimizer and the scheduler
-    (whose `last_epoch` is the number of updates); besides it there are only the step number, kept by the loop, and the
-    clock.
+    (whose `last_epoch` is the number of updates); besides it there is only the step number, kept by the loop.
 
     Attributes:
+        began: when training began, by `time.perf_counter`; earlier if earlier sessions took time.
         peak_flops: operations per second that all devices together can do at most; None: not known.
     """
 
@@ -69,7 +55,7 @@ class Run:
     planned_bytes: Mapping[str, int]
     numel: int
     peak_flops: float | None
-    clock: Clock
+    began: float
 
 
 def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bool) -> tuple[Run, Found | None]:
@@ -101,6 +87,8 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     planned, handle, optimizer = shard_model(config, ranks, language)
     peak = peak_flops(ranks.device, config.parallel.precision, config.run.peak_tflops)
     position = Position(0, corpus.digest) if found is None else load_run(handle, optimizer, found)
+    # Not from the checkpoint: two runs that do the same steps save the same bytes.
+    earlier = 0.0 if found is None else ranks.first_does(partial(wall_seconds, found.folder / METRICS, found.step))
     run = Run(
         config=config,
         ranks=ranks,
@@ -115,7 +103,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         planned_bytes=planned,
         numel=numel,
         peak_flops=peak and peak * ranks.world_size,
-        clock=Clock(position.seconds),
+        began=time.perf_counter() - earlier,
     )
     return run, found
 
@@ -175,7 +163,7 @@ def save_run(run: Run, step: int, *, background: bool = False) -> None:
     """Save the state after `step` steps into the run's folder, and remove old steps as `run.keep_last` and
     `run.keep_every` say. Collective. `background`: return while the files are still being written."""
     keep = run.config.run
-    position = Position(run.scheduler.last_epoch, run.corpus.digest, run.clock.seconds)
+    position = Position(run.scheduler.last_epoch, run.corpus.digest)
 
     def prune() -> None:
         zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
@@ -234,7 +222,7 @@ def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
             written.
     """
     folder = Path(config.run.out or default_folder())
-    lived_in = (folder / "metrics.jsonl").exists() or bool(zeroshard.checkpoint.steps(folder))
+    lived_in = (folder / METRICS).exists() or bool(zeroshard.checkpoint.steps(folder))
     if lived_in and not occupied and (resume is None or folder.resolve() != resume.resolve()):
         raise UserError(f"{folder} already holds a run: continue it with --resume {folder}, or choose another --out")
     try:
