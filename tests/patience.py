@@ -11,6 +11,10 @@ import os
 import time
 from collections.abc import Callable
 
+import torch.distributed as dist
+
+from zeroshard.comm.pipes import connected
+
 AT_ONCE = 5.0 if os.environ.get("ZEROSHARD_FAULTS") == "full" else 60.0
 """Seconds. `make test-faults`, whose figures the documents record, needs an idle machine and has the stricter limit."""
 
@@ -19,3 +23,12 @@ def wait_until(happened: Callable[[], object]) -> None:
     """Wait until `happened()` is true. pytest's timeout ends a test that waits for ever."""
     while not happened():
         time.sleep(0.01)
+
+
+def give_up_after(seconds: float, group: dist.ProcessGroup | None = None) -> None:
+    """From now on this rank waits only so long for a message of the group (None: the default group). For a rank that
+    waits in vain: a short timeout of the group itself would also count while the ranks of a busy machine start. Without
+    pipes the group's timeout stays."""
+    found = connected(dist.group.WORLD if group is None else group)
+    if found is not None:
+        found.pipes._timeout = seconds

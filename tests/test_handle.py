@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from tests.patience import give_up_after
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
@@ -236,7 +238,9 @@ def test_without_unsharded_a_rank_that_runs_more_waits_and_says_so(tmp_path: Pat
         model = make(Net)
         started("zero3", rank, model)
         loss_of_tokens(model, rank, 0, 0)
+        dist.barrier()
         if rank == 1:
+            give_up_after(0.2)
             with pytest.raises(RuntimeError, match=r"unit .*: its weights have not all arrived(.|\n)*handle.unsharded"):
                 loss_of_tokens(model, rank, 0, 1)
             (tmp_path / "told").touch()

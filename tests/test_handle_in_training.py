@@ -425,4 +425,4 @@ def test_partial_evaluation_inside_unsharded_needs_no_agreement() -> None:
                 assert model(data(rank, 0, step)).isfinite().all()
         steps(model, optimizer, rank, range(1, 2))
 
-    run_ranks(partial(check), 3)
+    run_ranks(check, 3)

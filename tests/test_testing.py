@@ -42,12 +42,15 @@ def test_the_first_rank_that_raises_is_reported_with_its_traceback() -> None:
 
 def test_a_rank_that_is_killed_is_reported() -> None:
     def run(rank: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
         if rank == 2:
+            store.wait(["0", "1"])  # which then wait for nothing, so that no other rank has an error to report
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
+        store.set(str(rank), "")
 
-    with pytest.raises(RankError, match=r"rank \d raised"):
-        run_ranks(run, 3, collective_timeout=5)
+    with pytest.raises(RankError, match=r"rank 2 raised:\nkilled by signal 9") as caught:
+        run_ranks(run, 3)
+    assert caught.value.rank == 2
 
 
 def test_ranks_that_hang_are_named_and_ended() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -110,37 +111,42 @@ def test_at_most_one_is_under_way_and_training_does_not_wait(tmp_path: Path) -> 
 
 
 SCRIPT = """
-import sys, time, torch, zeroshard
-from zeroshard.checkpoint import files, meeting
-zeroshard.init("gloo")
+import pathlib, sys, threading, time, torch, zeroshard
+from zeroshard.checkpoint import files
+steps, outcome, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+port, over = steps.with_name("port"), threading.Event()
+while rank == 1 and not port.exists():
+    time.sleep(0.01)
+number = 0 if rank == 0 else int(port.read_text())  # 0: any free port
+store = torch.distributed.TCPStore("127.0.0.1", number, 2, rank == 0, wait_for_workers=False)
+if rank == 0:
+    port.with_name("new").write_text(str(store.port))
+    port.with_name("new").rename(port)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+zeroshard.init()
 model = torch.nn.Linear(100, 100)
 handle = zeroshard.shard(model, "zero3")
-original, rank = files.sync, torch.distributed.get_rank()
+original = files.sync
 def sync(file):
-    time.sleep(0.5)
-    if sys.argv[2] == "fail" and rank == 1:
+    over.wait()
+    if outcome == "fail" and rank == 1:
         raise OSError("the disk is gone")
     original(file)
 files.sync = sync
-zeroshard.save(sys.argv[1], handle, step=4, background=True)
+zeroshard.save(steps, handle, step=4, background=True)
 torch.distributed.destroy_process_group()
+over.set()
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("outcome", ["good", "fail"] if FULL else ["fail"])
 def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) -> None:
-    """Two processes that end right after the call of `save`. They finish the save; a failure sets their exit status."""
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2"}
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(probe.getsockname()[1])
+    """Two processes that end right after the call of `save`, whose writing waits for their last line. They finish the
+    save; a failure sets their exit status."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / "steps"), outcome],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-c", SCRIPT, str(tmp_path / "steps"), outcome, str(rank)],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -159,22 +165,29 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
 
 
 def test_a_silent_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank hangs while it writes: the others name it after the group's timeout, and remove the unfinished step."""
+    """A rank hangs while it writes: the others name it after the group's timeout (one second here, for the save alone),
+    and remove the unfinished step."""
 
     def check(rank: int) -> None:
         model = nn.Linear(30, 30)
         handle = zeroshard.shard(model, "zero1")
-        told, steps = tmp_path / "told", tmp_path / "steps"
-        if rank == 1:
-            original = files.sync
-            files.sync = lambda file: (wait_until(told.exists), original(file))[1]
+        hangs, told, steps = tmp_path / "hangs", tmp_path / "told", tmp_path / "steps"
+        original = files.sync
+
+        def sync(file: int) -> None:
+            hangs.touch() if rank == 1 else None
+            wait_until((hangs if rank == 0 else told).exists)
+            original(file)
+
+        monkeypatch.setattr(files, "sync", sync)
         monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.4)
-        with pytest.raises(zeroshard.CheckpointError, match="no heartbeat from rank 1 for 3 s"):
+        monkeypatch.setattr(meeting, "timeout_of", lambda group, device: timedelta(seconds=1))
+        with pytest.raises(zeroshard.CheckpointError, match="no heartbeat from rank 1 for 1 s"):
             zeroshard.save(steps, handle, step=1)
         assert os.listdir(steps) == []
         told.touch()
 
-    run_ranks(check, 2, collective_timeout=3.0)
+    run_ranks(check, 2)
 
 
 def test_gradients_that_wait_for_a_step_are_refused(tmp_path: Path) -> None:

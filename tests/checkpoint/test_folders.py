@@ -182,6 +182,7 @@ def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         model = nn.Linear(3, 3)
         handle = zeroshard.shard(model, "zero3")
+        state = handle.full_state_dict()
         with pytest.raises(ValueError, match="the ranks save different steps"):
             zeroshard.save(tmp_path, handle, step=rank)
         with pytest.raises(ValueError, match="step must be an integer from 0"):
@@ -191,7 +192,6 @@ def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")
         with pytest.raises(zeroshard.CheckpointError, match="on rank 0"):
             zeroshard.save(tmp_path / "file" / "steps", handle, step=1)
-        state = handle.full_state_dict()
         assert same_bits(state, handle.full_state_dict()) and os.listdir(tmp_path) == ["file"]
         handle.close()
         with pytest.raises(RuntimeError, match="closed"):

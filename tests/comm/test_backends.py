@@ -20,6 +20,7 @@ import zeroshard
 from tests.kit import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from zeroshard.comm import backends
 from zeroshard.comm.mesh import Mesh, problem_of
+from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks
 
 CUDA = torch.device("cuda", 0)
@@ -85,25 +86,27 @@ def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
 
 
 def test_a_fake_group_stands_for_ranks_that_are_all_alike() -> None:
-    """As for estimates of memory: nothing is sent, but all code of a step runs."""
+    """As for estimates of memory: nothing is sent, but all code of a step runs, and holds what is planned."""
 
-    def run(rank: int) -> list[tuple[str, dict[str, int]]]:
+    def run(rank: int) -> None:
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
         zeroshard.init()
-        found = []
-        for plan, mesh in itertools.product(PLANS, (None, init_device_mesh("cpu", (2, 2)))):
+        with torch.device("meta"):
+            on_meta = Net()
+        for plan, replicas in itertools.product(PLANS, (1, 2)):
+            mesh = init_device_mesh("cpu", (2, 2)) if replicas == 2 else None
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, non_finite="ignore")
             for step in range(2):
                 loss_of_tokens(model, 1, 0, step, 1).backward()
                 optimizer.step()
-            found.append((plan.name, handle.memory()))
-        return found
+            planned = partial(plan_memory, on_meta, plan, 4 // replicas, units=Block, rank=1, num_replicas=replicas)
+            expected = planned(state_bytes_per_element=0, state_scalars=0, transport="native")
+            assert handle.memory() == expected, (plan, replicas)
 
-    for name, memory in run_ranks(run, 1)[0]:
-        assert memory["weights"] > 0, name
+    run_ranks(run, 1)
 
 
 def test_a_mesh_named_as_pytorch_and_torchtitan_name_it() -> None:

@@ -15,10 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.faults import StoreServer, fork, join
+from tests.patience import wait_until
 from zeroshard.comm import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
 SEED = int(os.environ.get("ZEROSHARD_SEED", "20261121"))
+
+
+def wait_until_noted() -> None:
+    """Wait until a round of this rank's watch that began after this call is over: it has written a heartbeat, if one
+    was due, and looked at the other ranks of its host."""
+    current = watch.current()
+    assert current is not None
+    before = current.beats
+    wait_until(lambda: current.beats > before + 1)
 
 
 @dataclass(frozen=True)

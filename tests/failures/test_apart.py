@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.comm.messages import Announcement
 from zeroshard.comm.samples import Samples, first_difference
 from zeroshard.comm.shared_memory import SharedMemory
@@ -103,6 +103,7 @@ def test_values_that_are_replaced_while_they_arrive_are_no_difference() -> None:
     peers wrote new values, and all ranks raised because the samples of it differed."""
 
     def check(rank: int) -> None:
+        states = []
         for plan in PLANS:
             model = make(Net)
             handle = zeroshard.shard(model, plan)
@@ -116,6 +117,8 @@ def test_values_that_are_replaced_while_they_arrive_are_no_difference() -> None:
                     optimizer.step()
                 if step == 2:
                     handle.load_full_state_dict(handle.full_state_dict())
+            states.append(handle.full_state_dict())
+        assert all(same_bits(state, states[0]) for state in states)
 
     run_ranks(check, 2)
 

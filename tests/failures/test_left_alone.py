@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,20 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
             expect(ended, rf"rank 1 .*at test_left_alone\.py:\d+ in in_its_own_way \(in {call}\)")
 
 
+TIMEOUT = 4.0
+
+
 def patient(rank: int, mark: Callable[[], Any], how: str) -> None:
-    """Rank 0 works alone for longer than the timeout of collectives."""
+    """Rank 0 works alone, for longer than the timeout of collectives, while the others wait."""
     zeroshard.init()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{rank} comes", "")
     if rank == 0:
+        store.wait(["1 comes", "2 comes"], timedelta(seconds=AT_ONCE))
         mark()
-        time.sleep(6.0 if how != "fails" else 0.3)
         if how == "fails":
             raise ValueError("nothing to read")
+        time.sleep(1.5 * TIMEOUT)  # no event could end this: how long the others wait is what is tested
     if how != "collective":
         zeroshard.wait_for_all()
     total = torch.ones(1)
@@ -108,7 +115,7 @@ def patient(rank: int, mark: Callable[[], Any], how: str) -> None:
 def test_a_rank_that_works_alone_for_long_is_waited_for() -> None:
     """The negative control: ranks that wait in a collective give up. If rank 0 fails, the waiting ranks report its
     error."""
-    groups = [Ranks(patient, 3, how, timeout=4.0) for how in ("patient", "collective", "fails")]
+    groups = [Ranks(patient, 3, how, timeout=TIMEOUT) for how in ("patient", "collective", "fails")]
     waited, gave_up, failed = finish_all(groups)
     assert waited.statuses == [0, 0, 0] and waited.said == "", waited
     assert 0 not in gave_up.statuses, gave_up

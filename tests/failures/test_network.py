@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import zeroshard
+from tests.failures.common import wait_until_noted
 from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
@@ -33,8 +34,9 @@ def train_until_cut_off(rank: int, culprit: int, plan: str) -> None:
     for step in range(100_000):
         loss_of_tokens(model, rank, 0, step, 1).backward()
         optimizer.step()
-        if step == 3 and rank == culprit:
-            time.sleep(0.7)  # time for a heartbeat of the watch
+        if step == 3:
+            wait_until_noted()
+        if step == 4 and rank == culprit:  # after a step that all ranks have begun: each has waited above
             cut_off()
 
 

@@ -20,7 +20,7 @@ import torch
 
 import zeroshard
 from tests.checkpoint.common import Run, seed_all
-from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all
+from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all, wait_until_noted
 from tests.forked import Forked
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.comm import watch
@@ -150,14 +150,6 @@ def waiting_rank(rank: int, mark: Callable[[], Any], how: str) -> None:
     run.train([1, 2])
 
 
-def wait_until_noted() -> None:
-    """Wait until a heartbeat that began after this call has recorded this rank's position."""
-    current = watch.current()
-    assert current is not None
-    before = current.beats
-    wait_until(lambda: current.beats > before + 1)
-
-
 def elsewhere() -> None:
     time.sleep(2 * AT_ONCE)
 
@@ -203,10 +195,16 @@ def test_a_death_is_named_also_before_the_next_round_of_the_watch() -> None:
 
 
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 1 stays until its watch has looked at the others after their end."""
     zeroshard.init()
-    Run(rank, "zero1", "fp32").train([0]).handle.close()
+    run = Run(rank, "zero1", "fp32").train([0])
+    pids = run.handle.engine.collectives.exchange_objects(os.getpid())
+    run.handle.close()
     if rank == 1:
-        time.sleep(1.5)
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid != os.getpid()))
+        wait_until_noted()
+        current = watch.current()
+        assert current is not None and current._cause is None, current
 
 
 def test_who_has_done_its_work_may_leave_before_the_others() -> None:

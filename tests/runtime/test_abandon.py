@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch import nn
 import zeroshard
 from tests.failures.common import Ranks
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.patience import give_up_after
+from zeroshard.comm.messages import Announcement
 from zeroshard.runtime.life import Life
 from zeroshard.testing import run_ranks
 
@@ -98,22 +99,48 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
     run_ranks(check, 2, collective_timeout=60.0)
 
 
-def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it() -> None:
-    """The negative control: without `abandon`, `close` waits for the gather until the timeout."""
+def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without `abandon`, `close` and the end of the last reference wait for the gather until the
+    timeout."""
+    arrive, given_up = Announcement.arrive, []
 
-    def check(rank: int) -> str:
+    def noted(self: Announcement) -> None:
+        try:
+            arrive(self)
+        except RuntimeError as error:
+            given_up.append(str(error).lower())
+            raise
+
+    def waits(rank: int, way: str) -> list[str]:
         store = dist.distributed_c10d._get_default_store()
-        _, handle, _ = begin("zero3", mesh=dist.new_group([0, 1], timeout=timedelta(seconds=1)))
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+        model, handle, optimizer = begin("zero3", mesh=group)
+        given_up.clear()
         if rank == 1:
-            store.wait(["over"], LONG)
-        with pytest.raises(RuntimeError) if rank == 0 else nullcontext() as error:
-            if rank == 0:
+            store.wait([flag(way)], LONG)
+            handle.abandon()
+            return []
+        give_up_after(0.2, group)
+        if way == "close":
+            with pytest.raises(RuntimeError):
                 handle.close()
-        handle.abandon()
-        store.set("over", "")
-        return str(error.value) if rank == 0 else ""
+            handle.abandon()
+        else:
+            handle.engine.gatherer.start(handle.engine.units[0], "forward")
+        if way == "abandon":
+            handle.abandon()
+        del model, handle, optimizer
+        gc.collect()
+        store.set(flag(way), "")
+        return list(given_up)
 
-    assert "timed out waiting" in run_ranks(check, 2)[0].lower()
+    def check(rank: int) -> list[list[str]]:
+        return [waits(rank, way) for way in ("close", "drop", "abandon")]
+
+    monkeypatch.setattr(Announcement, "arrive", noted)
+    by_close, by_drop, after_abandon = run_ranks(check, 2)[0]
+    assert ["timed out waiting" in text for text in by_close + by_drop] == [True, True]
+    assert after_abandon == []
 
 
 def test_what_becomes_of_the_values() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -300,7 +300,8 @@ def test_frozen_between_two_micro_batches() -> None:
 
 
 def test_ranks_must_agree_in_what_requires_grad() -> None:
-    """Each case breaks the communication between the ranks, so each case starts new ranks."""
+    """Each case breaks the communication between the ranks, so each case starts new ranks. If one rank alone has
+    changed something, the first rank that finds out raises, and another one may wait until that rank has ended."""
 
     def different(rank: int, plan: Any) -> None:
         model = build()
@@ -315,13 +316,12 @@ def test_ranks_must_agree_in_what_requires_grad() -> None:
         zeroshard.shard(model, plan, units=nn.Linear)
         if rank == 1:
             model[0].requires_grad_(False)
-        with pytest.raises(RuntimeError, match=r"rank . is at a change of requires_grad"):
-            model(batch(rank, 0)).square().mean().backward()
+        model(batch(rank, 0)).square().mean().backward()
 
     for plan in (zeroshard.DDP, zeroshard.ZERO3):
         run_ranks(different, 2, plan)
-        with suppress(RankError):  # raised by the final barrier of `run_ranks`
-            run_ranks(one_alone, 2, plan, collective_timeout=2)
+        with pytest.raises(RankError, match=r"rank 1 is at a change of requires_grad"):
+            run_ranks(one_alone, 2, plan)
 
 
 def test_forward_alone_inside_unsharded_needs_no_agreement() -> None:
