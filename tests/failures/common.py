@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -83,6 +84,9 @@ class Ranks:
             os._exit(status)
 
     def wait_mark(self) -> None:
+        while not select.select([self._reader], [], [], 1.0)[0]:
+            ended = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in self.pids]
+            assert not all(ended), "all ranks have ended without a mark"
         os.read(self._reader, 1)
         self._marked = time.monotonic()
 
