@@ -4,19 +4,21 @@ another learning rate; gradients that had not been averaged were applied, each s
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from zeroshard.testing import run_ranks
 
-SHARDED = ["zero1", "zero2", "zero3"]
-PLANS = ["ddp", *SHARDED]
 Case = Callable[[int, Any, Any, Any], object]
 
 
@@ -29,19 +31,26 @@ def backward(model: nn.Module, rank: int, step: int = 0) -> None:
     model(torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
 
 
-def said_by_all(num_ranks: int, run: Callable[[int], object]) -> str:
-    """The message of the error that every rank raises; it must be the same on all ranks."""
+def said_by_all(num_ranks: int, *runs: Callable[[int, Any], object]) -> list[str]:
+    """The message of the error that each run raises on every rank; it must be the same on all ranks. "" for none.
 
-    def catch(rank: int) -> str:
-        try:
-            run(rank)
-        except (RuntimeError, ValueError) as error:
-            return str(error)
-        return ""
+    The runs share their ranks. Each one has a process group of its own, so that an error leaves no trace."""
 
-    found = run_ranks(catch, num_ranks, timeout=60.0, collective_timeout=20.0)
-    assert len(set(found)) == 1, found
-    return str(found[0])
+    def catch(rank: int) -> list[str]:
+        said = []
+        for run in runs:
+            group = dist.new_group(timeout=timedelta(seconds=20))
+            try:
+                run(rank, group)
+                said.append("")
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+        return said
+
+    first, *others = run_ranks(catch, num_ranks, timeout=300.0, collective_timeout=20.0)
+    for other in others:
+        assert other == first
+    return first
 
 
 # Only one rank calls a collective function ----------------------------------------------------------------------------
@@ -71,32 +80,31 @@ def zeros(rank: int, model: Any, handle: Any, optimizer: Any) -> None:
         optimizer.count_zero_gradients()
 
 
+COLLECTIVE: list[tuple[Case, str]] = [
+    (clip, "rank 0 at the 2-norm of a p.grad"),
+    (norm, "rank 0 at the 2-norm of a p.grad"),
+    (other_norm, "rank 0 at the 1-norm of a p.grad .*, rank 1 at the 2-norm"),
+    (state, "rank 1 at optimizer.state"),
+    (zeros, "rank 0 at optimizer.count_zero_gradients"),
+]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("ask", "named"),
-    [
-        (clip, "rank 0 at the 2-norm of a p.grad"),
-        (norm, "rank 0 at the 2-norm of a p.grad"),
-        (other_norm, "rank 0 at the 1-norm of a p.grad .*, rank 1 at the 2-norm"),
-        (state, "rank 1 at optimizer.state"),
-        (zeros, "rank 0 at optimizer.count_zero_gradients"),
-    ],
-)
-def test_one_rank_alone_asks_for_what_is_collective(ask: Case, named: str, num_ranks: int) -> None:
+def test_one_rank_alone_asks_for_what_is_collective(num_ranks: int) -> None:
     """Earlier, the bytes of the other ranks' step were read as a norm, and gloo aborted the other process (SIGABRT)."""
-    plans = ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]
-    for plan in plans:
 
-        def run(rank: int, plan: str = plan) -> None:
-            model = build()
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            backward(model, rank)
-            ask(rank, model, handle, optimizer)
-            optimizer.step()
+    def run(rank: int, group: Any, ask: Case, plan: str) -> None:
+        model = build()
+        handle = zeroshard.shard(model, plan, mesh=group)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        backward(model, rank)
+        ask(rank, model, handle, optimizer)
+        optimizer.step()
 
-        said = said_by_all(num_ranks, run)
-        assert re.search(named, said) and "Both are collective" in said, said
+    cases = list(itertools.product(COLLECTIVE, ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]))
+    found = said_by_all(num_ranks, *(partial(run, ask=ask, plan=plan) for (ask, _), plan in cases))
+    for ((_, named), plan), said in zip(cases, found, strict=True):
+        assert re.search(named, said) and "Both are collective" in said, (plan, said)
 
 
 def test_rows_of_other_lengths_and_long_rows() -> None:
@@ -121,11 +129,13 @@ def test_rows_of_other_lengths_and_long_rows() -> None:
 class Run:
     """One rank's training. Subclasses do something else on rank 1; `named` is the pattern of the error."""
 
-    def __init__(self, rank: int, plan: str, num_steps: int = 3) -> None:
-        self.rank, self.num_steps = rank, num_steps
+    named = ""
+
+    def __init__(self, rank: int, group: Any, plan: str) -> None:
+        self.rank = rank
         self.model = build()
         self.module: Any = self.model
-        self.handle = zeroshard.shard(self.model, plan)
+        self.handle = zeroshard.shard(self.model, plan, mesh=group)
         self.optimizer = self.optimize()
 
     def optimize(self) -> Any:
@@ -141,12 +151,24 @@ class Run:
         backward(self.model, self.rank, step)
 
     def train(self) -> None:
-        for step in range(self.num_steps):
+        for step in range(3):
             self.optimizer.zero_grad()
             self.backward(step)
             self.edit(step)
             self.optimizer.step()
             self.after(step)
+
+
+def expect_named(num_ranks: int, cases: Iterable[tuple[type[Run], str]]) -> None:
+    """Under its plan, each run raises the error that its class names, on every rank."""
+    cases = list(cases)
+
+    def run(rank: int, group: Any, differs: type[Run], plan: str) -> None:
+        differs(rank, group, plan).train()
+
+    found = said_by_all(num_ranks, *(partial(run, differs=differs, plan=plan) for differs, plan in cases))
+    for (differs, plan), said in zip(cases, found, strict=True):
+        assert re.search(differs.named, said.replace("rank 0 and 2", "rank 0")), (differs, plan, said)
 
 
 class OtherLr(Run):
@@ -277,13 +299,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("differs", SETTINGS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_rank_says_which_setting_differs(differs: Any, num_ranks: int) -> None:
-    plans = ["ddp", "zero3"] if num_ranks == 2 else ["zero1", "zero2"]
-    for plan in plans:
-        said = said_by_all(num_ranks, lambda rank, plan=plan: differs(rank, plan).train())
-        assert re.search(differs.named, said.replace("rank 0 and 2", "rank 0")), said
+def test_every_rank_says_which_setting_differs(num_ranks: int) -> None:
+    expect_named(num_ranks, itertools.product(SETTINGS, ["ddp", "zero3"] if num_ranks == 2 else ["zero1", "zero2"]))
 
 
 class OtherFactor(Run):
@@ -309,12 +327,10 @@ class OtherTorchClip(Run):
         nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3 * (1 + (self.rank == 1)))
 
 
-@pytest.mark.parametrize("differs", [OtherFactor, FactorOnOne, OtherTorchClip])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_rank_says_what_was_done_to_a_gradient(differs: Any, num_ranks: int) -> None:
-    for plan in ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]:
-        said = said_by_all(num_ranks, lambda rank, plan=plan: differs(rank, plan).train())
-        assert re.search(differs.named, said.replace("rank 0 and 2", "rank 0")), said
+def test_every_rank_says_what_was_done_to_a_gradient(num_ranks: int) -> None:
+    plans = ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]
+    expect_named(num_ranks, itertools.product([OtherFactor, FactorOnOne, OtherTorchClip], plans))
 
 
 def test_after_a_difference_ranks_go_on() -> None:
@@ -356,36 +372,35 @@ class DiscardedOnOne(Run):
             self.module[0].bias.grad = None
 
 
-@pytest.mark.parametrize("differs", [FactorUnderDdp, DiscardedOnOne])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradients_that_one_rank_alone_has_changed_under_ddp(differs: Any, num_ranks: int) -> None:
+def test_gradients_that_one_rank_alone_has_changed_under_ddp(num_ranks: int) -> None:
     """Found one step later, as weights that differ between ranks."""
-    said = said_by_all(num_ranks, lambda rank: differs(rank, "ddp").train())
-    assert re.search(differs.named, said), said
+    expect_named(num_ranks, itertools.product([FactorUnderDdp, DiscardedOnOne], ["ddp"]))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_that_nobody_averages(num_ranks: int) -> None:
     """A model without DDP, and an optimizer built from its parameters: each shard took its own rank's gradient."""
 
-    def run(rank: int, *, missing: bool = False, averaged: bool = False) -> None:
+    def run(rank: int, group: Any, *, missing: bool = False, averaged: bool = False) -> None:
         model = build()
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
         for step in range(2):
             optimizer.zero_grad()
             backward(model, rank, step)
             for parameter in model.parameters():
                 if averaged:
-                    torch.distributed.all_reduce(parameter.grad)
+                    dist.all_reduce(parameter.grad)
             if missing and rank == 1:
                 model[2].bias.grad = None
             if averaged and not missing:
                 model[0].bias.grad = None  # on every rank
             optimizer.step()
 
-    said = said_by_all(num_ranks, run)
-    assert "that of parameter number 3 has other values on rank 1 than on rank 0" in said
-    assert "DistributedDataParallel" in said
-    said = said_by_all(num_ranks, lambda rank: run(rank, missing=True, averaged=True))
-    assert "parameter number 3 has one on rank 0, and none on rank 1" in said
-    run_ranks(lambda rank: run(rank, averaged=True), num_ranks)
+    local, missing, fine = said_by_all(
+        num_ranks, run, partial(run, missing=True, averaged=True), partial(run, averaged=True)
+    )
+    assert "that of parameter number 3 has other values on rank 1 than on rank 0" in local
+    assert "DistributedDataParallel" in local
+    assert "parameter number 3 has one on rank 0, and none on rank 1" in missing
+    assert fine == ""

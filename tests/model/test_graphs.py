@@ -380,10 +380,7 @@ JOBS = {
 }
 
 
-AWKWARD = Together(
-    {name: replace(job, micro_batches=2) for name, job in JOBS.items()},
-    on_three=["own parameters", "tiny", "rank-dependent", "bf16, quantised"],
-)
+AWKWARD = Together(JOBS, on_three=["own parameters", "tiny", "rank-dependent", "bf16, quantised"])
 
 
 @pytest.mark.parametrize("name", JOBS)

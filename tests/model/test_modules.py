@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,10 +184,7 @@ JOBS: dict[str, Job] = {
     "functools.partial": Job(model=Partial),
     "containers, checkpointed": Job(model=partial(WrappingCheckpointed, "dataclass")),
 }
-UNUSUAL = Together(
-    {name: replace(job, micro_batches=2) for name, job in JOBS.items()},
-    on_three=["containers, bf16", "hooks of the user"],
-)
+UNUSUAL = Together(JOBS, on_three=["containers, bf16", "hooks of the user"])
 
 
 @pytest.mark.parametrize("name", JOBS)

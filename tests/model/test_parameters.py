@@ -3,7 +3,6 @@ process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -121,7 +120,7 @@ JOBS: dict[str, Job] = {
 
 
 UNUSUAL = Together(
-    {name: replace(job, micro_batches=2) for name, job in JOBS.items()},
+    JOBS,
     on_three=["tied across units", "tied across units, units by size", "unused on all ranks", "units of one parameter"],
 )
 
