@@ -76,7 +76,8 @@ test-everything: $(STAMP)
 		tests/step/test_scaling.py tests/real_models/test_transformers.py tests/parity/test_random.py \
 		tests/model/test_graphs.py tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py \
 		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py tests/runtime/test_replicated_reads.py \
-		tests/runtime/test_losses.py tests/runtime/test_large.py tests/outside/test_deepspeed_zero.py
+		tests/runtime/test_losses.py tests/runtime/test_large.py tests/outside/test_deepspeed_zero.py \
+		tests/storage/test_memory_bounds.py tests/parity/test_wild.py
 
 # The fault tests with their full counts, whose figures docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

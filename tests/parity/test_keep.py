@@ -37,6 +37,10 @@ def tied() -> nn.Module:
     return Net(tied=True, blocks=2)
 
 
+def untied() -> nn.Module:
+    return Net(blocks=2)
+
+
 def half() -> nn.Module:
     """A model that is bf16 before it is sharded."""
     return Net(blocks=1).to(BF16)
@@ -49,9 +53,17 @@ def scale_for(precision: MixedPrecision) -> Any:
 def jobs() -> list[Job]:
     sgd: dict[str, Any] = {"optimizer": torch.optim.SGD, "defaults": {"lr": 0.1, "momentum": 0.9}}
     by_precision = [
-        Job(precision=precision, model=model, units=units, micro_batches=k, scale=scale_for(precision), **options)
+        Job(
+            precision=precision,
+            model=model,
+            units=units,
+            micro_batches=k,
+            scale=scale_for(precision),
+            steps=3,
+            **options,
+        )
         for precision, (model, units, k, options) in itertools.product(
-            PRECISIONS.values(), ((Net, Block, 1, {}), (tied, None, 3, sgd))
+            PRECISIONS.values(), ((untied, Block, 1, {}), (tied, None, 3, sgd))
         )
     ]
     return [*by_precision, Job(precision=PRECISIONS["bf16"], model=half)]

@@ -6,6 +6,7 @@ inner optimizer.)
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_methods_of_the_class_reach_the_weights(precision: str | None, elementwi
     def check(rank: int) -> Any:
         logs, found = [], []
         for plan in PLANS:
-            model = make(Net)
+            model = make(partial(Net, blocks=1))
             handle = zeroshard.shard(model, plan, units=Block, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, ScheduleFree, elementwise=elementwise)
 
@@ -103,7 +104,7 @@ def test_methods_of_the_class_reach_the_weights(precision: str | None, elementwi
             assert all(same_bits(a, b) for a, b in zip(found[0], others, strict=True))
         assert not same_bits(found[0][0], found[0][1])
         if precision is None:
-            model = make(Net)
+            model = make(partial(Net, blocks=1))
             plain = ScheduleFree(model.parameters())
             loss_of = lambda step: sum(loss_of_tokens(model, r, 0, step) for r in range(3)) / 3  # noqa: E731
             state = lambda: {name: value.clone() for name, value in model.state_dict().items()}  # noqa: E731

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import zeroshard
+from tests.grids import EVERYTHING
 from zeroshard.comm import native_transport
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh
@@ -34,6 +35,8 @@ from zeroshard.testing import run_ranks
 
 MB = 10**6
 WIDTH = 768  # of torch's test; for smaller widths the bounds are scaled
+STEPS = 3 if EVERYTHING else 2
+"""The second step has optimizer state."""
 
 
 class Block(nn.Module):
@@ -174,7 +177,7 @@ def adam(before: Callable[[], None]) -> type[torch.optim.Adam]:
     return Adam
 
 
-def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = 3) -> tuple[list[Any], list[Any]]:
+def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = STEPS) -> tuple[list[Any], list[Any]]:
     """(phase, bytes, the bound) of each phase of each step; (phase, counted by the engine, planned)."""
     choose(transport)
     pool_plan.KEPT_BYTES = pool_plan.KEPT_BYTES * width**2 // WIDTH**2
@@ -240,7 +243,7 @@ def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> N
 def test_the_numbers_of_torchs_test() -> None:
     """3 blocks of 28 MB on 2 ranks: at most 144 MB in forward, 187 in backward and in the step, 160 at rest; the
     second step, too."""
-    for phases, counted in run_ranks(found, 2, 2, WIDTH, "shared", 2):
+    for phases, counted in run_ranks(found, 2, 2, WIDTH, "shared"):
         by_phase = {phase: (most / MB, bound / MB) for phase, most, bound in phases[:5]}
         assert {phase: round(bound) for phase, (_, bound) in by_phase.items()} == {
             "init": 71, "forward": 144, "backward": 187, "step": 187, "rest": 160,
