@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
-from tests.model.test_graphs import data
 from zeroshard.layout import cuts
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
@@ -414,15 +413,3 @@ def test_a_handle_that_is_kept_is_seen() -> None:
         del kept
 
     run_ranks(check, 2)
-
-
-def test_partial_evaluation_inside_unsharded_needs_no_agreement() -> None:
-    def check(rank: int) -> None:
-        model, handle, optimizer = start("zero3")
-        steps(model, optimizer, rank, range(1))
-        with handle.unsharded(), torch.no_grad():
-            for step in range(rank + 1):  # each rank as often as it likes
-                assert model(data(rank, 0, step)).isfinite().all()
-        steps(model, optimizer, rank, range(1, 2))
-
-    run_ranks(check, 3)

@@ -153,13 +153,11 @@ def job(name: str, units: Any = None) -> Job:
 
 
 def settings(name: str) -> list[tuple[Any, Plan]]:
-    """All plans with a model's first policy of units; with the other policies, one plan with full weights and one
-    without."""
+    """All plans, or one with full weights and one without, with a model's first policy of units. The other policies
+    only under ZERO3: where weights are there in full, a forward reads them whatever the units are."""
     first, *others = CASES[name][1]
     plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
-    return [(first, plan) for plan in plans] + [
-        (u, plan) for u in others for plan in (zeroshard.ZERO1, zeroshard.ZERO3)
-    ]
+    return [(first, plan) for plan in plans] + [(units, zeroshard.ZERO3) for units in others]
 
 
 def run(rank: int, name: str, units: Any, plan: Plan) -> Result:

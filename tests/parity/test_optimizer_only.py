@@ -33,7 +33,7 @@ def loss(model: nn.Module, rank: int, step: int, micro_batch: int = 0) -> torch.
 
 
 def train(
-    rank: int, sharded: bool, options: dict[str, Any], *, tied: bool = False, micro_batches: int = 1, clip: float = 0.0
+    rank: int, sharded: bool, options: dict[str, Any], *, tied: bool = False, micro_batches: int = 1
 ) -> tuple[State, Any]:
     """Four steps under torch DDP, with a scheduler; plain or sharded optimizer."""
     ddp = DistributedDataParallel(make(partial(Net, tied=tied)))
@@ -48,9 +48,6 @@ def train(
         for micro_batch in range(micro_batches):
             with ddp.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
                 (loss(ddp, rank, step, micro_batch) / micro_batches).backward()
-        if clip:
-            norm = optimizer.clip_grad_norm_(clip) if sharded else nn.utils.clip_grad_norm_(ddp.parameters(), clip)
-            assert norm > 5 * clip
         optimizer.step()
         schedule.step()
     return {name: value.detach().clone() for name, value in ddp.module.state_dict().items()}, optimizer
@@ -70,8 +67,6 @@ def test_parity_with_a_plain_optimizer_under_ddp(num_ranks: int) -> None:
             logs.append(optimizer.handle.comm_log)
         fused = {"lr": 1e-2, "fused": True}
         assert largest_difference(train(rank, True, fused)[0], train(rank, False, fused)[0]) < 1e-6
-        clipped, plain = train(rank, True, ADAMW, clip=0.01)[0], train(rank, False, ADAMW, clip=0.01)[0]
-        assert largest_difference(clipped, plain) < 1e-6
         return logs
 
     for logs in zip(*run_ranks(check, num_ranks), strict=True):

@@ -14,6 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -295,7 +296,7 @@ def test_a_class_of_the_users_stays_what_it_is() -> None:
 def test_compiled_models_raise_as_well(how: str) -> None:
     def check(rank: int) -> None:
         warnings.simplefilter("ignore")  # warnings of the compiler
-        model = make(Reads)
+        model = make(partial(Reads, blocks=2))
         handle = zeroshard.shard(model, "zero3", units=Block)
         called: Any = model
         if how == "model":
