@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def trained(
     rank: int, plan: str, edit: Callable[[Any], None], precision: str | None = None, average: bool = False
 ) -> Any:
-    model = make(Net)
+    model = make(partial(Net, blocks=2))
     averaged = AveragedModel(model) if average else None
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)

@@ -13,6 +13,7 @@ Bytes per parameter with an optimizer whose state has s bytes per element (Adam 
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ import zeroshard
 from tests.grids import at, grid
 from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make
 from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
+from tests.storage.live import expect_accounted, live_storages
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
@@ -55,13 +57,13 @@ RESTING_CASES = grid(OPTIMIZERS, TABLE, PLAN_NUMBERS, (1, 2, 3, 4))
 STEPPING_CASES = grid(OPTIMIZERS, TABLE, PLAN_NUMBERS, (1, 3))
 
 
-def one_block() -> Net:
-    return Net(blocks=1)
+def small() -> Net:
+    return Net(blocks=2, tied=True)
 
 
 def trained(plan: Any, precision: Any, name: str, rank: int, steps: int = 1) -> tuple[nn.Module, Any, Any]:
     optimizer_class, defaults, _, _ = OPTIMIZERS[name]
-    model = make(one_block)
+    model = make(small)
     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, loss_scale=1.0, **defaults)
     for step in range(steps):
@@ -84,30 +86,28 @@ def expected_bytes(handle: Any, rank: int, a: int, b: int, state_bytes: int) -> 
 
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_every_row_is_exact_and_is_what_was_planned(num_ranks: int) -> None:
+def test_every_row_is_exact_and_planned_and_no_storage_is_forgotten(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
+        gc.freeze()
         logs = []
         for name, row, number in at(RESTING_CASES, num_ranks):
             _, _, state_bytes, scalars = OPTIMIZERS[name]
             precision, plan, (a, b) = TABLE[row][0], PLANS[number], TABLE[row][1][number]
-            model, handle, _optimizer = trained(plan, precision, name, rank)
+            before = live_storages()
+            model, handle, optimizer = trained(plan, precision, name, rank)
             memory, peak = handle.memory(), handle.memory(peak=True)
             found = sum(peak[kind] for kind in RESTING)
             assert found == expected_bytes(handle, rank, a, b, state_bytes), (name, precision, plan, memory)
+            assert memory["grads"] == (0 if plan in (zeroshard.ZERO2, zeroshard.ZERO3) else peak["grads"])
+            expect_accounted(handle, before)
             with torch.device("meta"):
-                on_meta = one_block()
-            assert memory == plan_memory(
-                on_meta,
-                plan,
-                num_ranks,
-                units=Block,
-                precision=precision,
-                rank=rank,
-                state_bytes_per_element=state_bytes,
-                state_scalars=scalars,
-            )
-            del model
+                on_meta = small()
+            options: dict[str, Any] = {"units": Block, "precision": precision, "rank": rank}
+            options |= {"state_bytes_per_element": state_bytes, "state_scalars": scalars}
+            assert memory == plan_memory(on_meta, plan, num_ranks, **options)
+            assert peak == plan_memory(on_meta, plan, num_ranks, **options, peak=True)
             logs.append(handle.comm_log)
+            del model, handle, optimizer
         return logs
 
     for logs in zip(*run_ranks(check, num_ranks), strict=True):

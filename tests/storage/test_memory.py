@@ -1,4 +1,4 @@
-"""The bytes held under each plan equal the table exactly, and a step in steady state allocates nothing."""
+"""A step in steady state allocates nothing, and what is deleted frees every byte."""
 
 from __future__ import annotations
 
@@ -12,89 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import at, grid
 from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make
-from zeroshard.model.absent import as_tensors
+from tests.storage.live import expect_accounted, live_storages, storages
+from tests.storage.test_bytes import RESTING, TABLE
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
-from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
 
-BF16 = torch.bfloat16
-TABLE = {
-    "fp32": ("fp32", ((16, 0), (8, 8), (4, 12), (0, 16))),
-    "bf16, fp32 gradient, master": ("bf16", ((18, 0), (6, 12), (2, 16), (0, 18))),
-    "fp16, fp32 gradient, master": ("fp16", ((18, 0), (6, 12), (2, 16), (0, 18))),
-    "bf16, 16-bit gradient, master": (MixedPrecision(grad=BF16), ((16, 0), (4, 12), (2, 14), (0, 16))),
-    "bf16, fp32 gradient, remainder": ("bf16-remainder", ((16, 0), (6, 10), (2, 14), (0, 16))),
-    "bf16, 16-bit gradient, remainder": (
-        MixedPrecision(grad=BF16, main="remainder"),
-        ((14, 0), (4, 10), (2, 12), (0, 14)),
-    ),
-}
-"""Bytes per parameter with Adam under DDP, ZERO1, ZERO2, ZERO3: (a, b) stands for a + b / d."""
-
-PLAN_NUMBERS = range(len(PLANS))
-RESTING_CASES = grid(TABLE, PLAN_NUMBERS, (1, 2, 3, 4))
-STEADY_CASES = grid(TABLE, PLAN_NUMBERS, (1, 3))
-
-RESTING = ("weights", "grads", "main", "state")
-ADAM_STATE_BYTES = 8
-
-
-def storages(tensors: list[Any]) -> dict[int, int]:
-    found = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            with as_tensors():
-                storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-def live_storages() -> dict[int, int]:
-    """Address -> bytes of every storage of a tensor that Python can reach, found without the engine's own records.
-
-    Call `gc.freeze()` first: objects that existed before (all of torch) are then left out of the search.
-    """
-    gc.collect()
-    return storages([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
-
-
-def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: int = 0, looks: int = 3000) -> None:
-    """The new storages of more than a few numbers add up to `memory()` and `stray` bytes.
-
-    Memory mapped from a peer counts as the peer's; the samples of gathered values are some KB, whatever the model. A
-    gloo thread releases the last tensor it has sent a moment after the call has returned, so the search is repeated.
-    """
-    memory = handle.memory()
-    shared = handle.engine.collectives.shared
-    old = before | storages(shared.mapped() if shared is not None else [])
-    old |= storages(handle.engine.collectives.samples.tensors())
-    for same in (optimizer.agreement.same for optimizer in handle.engine.claims.owners()):
-        old |= storages(same.tensors() if same is not None else [])
-    for _ in range(looks):
-        new = {at: size for at, size in live_storages().items() if at not in old and size > 64}
-        if sum(new.values()) == sum(memory.values()) - memory["scalars"] + stray:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{handle.plan}: found {sorted(new.values())} bytes, accounted for {memory}")
-
-
-def expected_bytes(handle: zeroshard.Handle, rank: int, replicated: int, sharded: int) -> int:
-    """The row's bytes for padded layouts. A shard that contains only padding is never stepped, and has no moments."""
-    total = 0
-    for unit in handle.engine.units:
-        layout = unit.layout
-        total += replicated * layout.numel + sharded * layout.shard_numel
-        mine = range(layout.num_shards) if handle.plan is zeroshard.DDP else [rank]
-        total -= sum(ADAM_STATE_BYTES * layout.shard_numel for shard in mine if not layout.fragments(shard))
-    return total
+STEADY_CASES = grid(TABLE, PLANS, (1, 3))
 
 
 def trained(plan: Plan, precision: Any, rank: int, steps: int = 2) -> tuple[nn.Module, zeroshard.Handle, Any]:
@@ -113,40 +44,12 @@ def run_steps(model: nn.Module, optimizer: Any, rank: int, steps: range, micro_b
         optimizer.zero_grad()
 
 
-@pytest.mark.by_gloo
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_resting_bytes_are_the_tables_and_no_storage_is_forgotten(num_ranks: int) -> None:
-    def check(rank: int) -> list[Any]:
-        gc.freeze()
-        logs = []
-        for row, number in at(RESTING_CASES, num_ranks):
-            precision, plan, (replicated, sharded) = TABLE[row][0], PLANS[number], TABLE[row][1][number]
-            before = live_storages()
-            model, handle, optimizer = trained(plan, precision, rank)
-            memory, peak = handle.memory(), handle.memory(peak=True)
-            expected = expected_bytes(handle, rank, replicated, sharded)
-            assert sum(peak[kind] for kind in RESTING) == expected, (plan, precision, peak)
-            assert memory["grads"] == (0 if plan in (zeroshard.ZERO2, zeroshard.ZERO3) else peak["grads"])
-            expect_accounted(handle, before)
-            with torch.device("meta"):
-                on_meta = Net(tied=True)
-            arguments = {"units": Block, "precision": precision, "rank": rank}
-            assert memory == plan_memory(on_meta, plan, num_ranks, **arguments)
-            assert peak == plan_memory(on_meta, plan, num_ranks, **arguments, peak=True)
-            logs.append(handle.comm_log)
-            del model, handle, optimizer
-        return logs
-
-    by_rank = run_ranks(check, num_ranks)
-    for logs in zip(*by_rank, strict=True):
-        expect_same_logs(logs)
-
-
 def test_per_parameter_the_bytes_approach_the_table() -> None:
-    """In a model large enough that padding is negligible, the bytes per parameter are those of the table."""
+    """In a model large enough that padding is negligible, the bytes per parameter are those of the table, with Adam in
+    fp32."""
 
     def check(rank: int) -> None:
-        for plan, (replicated, sharded) in zip(PLANS, TABLE["fp32"][1], strict=True):
+        for plan, (replicated, sharded) in zip(PLANS, ((16, 0), (8, 8), (4, 12), (0, 16)), strict=True):
             model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
             handle = zeroshard.shard(model, plan, units=nn.Linear)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, foreach=False)
@@ -248,8 +151,8 @@ def come_and_gone(handle: zeroshard.Handle) -> int:
 def test_a_steady_step_allocates_nothing(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for row, number in at(STEADY_CASES, num_ranks):
-            precision, plan = TABLE[row][0], PLANS[number]
+        for row, plan in at(STEADY_CASES, num_ranks):
+            precision = TABLE[row][0]
             model, handle, optimizer = trained(plan, precision, rank, steps=2)
             places = handle.memory()
             with Allocations() as seen:

@@ -1,0 +1,51 @@
+"""The storages that are alive, found without the engine's own records, to compare with what it accounts for."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+from torch import Tensor
+
+import zeroshard
+from zeroshard.model.absent import as_tensors
+
+
+def storages(tensors: list[Any]) -> dict[int, int]:
+    found = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            with as_tensors():
+                storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live_storages() -> dict[int, int]:
+    """Address -> bytes of every storage of a tensor that Python can reach, found without the engine's own records.
+
+    Call `gc.freeze()` first: objects that existed before (all of torch) are then left out of the search.
+    """
+    gc.collect()
+    return storages([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+
+
+def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: int = 0, looks: int = 3000) -> None:
+    """The new storages of more than a few numbers add up to `memory()` and `stray` bytes.
+
+    Memory mapped from a peer counts as the peer's; the samples of gathered values are some KB, whatever the model. A
+    gloo thread releases the last tensor it has sent a moment after the call has returned, so the search is repeated.
+    """
+    memory = handle.memory()
+    shared = handle.engine.collectives.shared
+    old = before | storages(shared.mapped() if shared is not None else [])
+    old |= storages(handle.engine.collectives.samples.tensors())
+    for same in (optimizer.agreement.same for optimizer in handle.engine.claims.owners()):
+        old |= storages(same.tensors() if same is not None else [])
+    for _ in range(looks):
+        new = {at: size for at, size in live_storages().items() if at not in old and size > 64}
+        if sum(new.values()) == sum(memory.values()) - memory["scalars"] + stray:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{handle.plan}: found {sorted(new.values())} bytes, accounted for {memory}")
