@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -92,11 +91,11 @@ def sharded_gan(rank: int, plan: Any, loss_scale: Any = None) -> tuple[dict[str,
 
 
 def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
-    """Bit-equal also with loss scales, as scaling by a power of two is exact in fp32."""
+    """Also with loss scales: scaling by a power of two is exact in fp32."""
 
     def check(rank: int) -> list[Any]:
         expected, logs = plain_gan(), []
-        for plan, loss_scale in itertools.product(PLANS, (None, "dynamic")):
+        for plan, loss_scale in [*((plan, "dynamic") for plan in PLANS), (zeroshard.ZERO3, None)]:
             weights, found = sharded_gan(rank, plan, loss_scale)
             assert same_bits(weights, expected), (plan, loss_scale)
             logs += found
