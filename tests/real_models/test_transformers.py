@@ -62,17 +62,26 @@ KEEP_ROUTERS = zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def expect_reference(jobs: list[Job], num_ranks: int, plans: Sequence[Sequence[Plan]] = ()) -> list[list[Outcome]]:
-    """Losses and weights under every plan are those of one process, bit for bit. Returns the outcomes of one process,
-    by job and rank.
+def references(*jobs: tuple[Job, int]) -> list[list[Outcome]]:
+    """The outcomes of one process, by job and rank. Each job comes with its number of ranks."""
+    return run_ranks(lambda rank: [train_reference(job, num_ranks) for job, num_ranks in jobs], 1)[0]
 
-    `plans`: the plans of each job; by default all plans."""
+
+def expect_reference(
+    jobs: list[Job],
+    num_ranks: int,
+    plans: Sequence[Sequence[Plan]] = (),
+    expected: Sequence[Sequence[Outcome]] = (),
+) -> None:
+    """Losses and weights under every plan are those of one process, bit for bit.
+
+    `plans`: the plans of each job; by default all plans. `expected`: the jobs' `references`, if they are there."""
     plans = plans or [PLANS] * len(jobs)
+    expected = expected or references(*((job, num_ranks) for job in jobs))
 
     def run(rank: int) -> list[list[Outcome]]:
         return [[train(job, plan, rank) for plan in plans[index]] for index, job in enumerate(jobs)]
 
-    expected = run_ranks(lambda rank: [train_reference(job, num_ranks) for job in jobs], 1)[0]
     found = run_ranks(run, num_ranks)
     for index, job in enumerate(jobs):
         for plan_index, plan in enumerate(plans[index]):
@@ -82,7 +91,6 @@ def expect_reference(jobs: list[Job], num_ranks: int, plans: Sequence[Sequence[P
                 assert same_bits(outcome.weights, expected[index][rank].weights), (plan, job)
             expect_same_logs([found[rank][index][plan_index].log for rank in range(num_ranks)])
         assert len({loss for of_rank in expected[index] for loss in of_rank.losses}) > 1
-    return expected
 
 
 def other_data(row: Row, model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
@@ -103,17 +111,22 @@ def test_every_step_is_that_of_one_process(name: str) -> None:
     row = ROWS[name]
     bf16 = KEEP_ROUTERS if name == "Switch" else "bf16"
     plans = [two_plans(name, job) for job in range(4)]
-    of_two = expect_reference([row.job(steps=STEPS), row.job(steps=STEPS, precision=bf16, units=None)], 2, plans[:2])
+    jobs_of_two = [row.job(steps=STEPS), row.job(steps=STEPS, precision=bf16, units=None)]
     with_default_units = [row.job(steps=STEPS, units=None)] if name in ("Llama", "T5", "Switch") else []
     jobs_of_three = [row.job(steps=STEPS, precision=bf16), *with_default_units]
-    of_three = expect_reference(jobs_of_three, 3, plans[2 : 2 + len(jobs_of_three)])
+    with_other_data = row.job(steps=STEPS, loss_of=partial(other_data, row))
+    first, second, *of_three, changed = references(
+        *((job, 2) for job in jobs_of_two), *((job, 3) for job in jobs_of_three), (with_other_data, 2)
+    )
+    of_two = [first, second]
+    expect_reference(jobs_of_two, 2, plans[:2], of_two)
+    expect_reference(jobs_of_three, 3, plans[2 : 2 + len(jobs_of_three)], of_three)
     # Controls: other data on one rank in one step, another precision, or one rank more give other results.
-    changed = run_ranks(lambda rank: train_reference(row.job(steps=STEPS, loss_of=partial(other_data, row)), 2), 1)[0]
     weights = [outcomes[0].weights for outcomes in (*of_two, *of_three, changed)]
     assert not any(same_bits(weights[i], weights[j]) for i in range(len(weights)) for j in range(i))
-    first = of_two[0][0].losses
-    assert first[:2] == changed[0].losses[:2] and first[2:] != changed[0].losses[2:]
-    assert first != of_two[0][1].losses
+    losses = first[0].losses
+    assert losses[:2] == changed[0].losses[:2] and losses[2:] != changed[0].losses[2:]
+    assert losses != first[1].losses
 
 
 def test_a_loss_from_the_middle_of_the_model() -> None:
@@ -124,9 +137,10 @@ def test_a_loss_from_the_middle_of_the_model() -> None:
         assert isinstance(out, hf.modeling_outputs.CausalLMOutputWithPast) and len(out.hidden_states) == 4
         return out.loss + 10 * out.hidden_states[1].float().square().mean()
 
-    (outcomes,) = expect_reference([ROWS["Llama"].job(steps=2, loss_of=loss_of)], 3)
-    plain = run_ranks(lambda rank: train_reference(ROWS["Llama"].job(steps=1), 1), 1)[0][0]
-    assert outcomes[0].losses[0] != plain.losses[0]
+    job = ROWS["Llama"].job(steps=2, loss_of=loss_of)
+    expected, plain = references((job, 3), (ROWS["Llama"].job(steps=1), 1))
+    expect_reference([job], 3, expected=[expected])
+    assert expected[0].losses[0] != plain[0].losses[0]
 
 
 def test_other_architectures() -> None:
@@ -308,8 +322,9 @@ def test_checkpointing_changes_nothing_but_memory(use_reentrant: bool) -> None:
     # Each model has two plans with one kind of checkpoint, and the other two plans with the other kind.
     turn = [(index + use_reentrant) % 2 for index in range(len(jobs))]
     plans = [PLANS if EVERYTHING else (PLANS[i], PLANS[2 + i]) for i in turn]
-    found = expect_reference(jobs, 2, plans)
-    plain = run_ranks(lambda rank: [train_reference(job, 2) for job in plain_jobs], 1)[0]
+    outcomes = references(*((job, 2) for job in (*jobs, *plain_jobs)))
+    found, plain = outcomes[: len(jobs)], outcomes[len(jobs) :]
+    expect_reference(jobs, 2, plans, found)
     for name, with_checkpoints, without in zip([*builds, "adapters"], found, plain, strict=True):
         same = same_bits(with_checkpoints[0].weights, without[0].weights)
         # A reentrant checkpoint, also in plain torch, keeps gradients only through positional inputs and outputs. Other
