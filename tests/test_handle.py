@@ -202,6 +202,8 @@ def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
         with handle.unsharded():
             for step in range(rank):  # rank 0 calls nothing
                 loss_of_tokens(model, rank, 0, step)
+                with torch.no_grad():
+                    assert loss_of_tokens(model, rank, 0, step).isfinite()
                 assert not any(parameter.isnan().any() for parameter in model.parameters())
             with handle.unsharded(write=True), torch.no_grad():
                 model.norm.weight.mul_(2)

@@ -46,9 +46,8 @@ def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tm
     def check(rank: int) -> None:
         before = {name: value.clone() for name, value in make(adapted).state_dict().items()}
         for number, plan in enumerate(PLANS):
-            found = train(
-                jobs[(number + (precision is None)) % 2], plan, rank
-            )  # the other units in the other precision
+            job = jobs[(number + (precision is None)) % 2]  # the other units in the other precision
+            found = train(job, plan, rank)
             assert found.losses == expected[rank].losses, plan
             assert same_bits(found.weights, expected[rank].weights), plan
             cast = {name: value.to(found.weights[name].dtype) for name, value in before.items()}
@@ -61,8 +60,10 @@ def test_adapters_train_and_the_model_under_them_stays(precision: str | None, tm
             with handle.unsharded(), torch.no_grad():
                 model.save_pretrained(folder)
                 loss = loss_of_text(model, rank, 0, 9)
-                plain = peft.PeftModel.from_pretrained(make(llama).to(loss.dtype), folder)
-                assert torch.equal(loss_of_text(plain.to(next(model.parameters()).dtype), rank, 0, 9), loss)
+                plain = peft.PeftModel.from_pretrained(make(llama), folder)
+                for parameter in plain.parameters():  # not the buffers: the frequencies of positions stay fp32
+                    parameter.data = parameter.data.to(next(model.parameters()).dtype)
+                assert torch.equal(loss_of_text(plain, rank, 0, 9), loss)
             handle.close()
             merged = model.merge_and_unload()
             assert isinstance(merged, hf.LlamaForCausalLM)

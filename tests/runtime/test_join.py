@@ -50,7 +50,7 @@ def joined(
     optimizer_class: Any = torch.optim.AdamW,
     **options: Any,
 ) -> dict[str, Any]:
-    model = make(partial(Net, blocks=1))
+    model = make(partial(Net, blocks=2))
     handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
     defaults = {"lr": 1e-2} if optimizer_class is not torch.optim.AdamW else {"lr": 1e-2, "foreach": False}
     optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, **defaults)
