@@ -96,11 +96,16 @@ TIMEOUT = 4.0
 
 def patient(rank: int, mark: Callable[[], Any], how: str) -> None:
     """Rank 0 works alone, for longer than the timeout of collectives, while the others wait."""
-    zeroshard.init()
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"{rank} comes", "")
+
+    def meet(what: str) -> None:
+        store.set(f"{rank} {what}", "")
+        store.wait([f"{other} {what}" for other in range(3)], timedelta(seconds=AT_ONCE))
+
+    meet("runs")  # on a busy machine ranks may start further apart than the timeout
+    zeroshard.init()
+    meet("waits")
     if rank == 0:
-        store.wait(["1 comes", "2 comes"], timedelta(seconds=AT_ONCE))
         mark()
         if how == "fails":
             raise ValueError("nothing to read")
