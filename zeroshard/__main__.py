@@ -15,8 +15,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name in _FROM_THE_EXTRA:
             print(
-                f"zeroshard: error: `zeroshard train` needs the package {error.name}, which comes with the extra "
-                "'train': pip install 'zeroshard[train]'",
+                f"zeroshard: error: `zeroshard {sys.argv[1]}` needs the package {error.name}, which comes with the "
+                "extra 'train': pip install 'zeroshard[train]'",
                 file=sys.stderr,
             )
             code = 2

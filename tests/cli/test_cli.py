@@ -14,7 +14,7 @@ import pytest
 from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import verify
-from zeroshard.cli.main import _other_names, main, run
+from zeroshard.cli.main import _continued, _other_names, main, run
 from zeroshard.train.ranks import cores
 
 SMALL = [
@@ -120,6 +120,38 @@ def test_help_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for option in ("--plan", "--nproc", "--resume", "--model.layers", "--batch.micro_batches", "--optimizer.clip"):
         assert option in out
+
+
+def test_a_continued_run_takes_its_own_copy_of_the_models_configuration(tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    (run_folder / "model").mkdir(parents=True)
+    (run_folder / "model" / "config.json").write_text("{}")
+    (run_folder / "config.toml").write_text('[model]\nconfig = "/gone/config.json"\n[optimizer]\nlr = 0.5\n')
+    config = _continued(run_folder, (), {"schedule.steps": 7})
+    assert config.model.config == str(run_folder / "model" / "config.json")
+    assert (config.run.out, config.schedule.steps, config.optimizer.lr) == (str(run_folder), 7, 0.5)
+    given = _continued(run_folder, (), {"model.config": "/other", "run.out": "/elsewhere"})
+    assert (given.model.config, given.run.out) == ("/other", "/elsewhere")
+
+
+def test_a_tokenizer_is_made_and_nothing_is_replaced_unasked(
+    text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "books.json"
+    make = ["tokenizer", str(out), "--data", str(text_folder), "--vocabulary", "300"]
+    assert run(make) == 0
+    assert capsys.readouterr().out == f"{out}: 300 tokens; zeroshard train --data.tokenizer {out}\n"
+    before = out.read_bytes()
+    for arguments, message in (
+        (make, "exists already (--force replaces it)"),
+        ([*make, "--force", "--data", "/nowhere"], "no text at /nowhere"),
+        (["tokenizer", str(out), "--vocabulary", "256"], "256 is not in the range x>=257"),
+    ):
+        assert run(arguments) == 2
+        assert message in capsys.readouterr().err
+        assert out.read_bytes() == before
+    assert run([*make, "--force", "--vocabulary", "310"]) == 0
+    assert out.read_bytes() != before
 
 
 WITHOUT_EXTRAS = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -159,7 +160,6 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
     from zeroshard.train.data import prepare
     from zeroshard.train.launch import already_refused, start_ranks, under_launcher
     from zeroshard.train.loop import train as train_this_rank
-    from zeroshard.train.release import FOLDER
     from zeroshard.train.run import default_folder
 
     if already_refused():
@@ -167,14 +167,7 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
     overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
     out = resolve(list(files), overrides).run.out
     saved, occupied = _saved_run(resume, out)
-    if saved is not None:
-        config = resolve([_saved_configuration(saved), *files], overrides)
-        config = with_values(config, run={"out": out or str(saved)})
-        kept = saved / FOLDER / "config.json"
-        if config.model.config and "model.config" not in overrides and kept.is_file():
-            config = with_values(config, model={"config": str(kept)})
-    else:
-        config = resolve(list(files), overrides)
+    config = resolve(list(files), overrides) if saved is None else _continued(saved, files, overrides)
     nproc = _number_of_ranks(config, overrides.get("parallel.nproc"))
     config = with_values(config, parallel={"nproc": nproc})
     check_divides(config)
@@ -205,13 +198,19 @@ def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
     return None if resume in ("auto", "never") else Path(resume), again or resume == "auto"
 
 
-def _saved_configuration(resume: Path) -> Path:
-    from zeroshard.train.config import UserError
+def _continued(saved: Path, files: tuple[Path, ...], overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a run that is continued: the saved one, overridden. A model of transformers is built from
+    the copy of its configuration in the run's folder, unless the command line names one."""
+    from zeroshard.train.config import UserError, resolve, with_values
+    from zeroshard.train.release import FOLDER
 
-    path = resume / "config.toml"
+    path, kept = saved / "config.toml", saved / FOLDER / "config.json"
     if not path.is_file():
-        raise UserError(f"--resume {resume}: expected the folder of a run, with {path.name} in it")
-    return path
+        raise UserError(f"--resume {saved}: expected the folder of a run, with {path.name} in it")
+    config = resolve([path, *files], overrides)
+    if config.model.config and "model.config" not in overrides and kept.is_file():
+        config = with_values(config, model={"config": str(kept)})
+    return with_values(config, run={"out": resolve(list(files), overrides).run.out or str(saved)})
 
 
 def _number_of_ranks(config: Config, asked: int | None) -> int:
