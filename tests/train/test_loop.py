@@ -1,5 +1,6 @@
 """The whole trainer on two ranks with a tiny model: every plan, resuming, and the written files."""
 
+import gzip
 import itertools
 import json
 import math
@@ -101,13 +102,23 @@ def test_all_plans_learn_and_agree_bit_for_bit(shared_text: Path, tmp_path: Path
     outcomes = run_ranks(
         train_in_turn,
         2,
-        [(tiny(shared_text, tmp_path / plan, parallel__plan=plan, batch__micro_batches=2),) for plan in plans],
+        [
+            (tiny(shared_text, tmp_path / plan, parallel__plan=plan, batch__micro_batches=2, run__timeline=3),)
+            for plan in plans
+        ],
     )
     assert outcomes[0] == outcomes[1]
     assert [outcome.step for outcome in outcomes[0]] == [6] * 4
     found = losses(tmp_path / "ddp")
     assert found[0] == pytest.approx(math.log(256), abs=0.05)
     assert found[-1] < found[0] - 0.5
+    for plan in plans:
+        held = rows(tmp_path / plan, "step")
+        assert {row["engine_bytes"] for row in held} == {held[0]["planned_bytes"]}, plan
+        for rank in (0, 1):
+            trace = json.loads(gzip.decompress((tmp_path / plan / f"timeline-{rank}.json.gz").read_bytes()))
+            assert {one["pid"] for one in trace["traceEvents"]} == {rank}
+            assert sum(one["name"] == "step: agree" for one in trace["traceEvents"]) == 2  # to clip, and to step
     for plan in ("zero1", "zero2", "zero3"):
         assert losses(tmp_path / plan) == found
         assert equal_states(tmp_path / plan, tmp_path / "ddp")
@@ -304,7 +315,8 @@ def test_what_a_run_leaves(plain: Path, shared_text: Path) -> None:
     assert resolve([out / "config.toml"], {}) == config
     first = rows(out, "step")[0]
     assert first["bits_per_byte"] == pytest.approx(first["loss"] / math.log(2))
-    assert first["engine_bytes"] > 0
+    assert first["engine_bytes"] == first["planned_bytes"] > 0
+    assert not list(out.glob("timeline*"))
     assert 0 <= first["communication_share"] <= 1
     assert [row["step"] for row in rows(out, "validation")] == [3, 6]
     tokens = config.batch.sequences * config.model.context

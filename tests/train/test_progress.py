@@ -35,6 +35,7 @@ RECORD = StepRecord(
     memory_bytes=412_000_000,
     peak_memory_bytes=430_000_000,
     engine_bytes=61_000_000,
+    planned_bytes=61_000_000,
     seconds=0.4,
     eta_seconds=123.0,
     data_seconds=0.004,
@@ -161,6 +162,21 @@ def test_the_summary_adds_up_a_session_and_knows_earlier_evaluations() -> None:
     ]
     summary.on_validation(ValidationRecord(12, 0.5))
     assert "0.5000 nats" in summary.lines()[2]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_other_bytes_than_planned_are_told_once(terminal: bool) -> None:
+    screen, file = console(force_terminal=terminal)
+    progress = Progress(screen, steps=25, log_every=10)
+    for step in range(1, 4):
+        progress.on_step(replace(RECORD, step=step))
+    progress.on_step(replace(RECORD, step=4, engine_bytes=5, applied=False))  # a skipped step makes no state
+    assert "WARNING" not in file.getvalue()
+    for step in range(5, 8):
+        progress.on_step(replace(RECORD, step=step, engine_bytes=61_000_001))
+    progress.close()
+    told = "step 5: WARNING: the engine holds 61,000,001 bytes, and 61,000,000 were planned: see the table at the end"
+    assert file.getvalue().count("WARNING") == 1 and told in file.getvalue()
 
 
 def test_table_of_bytes() -> None:

@@ -114,6 +114,7 @@ class RunConfig(_Section):
     out: str = Field("", description="run folder; default: runs/<date>-<time>")
     log_every: int = Field(10, ge=1, description="steps between lines when the output is not a terminal")
     log_seconds: float = Field(15.0, gt=0, description="seconds between lines that stay, on a terminal")
+    timeline: int = Field(0, ge=0, description="the step of which each rank writes a timeline for Perfetto; 0: none")
     save_every: int = Field(0, ge=0, description="steps between saves; 0: at the end and on request (SIGUSR1)")
     keep_last: int = Field(2, ge=1, description="how many of the newest saved steps are kept")
     keep_every: int | None = Field(None, ge=1, description="saved steps that are multiples of it are kept, too")

@@ -13,7 +13,8 @@ import resource
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -130,7 +131,8 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
     for step in range(first_step, last_step):
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
         lr = float(run.scheduler.get_last_lr()[0])
-        loss, result, data_seconds = train_step(run, step)
+        with recorded(run, step):
+            loss, result, data_seconds = train_step(run, step)
         if result.applied:
             run.scheduler.step()
 
@@ -153,6 +155,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             memory_bytes=memory,
             peak_memory_bytes=peak,
             engine_bytes=sum(run.handle.memory().values()),
+            planned_bytes=sum(run.planned_bytes.values()),
             seconds=now - step_began,
             eta_seconds=(now - began) / (done - first_step) * (config.schedule.steps - done),
             data_seconds=data_seconds,
@@ -171,6 +174,22 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         if save_now or (config.run.save_every and done % config.run.save_every == 0):
             save_run(run, done, background=True)
     return last_step
+
+
+@contextmanager
+def recorded(run: Run, step: int) -> Iterator[None]:
+    """A block around a step. If its timeline was asked for, each rank writes its own into the run's folder. Collective.
+
+    Raises:
+        UserError: on every rank: one cannot write the file.
+    """
+    if step + 1 != run.config.run.timeline:
+        yield
+        return
+    with run.handle.timeline() as timeline:
+        yield
+    path = run.folder / f"timeline-{run.ranks.rank}.json.gz"
+    run.ranks.together(lambda: timeline.export_chrome_trace(path))
 
 
 def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float]:

@@ -27,7 +27,8 @@ class StepRecord:
     communication_share: float  # part of the step's time spent waiting in collectives, 0 to 1
     memory_bytes: int  # allocated on the GPU; on a CPU the resident memory of the process
     peak_memory_bytes: int
-    engine_bytes: int  # live buffers of the sharding engine
+    engine_bytes: int  # live buffers of the sharding engine, measured after the step
+    planned_bytes: int  # the same, as planned before the run
     seconds: float
     eta_seconds: float
     data_seconds: float  # part of `seconds` in which rank 0 waited for its batches
@@ -71,6 +72,9 @@ _OF_A_STEP = (
     "data_seconds",
     "seconds",
     "memory_bytes",
+    "peak_memory_bytes",
+    "engine_bytes",
+    "planned_bytes",
 )
 
 

@@ -40,6 +40,7 @@ class Progress:
         self._shares, self._rates, self._flops = Smoothed(), Smoothed(), Smoothed()
         self._first: int | None = None
         self._next = clock() + log_seconds
+        self._has_warned = False
         self._live = Live(console=console, refresh_per_second=8, transient=False) if console.is_terminal else None
         if self._live:
             self._live.start()
@@ -58,6 +59,15 @@ class Progress:
             self._next = self._clock() + self._log_seconds
         if is_due or not record.applied:
             tell(self._console, fitting(parts, self._console.width if self._live else None))
+        self._compare(record)
+
+    def _compare(self, record: StepRecord) -> None:
+        """Print a warning, once, if the engine does not hold what was planned. (After a skipped step the optimizer may
+        not have made its state yet.)"""
+        if record.applied and record.engine_bytes != record.planned_bytes and not self._has_warned:
+            self._has_warned = True
+            found = f"the engine holds {record.engine_bytes:,} bytes, and {record.planned_bytes:,} were planned"
+            tell(self._console, f"step {record.step}: WARNING: {found}: see the table at the end")
 
     def _smoothed(self, record: StepRecord) -> StepRecord:
         return replace(
