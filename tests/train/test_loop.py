@@ -155,6 +155,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(shared_text: Path, tmp_path: Pat
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert rows(tmp_path / "parts", "validation") == rows(tmp_path / "whole", "validation")
     assert equal_states(tmp_path / "parts", tmp_path / "whole")
+    applied = [row for out in ("parts", "whole") for row in rows(tmp_path / out, "step") if row["applied"]]
+    assert {row["engine_bytes"] for row in applied} == {applied[0]["planned_bytes"]}
 
 
 def skipping(text: Path, out: Path, **overrides: object) -> Config:
