@@ -1,8 +1,10 @@
-"""Planning before a run: `plan` (memory, messages, files), `fit` (which configurations fit), and a dry run."""
+"""Planning before a run: `plan` (memory, messages, files), `fit` (which configurations fit), a dry run, and a
+simulated fabric (how much communication is exposed)."""
 
 from zeroshard.planning.activations import Trace as Trace
 from zeroshard.planning.activations import Workload as Workload
 from zeroshard.planning.dry_run import dry_run as dry_run
+from zeroshard.planning.fabric import simulated_fabric as simulated_fabric
 from zeroshard.planning.fit import Candidate as Candidate
 from zeroshard.planning.fit import fit as fit
 from zeroshard.planning.forecast import Configuration as Configuration
@@ -13,3 +15,8 @@ from zeroshard.planning.moments import Moment as Moment
 from zeroshard.planning.time_model import MACHINES as MACHINES
 from zeroshard.planning.time_model import Machine as Machine
 from zeroshard.planning.time_model import StepTime as StepTime
+from zeroshard.planning.wire import Fabric as Fabric
+from zeroshard.planning.wire import Network as Network
+from zeroshard.planning.wire import ProcessorClock as ProcessorClock
+from zeroshard.planning.wire import Transfer as Transfer
+from zeroshard.planning.wire import WallClock as WallClock
