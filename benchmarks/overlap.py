@@ -14,8 +14,9 @@ sum, "waited", is the same quantity without the noise of two measurements. In ea
 on every network, in random order; only ratios of medians are printed. A turn runs one step that is not timed, so that
 the timed one begins as in training: with the gathers that the last step has started.
 
-The rates of the networks are given for a computer on which the plain step takes `REFERENCE` seconds. They are scaled to
-the plain step measured here, so that the ratio of computation to communication does not depend on the machine.
+The rates of the networks are given for a computer on which the plain step takes `REFERENCE` seconds. They are scaled by
+the median of the plain steps that have been measured here so far: the ratio of computation to communication does not
+depend on the machine.
 
 What the comparison does not show: FSDP1 and FSDP2 hide communication by CUDA streams. With tensors on the CPU there are
 none, and a collective without `async_op` is waited for where it is issued. FSDP2 has a setting that makes its gathers
@@ -158,7 +159,7 @@ class Turns:
         for phase, run in zip(PHASES, self._phases(contender, tokens), strict=True):
             run()
             after = self._waited()
-            waited[phase] = after - before  # only what is positive
+            waited[phase] = after - before
             before = after
         return waited
 
@@ -205,16 +206,16 @@ def measure(ranks: int, options: argparse.Namespace) -> Turns:
         turns = Turns(fabric, contenders, options)
         for name in contenders:
             for _ in range(options.warmup):
-                turns.take(name, "", INSTANT)
-        factor = statistics.median(turns.seconds["plain", ""][options.warmup // 2 :]) / REFERENCE
-        networks = {"instant": INSTANT} | {name: scaled(NETWORKS[name], factor) for name in options.networks}
-        all_turns = [("plain", "instant", INSTANT)] + [
-            (name, *network) for name in options.contenders for network in networks.items()
-        ]
+                turns.take(name, "warm-up", INSTANT)
         for index in range(options.rounds):
-            random.Random(index).shuffle(all_turns)
-            for turn in all_turns:
-                turns.take(*turn)
+            for _ in range(3):
+                turns.take("plain", "instant", INSTANT)
+            factor = statistics.median(turns.seconds["plain", "instant"]) / REFERENCE
+            networks = {"instant": INSTANT} | {name: scaled(NETWORKS[name], factor) for name in options.networks}
+            round_ = [(name, network) for name in options.contenders for network in networks]
+            random.Random(index).shuffle(round_)
+            for name, network in round_:
+                turns.take(name, network, networks[network])
     return turns
 
 
