@@ -38,8 +38,10 @@ _BACKENDS = f"cpu:{NAME},cuda:fake"
 @contextmanager
 def simulated_fabric(ranks: int, network: Network, *, rank: int = 0, clock: Clock | None = None) -> Iterator[Fabric]:
     """A block in which this process is one rank of many, for models on the CPU. The default process group, and all
-    groups that are created inside, share one simulated wire. Values are as described above: build the optimizer of
-    zeroshard with `non_finite="ignore"`. Checkpoints cannot be saved.
+    groups that are created inside, share one simulated wire.
+
+    No values are exchanged: what other ranks would send is copied from this rank. Losses of sharded models have no
+    meaning, so build the optimizer of zeroshard with `non_finite="ignore"`. Checkpoints cannot be saved.
 
     Args:
         ranks: number of ranks in the world.
