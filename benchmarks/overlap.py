@@ -35,11 +35,12 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import Contender, torch_ddp, torch_fsdp2, torch_zero
+from step_time import PLANS, Contender, Setting, Version, plain, torch_ddp, torch_fsdp2, torch_zero
 from torch import Tensor, nn
 
 import zeroshard
@@ -60,38 +61,31 @@ NETWORKS = {
 """`blocking` is a control: slow, and each collective is waited for where it is issued, so all of it is exposed."""
 INSTANT = Network(latency=0.0, bandwidth=math.inf)
 PHASES = ("forward", "backward", "step")
-Adamw = dict[str, Any]
 
 
-def plain(model: nn.Module, adamw: Adamw) -> Contender:
-    return _of_torch(model, adamw)
-
-
-def ours(plan: str, model: nn.Module, adamw: Adamw) -> Contender:
+def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
     handle = zeroshard.shard(model, plan, units=Block)
     # The values received from ranks that do not exist are copies, so losses have no meaning.
-    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", **adamw)
-    return Contender(model, optimizer, optimizer.clip_grad_norm_, handle.engine.gatherer.settle)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", **setting.adamw)
+    return Contender(version, model, optimizer, optimizer.clip_grad_norm_, handle.engine.gatherer.settle)
 
 
-def torch_fsdp1(model: nn.Module, adamw: Adamw) -> Contender:
+def torch_fsdp1(version: Version, model: nn.Module, setting: Setting) -> Contender:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    return _of_torch(
-        FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy([Block]),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-            forward_prefetch=True,
-        ),
-        adamw,
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy([Block]),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        forward_prefetch=True,
     )
+    return plain(version, wrapped, setting)
 
 
-def torch_fsdp2_async(model: nn.Module, adamw: Adamw) -> Contender:
-    contender = torch_fsdp2(model, adamw, "cpu")
+def torch_fsdp2_async(version: Version, model: nn.Module, setting: Setting) -> Contender:
+    contender = torch_fsdp2(version, model, setting)
     model._set_unshard_async_op(True)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     model.set_modules_to_forward_prefetch(blocks[:1])
@@ -100,18 +94,13 @@ def torch_fsdp2_async(model: nn.Module, adamw: Adamw) -> Contender:
     return contender
 
 
-def _of_torch(model: nn.Module, adamw: Adamw) -> Contender:
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw)
-    return Contender(model, optimizer, lambda max_norm: None)
-
-
-BUILDERS: dict[str, Callable[[nn.Module, Adamw], Contender]] = {
+BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
     "plain": plain,
-    **{plan: lambda model, adamw, plan=plan: ours(plan, model, adamw) for plan in ("ddp", "zero1", "zero2", "zero3")},
+    **{plan: partial(ours, plan) for plan in PLANS},
     "torch DDP": torch_ddp,
     "torch ZeRO": torch_zero,
     "torch FSDP1": torch_fsdp1,
-    "torch FSDP2": lambda model, adamw: torch_fsdp2(model, adamw, "cpu"),
+    "torch FSDP2": torch_fsdp2,
     "torch FSDP2 async": torch_fsdp2_async,
 }
 
@@ -197,12 +186,13 @@ def scaled(network: Network, factor: float) -> Network:
 def measure(ranks: int, options: argparse.Namespace) -> Turns:
     clock: Clock = ProcessorClock() if options.clock == "processor" else WallClock()
     config = ModelConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
-    adamw = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+    version = Version(None)
+    setting = Setting({"lr": 1e-4, "weight_decay": 0.1, "fused": True}, torch.float32, "cpu")
     with simulated_fabric(ranks, INSTANT, rank=options.rank, clock=clock) as fabric:
         contenders = {}
         for name in ["plain", *options.contenders]:
             torch.manual_seed(0)
-            contenders[name] = BUILDERS[name](GPT(config, options.vocabulary), adamw)
+            contenders[name] = BUILDERS[name](version, GPT(config, options.vocabulary), setting)
         turns = Turns(fabric, contenders, options)
         for name in contenders:
             for _ in range(options.warmup):
