@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
@@ -28,6 +31,7 @@ from zeroshard.storage.main_weights import join_remainder, split_remainder
 
 
 def one_rank_exchanges(checks: Checks, setting: Setting) -> None:
+    _started_by_init(checks, setting)
     jobs = {name: JOBS[name] for name in ((FEW[0], FEW[-1]) if setting.is_small else JOBS)}
     few = {name: jobs[name] for name in FEW[: 1 if setting.is_small else None]}
     with one_rank(setting.device):
@@ -40,6 +44,43 @@ def one_rank_exchanges(checks: Checks, setting: Setting) -> None:
         checks.expect("gathers, reductions, all-to-all and sums were sent", kinds >= _KINDS, ", ".join(sorted(kinds)))
         alone = train(JOBS["fp32"], zeroshard.ZERO3, 0).log.entries
         checks.expect("without the switch nothing is sent (control)", not alone, len(alone))
+
+
+def examples(checks: Checks, setting: Setting) -> None:
+    """The commands of the README, as a user runs them first."""
+    plain = _last_line(checks, "python examples/train_plain.py", "examples/train_plain.py")
+    alone = _last_line(checks, "python examples/train_sharded.py", "examples/train_sharded.py")
+    checks.expect_equal("plain and sharded, on one rank, end with the same loss", alone, plain)
+    if not setting.is_small:
+        ranks = str(max(setting.num_gpus, 1))
+        program = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            ranks,
+            "examples/train_sharded.py",
+        )
+        found = _last_line(checks, f"torchrun --nproc-per-node {ranks} examples/train_sharded.py", *program)
+        checks.expect("torchrun's ranks print a loss", "loss" in found, found)
+
+
+def _last_line(checks: Checks, what: str, *arguments: str) -> str:
+    status, output = run_python(*arguments)
+    checks.text(what, output)
+    checks.expect_equal(f"{what}: status", status, 0)
+    lines = [line for line in output.splitlines() if "loss" in line]
+    return lines[-1].strip() if lines else ""
+
+
+def _started_by_init(checks: Checks, setting: Setting) -> None:
+    device = zeroshard.init()
+    try:
+        checks.expect_equal("the device that `zeroshard.init()` returns", device.type, setting.device)
+        few = {"fp32": JOBS["fp32"]}
+        compare(checks, "after `zeroshard.init()`", [under_all_plans(0, few)], references(0, few, 1))
+    finally:
+        dist.destroy_process_group()
 
 
 _KINDS = {"all_gather", "reduce_scatter", "all_to_all", "exchange"}
@@ -249,15 +290,27 @@ OF_THE_HOST = (
 
 def suites(checks: Checks, setting: Setting) -> None:
     """pytest, with the backend whose ranks share a device."""
-    small = ["tests/parity/test_plans.py", "-k", "all_plans_step_the_same_vectors"]
-    for timing in ("late",) if setting.is_small else ("early", "late"):
-        chosen_tests = small if setting.is_small else [*SUITES, *(f"--deselect={test}" for test in OF_THE_HOST)]
-        status, output = run_pytest(chosen_tests, timing)
-        checks.text(f"pytest, {timing}", "\n".join(output.splitlines()[-30:]))
-        checks.expect(f"all tests pass, {timing}", status == 0, output.rstrip().rpartition("\n")[2])
+    if setting.is_small:
+        found = run_pytest("late", "tests/parity/test_plans.py", "-k", "all_plans_step_the_same_vectors")
+        _tell_tests(checks, "one test, late", *found)
+        return
+    runs = [(timing, file) for timing in ("late", "early") for file in SUITES]
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) // 4, 1)) as pool:  # each test has up to four ranks
+        left_out = [f"--deselect={test}" for test in OF_THE_HOST]
+        found_of_all = pool.map(lambda run: run_pytest(*run, *left_out), runs)
+        for (timing, file), found in zip(runs, found_of_all, strict=True):
+            _tell_tests(checks, f"{file}, {timing}", *found)
 
 
-def run_pytest(arguments: list[str], timing: str) -> tuple[int, str]:
+def _tell_tests(checks: Checks, what: str, status: int, output: str) -> None:
+    checks.expect(f"{what}: all tests pass", status == 0, output.rstrip().rpartition("\n")[2])
+    if status:
+        checks.text(what, "\n".join(output.splitlines()[-40:]))
+
+
+def run_pytest(timing: str, *arguments: str) -> tuple[int, str]:
     """Its status and output. Only pytest is needed, none of the plugins that `pyproject.toml` has options for."""
     of_pytest = ["-c", "tests/gpu/suites.ini", "--rootdir", str(ROOT), "-q", *arguments]
-    return run_python("-m", "pytest", *of_pytest, variables={"ZEROSHARD_TEST_BACKEND": timing})
+    status, output = run_python("-m", "pytest", *of_pytest, variables={"ZEROSHARD_TEST_BACKEND": timing})
+    print(output, flush=True)
+    return status, output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -325,18 +324,56 @@ def profile(checks: Checks, setting: Setting) -> None:
     shape = TINY if setting.is_small else MIDDLE
     what = "operations" if setting.is_small else "launches"
     with one_rank(setting.device):
-        rows = [["plain torch", *_totals(_profiled(_plain_step(shape), shape, setting.device), setting.device)]]
+        rows = [["plain torch", *_totals(_profiled(_plain_step(shape), shape, setting), setting.device)]]
         for exchanges, switch in SWITCHES.items():
             for plan in (zeroshard.ZERO3,) if setting.is_small else (zeroshard.DDP, zeroshard.ZERO3):
+                case = f"{plan}, {exchanges}"
                 with switch():
-                    _, step = _trainer(shape, plan, "bf16")
-                    events = _profiled(step, shape, setting.device)
-                phases = _phases(events, setting.device)
-                rows.append([f"{plan}, {exchanges}", *_totals(events, setting.device)])
-                header = ["phase", "calls", f"{what} per call", "host µs per call", "host µs in all"]
-                checks.table(f"{plan}, {exchanges}: one step of {shape.layers} blocks", header, phases)
-                checks.expect(f"{plan}, {exchanges}: the phases are named", len(phases) > 5, len(phases))
+                    handle, step = _trainer(shape, plan, "bf16")
+                    events = _profiled(step, shape, setting, f"trace-{plan}-{exchanges.replace(' ', '-')}")
+                rows.append([case, *_totals(events, setting.device)])
+                spans = _spans(events, setting.device)
+                _show_spans(checks, f"{case}: one step of {shape.layers} blocks", what, spans)
+                update = next(span for span in spans if span.phase == "step: update")
+                pieces = sum(len(s.state.pieces) for o in handle.engine.claims.owners() for s in o.steppers)
+                each = f"{update.launches / pieces:.1f} {what} and {update.micros / pieces:.1f} µs of the host for each"
+                checks.note(f"{case}: the update of {pieces} pieces", each)
+                checks.expect(f"{case}: phases and units are named", len({s.unit for s in spans}) > shape.layers)
+                checks.expect(f"{case}: {what} were counted", sum(s.launches for s in spans) > 20)
     checks.table("A whole step", ["", what, "host ms"], rows)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of the engine in the profile of a step. A range may lie inside another. `unit`: "" if it is of none."""
+
+    phase: str
+    unit: str
+    launches: int
+    micros: float
+
+
+def _show_spans(checks: Checks, title: str, what: str, spans: Sequence[Span]) -> None:
+    """Two tables: by phase, over all units; by unit, over all phases that are no part of another."""
+    header = ["", "calls", f"{what} per call", "host µs per call", "host µs in all"]
+    checks.table(f"{title}, by phase", header, _sums([(span.phase, span) for span in spans]))
+    outer = [span for span in spans if span.phase not in _INNER and span.unit]
+    checks.table(f"{title}, by unit", header, _sums([(span.unit, span) for span in outer]))
+
+
+_INNER = ("all_gather", "reduce_scatter", "all_to_all", "replicate", "exchange")
+"""Ranges of collectives: they lie inside those of phases."""
+
+
+def _sums(named: Sequence[tuple[str, Span]]) -> list[list[str]]:
+    groups: dict[str, list[Span]] = {}
+    for name, span in named:
+        groups.setdefault(name, []).append(span)
+    rows = []
+    for name, spans in groups.items():
+        n, launches, micros = len(spans), sum(s.launches for s in spans), sum(s.micros for s in spans)
+        rows.append([name, str(n), f"{launches / n:.1f}", f"{micros / n:.0f}", f"{micros:.0f}"])
+    return sorted(rows, key=lambda row: -int(row[-1]))
 
 
 def _plain_step(shape: Shape) -> Callable[[Tensor], None]:
@@ -353,19 +390,21 @@ def _plain_step(shape: Shape) -> Callable[[Tensor], None]:
     return step
 
 
-def _profiled(step: Callable[[Tensor], None], shape: Shape, device: str) -> list[Any]:
-    """The events of the host in one step."""
+def _profiled(step: Callable[[Tensor], None], shape: Shape, setting: Setting, file: str = "") -> list[Any]:
+    """The events of the host in one step. `file`: the trace's, for a viewer (of a GPU)."""
     from torch.profiler import ProfilerActivity
 
-    tokens = shape.tokens().to(DEVICE)
+    tokens, on_gpu = shape.tokens().to(DEVICE), setting.device == "cuda"
     for _ in range(3):
         step(tokens)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         with torch.profiler.record_function("whole step"):
             step(tokens)
-        if device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
+    if on_gpu and file:
+        profiler.export_chrome_trace(str(setting.folder / f"{file}.json.gz"))
     return [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
 
 
@@ -381,24 +420,17 @@ def _totals(events: Sequence[Any], device: str) -> list[str]:
     return [str(launches), f"{whole.time_range.elapsed_us() / 1e3:.2f}"]
 
 
-def _phases(events: Sequence[Any], device: str) -> list[list[str]]:
-    """For each phase, over all units: calls, launches inside, time of the host. A phase may lie inside another."""
-    spans = [event for event in events if event.name.startswith("zeroshard::")]
+def _spans(events: Sequence[Any], device: str) -> list[Span]:
     starts = [(event.thread, event.time_range.start) for event in events if _is_launch(event, device)]
-    calls, launches, micros = Counter[str](), Counter[str](), Counter[str]()
-    for span in spans:
-        name, begin, end = (
-            span.name.removeprefix("zeroshard::").partition("(")[0],
-            span.time_range.start,
-            span.time_range.end,
-        )
-        calls[name] += 1
-        micros[name] += span.time_range.elapsed_us()
-        launches[name] += sum(thread == span.thread and begin <= start <= end for thread, start in starts)
-    return [
-        [name, str(n), f"{launches[name] / n:.1f}", f"{micros[name] / n:.0f}", f"{micros[name]:.0f}"]
-        for name, n in sorted(calls.items(), key=lambda item: -micros[item[0]])
-    ]
+    found = []
+    for event in events:
+        if not event.name.startswith("zeroshard::"):
+            continue
+        phase, _, unit = event.name.removeprefix("zeroshard::").rstrip(")").partition("(")
+        begin, end = event.time_range.start, event.time_range.end
+        launches = sum(thread == event.thread and begin <= start <= end for thread, start in starts)
+        found.append(Span(phase, unit, launches, event.time_range.elapsed_us()))
+    return found
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------

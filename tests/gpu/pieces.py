@@ -12,6 +12,7 @@ from tests.gpu.checks import Checks, Setting, Skip
 
 FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
     "versions": costs.versions,
+    "examples": correct.examples,
     "one-rank": correct.one_rank_exchanges,
     "arithmetic": correct.arithmetic,
     "delays": correct.delays,

@@ -47,6 +47,7 @@ class Piece:
 
 PIECES = (
     Piece("versions", "torch, CUDA, NCCL and the GPUs", 120),
+    Piece("examples", "the README's commands end, and plain and sharded training print the same loss", 180),
     Piece("one-rank", "one rank over NCCL that gathers and reduces as if it had peers: the bits of one process", 240),
     Piece("arithmetic", "what must be exact has the same bits on the GPU as on the host", 120),
     Piece("delays", "the same, with random sleeps before collectives and kernels; a dropped wait is found", 240),
@@ -61,7 +62,7 @@ PIECES = (
     Piece("profile", "kernels and microseconds of the host, per phase and unit", 180),
     Piece("large", "a GPT of about 1 B parameters in bf16: steps, tokens, MFU, peak memory against the plan", 420),
     Piece("step-time", "benchmarks/step_time.py against plain torch, DDP and FSDP2", 420),
-    Piece("suites", "tests of the engine with models on the GPU, several ranks each", 600),
+    Piece("suites", "tests of the engine with models on the GPU, several ranks each", 900),
 )
 
 

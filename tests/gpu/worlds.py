@@ -163,7 +163,7 @@ class Sleeps:
         def late(transport: NativeTransport, *args: Any) -> Pending:
             with self._apart():
                 for sum_ in args:
-                    if isinstance(sum_, Sum) and not _overlap(sum_.out, sum_.full):
+                    if isinstance(sum_, Sum) and sum_.portions.is_whole and not _overlap(sum_.out, sum_.full):
                         _spoil(sum_.out)
                 return method(transport, *args)
 
