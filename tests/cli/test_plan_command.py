@@ -13,6 +13,7 @@ import torch
 import zeroshard
 from tests.cli.test_commands import said
 from tests.kit import Block, Net
+from zeroshard.cli.models import _loss_of
 from zeroshard.planning import Configuration
 
 NET = "tests.kit:Net"
@@ -96,6 +97,13 @@ def test_it_starts_neither_trainer_nor_process_group() -> None:
         "assert not dist.is_initialized() and not {'pydantic', 'rich', 'tomli_w', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_model_without_anything_to_differentiate_is_named() -> None:
+    """It was a bare StopIteration."""
+    with pytest.raises(ValueError, match="the output of Identity has no loss and no tensor that requires grad"):
+        _loss_of(torch.nn.Identity(), torch.zeros(2))
+    assert _loss_of(torch.nn.Identity(), torch.ones(2, requires_grad=True)) == 1.0
 
 
 def inputs(sequences: int, tokens: int | None) -> torch.Tensor:
