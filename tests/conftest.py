@@ -25,6 +25,10 @@ with suppress(ImportError):  # a GPU machine may have only torch and pytest (`ma
     hypothesis.settings.load_profile("repeatable")
 
 
+if os.environ.get("ZEROSHARD_TEST_DEVICE", "cpu") == "cpu":
+    # Ranks are forked, and could not use CUDA once this process has. What is tested here runs on CPUs anyway.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 _OWN_FOLDER = pytest.StashKey[str]()
 
 gc.disable()  # until all tests are imported: imports leave next to no garbage

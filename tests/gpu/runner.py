@@ -218,11 +218,12 @@ def main(arguments: Sequence[str] | None = None, popen: type[subprocess.Popen[An
         result = results[-1]
         words = [f"{result.verdict:<10}", f"{result.seconds:5.0f} s", f"{result.checks:>8}", result.remark]
         print(f"\r{piece.name:<10} {'  '.join(words)}".rstrip(), flush=True)
-        options.report.write_text(report_of(results, machine))
+        report = report_of(results, machine)
+        options.report.write_text(report)
         if result.is_bad and piece is PIECES[0]:
             print("The other pieces need what this one found missing.")
             break
-    print(f"\n{report_of(results, machine)}\n{options.report.resolve()}")
+    print(f"\n{report}\n{options.report.resolve()}")
     return int(any(result.is_bad for result in results))
 
 
