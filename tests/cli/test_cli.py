@@ -208,6 +208,8 @@ def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tm
     assert steps(parts) == list(range(1, done + 4))
     assert "validation loss" in out
     assert "def " in (parts / "sample.txt").read_text()
+    assert out.endswith(f"report {parts / 'report.html'}\n")
+    assert f"resumed after step {done}" in (parts / "report.html").read_text()
 
 
 def test_refusal_of_the_ranks_is_reported_once(text_folder: Path, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def metadata_of(wheel: Path) -> Parser:
 def test_what_is_packed(built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zeroshard").rglob("*.py")} | {"zeroshard/py.typed"}
+    files |= {f"zeroshard/report/{name}" for name in ("page.css", "page.js", "picture.css")}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         notes = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}

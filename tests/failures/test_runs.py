@@ -24,6 +24,7 @@ from tests.failures.common import FULL, SEED, Ended, Ranks
 from tests.forked import Forked
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import Reader, newest_good, steps
+from zeroshard.report import read_run
 from zeroshard.train.config import Config, resolve
 from zeroshard.train.loop import train
 
@@ -45,6 +46,7 @@ SETTINGS = {
     "parallel.precision": "fp16",
     "optimizer.loss_scale": 2.0**18,
     "optimizer.loss_scale_growth": 4,
+    "run.report": False,
     "run.save_every": 3,
 }
 
@@ -223,5 +225,6 @@ def test_the_launcher_starts_all_ranks_again(calm: tuple[Path, Path, float], tmp
         said.seek(0)
         text_said = said.read()
     assert "resumed after step" in text_said, text_said
+    assert [start.restarts for start in read_run(out).starts] == [0, 1]
     assert history(out) == history(whole)
     expect_equal_states(out, whole, but="rank/")  # the state of Python's `random`, which the trainer does not use

@@ -30,6 +30,7 @@ ROOMS = [
     "checkpoint",
     "exchange",
     "planning",
+    "report",
     "integrations",
     "train",
     "cli",

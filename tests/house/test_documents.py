@@ -146,5 +146,6 @@ def test_the_picture_shows_what_the_planner_says() -> None:
 
 def test_the_other_pictures_are_those_of_their_scripts() -> None:
     assert script_of("plans.py").draw() == drawn("plans.svg"), "run plans.py again"
+    assert script_of("buffer_map.py").picture() == drawn("buffer-map.svg"), "run buffer_map.py again"
     for name, draw in script_of("explained.py").PICTURES.items():
         assert draw() == drawn(name), "run explained.py again"

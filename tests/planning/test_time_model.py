@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -69,3 +71,22 @@ def test_bad_input() -> None:
         time("zero3", tokens=0)
     with pytest.raises(ValueError, match="flops of a machine must be positive"):
         Machine(flops=0, memory=1, latency=0, bandwidth=1)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_the_timeline_is_the_same_step(plan: str, overlaps: bool) -> None:
+    """It ends at the total, its computations do not overlap, and what they leave is exposed."""
+    machine = Machine(flops=1e9, memory=1e9, latency=1e-4, bandwidth=1e6, overlaps=overlaps)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    chosen = Configuration(plan=plan, ranks=4, units=nn.Linear, device="cpu", transport="native", micro_batches=2)
+    planned = zeroshard.plan(model, chosen)
+    spans, step = planned.timeline(machine, 1000), planned.time(machine, 1000)
+    assert max(span.stop for span in spans) == pytest.approx(step.total)
+    computes = [span for span in spans if span.lane == "compute"]
+    assert all(a.stop <= b.start + 1e-9 for a, b in itertools.pairwise(computes))
+    idle = step.total - sum(span.stop - span.start for span in computes)
+    assert idle == pytest.approx(step.exposed) and idle > 0
+    sent = sum(span.stop - span.start for span in spans if span.lane != "compute")
+    assert sent == pytest.approx(step.communication)

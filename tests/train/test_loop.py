@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import zeroshard
 from tests.checkpoint.faults import disk_with
 from tests.patience import AT_ONCE
 from zeroshard.checkpoint import Reader, steps
+from zeroshard.cli.main import run as run_command
 from zeroshard.comm import watch
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop
@@ -39,6 +41,7 @@ TINY = {
     "evaluation.every": 3,
     "evaluation.windows": 6,
     "evaluation.sample_tokens": 4,
+    "run.report": False,
 }
 
 
@@ -330,6 +333,31 @@ def test_what_a_run_leaves(plain: Path, shared_text: Path) -> None:
         assert {"model/blocks.0.mlp.down.weight", "optimizer/exp_avg/blocks.0.mlp.down.weight"} <= {
             *reader.manifest.tensors
         }
+
+
+def test_the_engine_holds_what_the_page_of_the_run_says(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The records of a real run: a start, and bytes by kind that equal the plan. The page has them."""
+    out = plain / "whole"
+    (start,) = rows(out, "start")
+    assert (start["step"], start["ranks"], start["restarts"]) == (0, 2, 0)
+    assert [row["step"] for row in rows(out, "memory")] == [1, 2]
+    assert run_command(["report", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out / 'report.html'}\n"
+    compared = re.findall(r"<td>([^<]*)</td></tr>", (out / "report.html").read_text().partition("at most: planned")[2])
+    until = compared.index(next(cell for cell in compared if cell != "equal"))
+    assert until >= 5, "planned and measured differ"
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(plain: Path) -> None:
+    class Fake:
+        folder = plain / "nowhere"
+        config = resolve([plain / "whole" / "config.toml"], {})
+        ranks = type("Ranks", (), {"world_size": 2, "device": torch.device("cpu")})
+
+    line = loop.written_report(Fake())  # type: ignore[arg-type]
+    assert line.startswith("NO report was written (InvalidValue: ") and str(Fake.folder) in line
+    Fake.folder = plain / "whole"
+    assert loop.written_report(Fake()) == f"report {Fake.folder / 'report.html'}"  # type: ignore[arg-type]
 
 
 def test_which_steps_stay(shared_text: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The command line: arguments only. `train` has one option per configuration field, generated from `train.config`.
 
 The trainer is imported for `train` alone (and for a plan of its model); the commands for checkpoints are in
-`commands.py`, that for plans in `plan.py`.
+`commands.py`, those for plans and pages in `plan.py` and `report.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import zeroshard
 from zeroshard.checkpoint import steps
 from zeroshard.cli.commands import COMMANDS, Damaged, printable
 from zeroshard.cli.plan import plan
+from zeroshard.cli.report import report
 from zeroshard.cli.tokenizer import tokenizer
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def main() -> None:
     """Sharded data-parallel training for PyTorch."""
 
 
-for _command in (*COMMANDS, plan, tokenizer):
+for _command in (*COMMANDS, plan, report, tokenizer):
     main.add_command(_command)
 
 

@@ -68,7 +68,7 @@ def describe(text: str, inputs: str | None = None) -> Described:
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".toml":
-        return described_by_the_trainer(path)[0]
+        return _described_by_the_trainer(path)
     if path.suffix == ".json":
         return _of_transformers(path)
     if ":" in text:
@@ -79,39 +79,28 @@ def describe(text: str, inputs: str | None = None) -> Described:
     )
 
 
-def described_by_the_trainer(path: Path) -> tuple[Described, Config]:
-    """The model and settings of a configuration file of the trainer, and the configuration itself.
+def configuration_file(path: Path) -> Config:
+    """A configuration file of the trainer.
 
     Raises:
         ValueError: the file is not such a configuration, or the extra `train` is not installed.
     """
     with _needing("the trainer's model", "zeroshard[train]"):
         from zeroshard.train.config import UserError, resolve
-        from zeroshard.train.language import build_language
-        from zeroshard.train.tokenizer import tokenizer_of
     try:
-        config = resolve([path], {})
-        with torch.device("meta"):
-            language = build_language(config.model, tokenizer_of(config.data).vocabulary)
+        return resolve([path], {})
     except UserError as error:
         raise InvalidValue(str(error)) from error
-    batch = config.batch
-
-    def workload(sequences: int, tokens: int | None) -> Workload:
-        shape = sequences, tokens or config.model.context
-
-        def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-
-        return Workload(inputs, lambda model, given: language.loss(*given), num_tokens=math.prod(shape))
-
-    accumulation = batch.micro_batches, batch.reduce_every_micro_batch
-    return Described(language.model, language.units, _by_dimensions, *accumulation, workload), config
 
 
-def _by_dimensions(name: str, parameter: nn.Parameter) -> bool:
-    """The trainer's param group of a parameter: True for matrices, which have weight decay. As in `make_optimizer`."""
-    return parameter.dim() >= 2
+def _described_by_the_trainer(path: Path) -> Described:
+    config = configuration_file(path)
+    from zeroshard.train.planned import by_dimensions, language_of, workload_of
+
+    language = language_of(config)
+    accumulation = config.batch.micro_batches, config.batch.reduce_every_micro_batch
+    workload = partial(workload_of, config, language)
+    return Described(language.model, language.units, by_dimensions, *accumulation, workload)
 
 
 def _of_transformers(path: Path) -> Described:

@@ -20,6 +20,7 @@ from zeroshard.placement import PLANS, as_plan
 from zeroshard.planning import MACHINES, Configuration, Forecast, Workload, fit
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import Candidate, in_units
+from zeroshard.report import facts_of, write_plan
 
 _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
@@ -72,6 +73,7 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--phases", is_flag=True, help="each phase on its own")
 @click.option("--each-unit", is_flag=True, help="of the first row, each unit: its size, and whether it is held in full")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
+@click.option("--save", type=click.Path(path_type=Path), help="write a plan file, for zeroshard report")
 def plan(model: str | None, run: Path | None, **options: Any) -> None:
     """Show what each rank will hold, send and write.
 
@@ -104,6 +106,8 @@ def plan(model: str | None, run: Path | None, **options: Any) -> None:
     ]
     choices = {"plans": options["plans"], "precisions": options["precisions"]}
     if options["budget"]:
+        if options["save"] is not None:
+            raise InvalidValue("--save goes without --fit: choose one of what fits, and save its plan")
         # If the configuration names units, `fit` tries no other sizes. So leave the model's own units out.
         free = [replace(one, units=units if options["units"] else None) for one in several]
         _show_fit([fit(described.model, options["budget"], one, **choices) for one in free], **options)
@@ -113,6 +117,8 @@ def plan(model: str | None, run: Path | None, **options: Any) -> None:
         for one, precision, name in itertools.product(several, options["precisions"], options["plans"])
     ]
     _show(forecasts, **options)
+    if options["save"] is not None:
+        write_plan(facts_of(model, forecasts, options["machine"]), options["save"])
 
 
 def _units(text: str | None, model: Any) -> UnitPolicy:

@@ -14,6 +14,7 @@ from zeroshard.planning.forecast import plan as plan
 from zeroshard.planning.moments import Moment as Moment
 from zeroshard.planning.time_model import MACHINES as MACHINES
 from zeroshard.planning.time_model import Machine as Machine
+from zeroshard.planning.time_model import Span as Span
 from zeroshard.planning.time_model import StepTime as StepTime
 from zeroshard.planning.wire import Fabric as Fabric
 from zeroshard.planning.wire import Network as Network

@@ -6,9 +6,9 @@ the files of a checkpoint (tests check it). The model may be on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,10 +29,12 @@ from zeroshard.planning.activations import Trace, Workload
 from zeroshard.planning.disk import Checkpoint
 from zeroshard.planning.moments import Moment, moments
 from zeroshard.planning.optimizers import GroupOf, Needs, Optimizers, needs_of, num_groups
-from zeroshard.planning.time_model import Machine, StepTime, machine_named, step_time
+from zeroshard.planning.time_model import Machine, Span, StepTime, machine_named, step_time, timeline
 from zeroshard.planning.traffic import Schedule, step_events
 
 MOST_RANKS = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +200,18 @@ class Forecast:
         Raises:
             ValueError: an unknown preset; the number of tokens is not known.
         """
+        return self._by_the_model(step_time, machine, tokens)
+
+    def timeline(self, machine: Machine | str, tokens: int | None = None) -> tuple[Span, ...]:
+        """The same step in time, by the same model: computations and messages with their begin and end."""
+        return self._by_the_model(timeline, machine, tokens)
+
+    def _by_the_model(self, model: Callable[..., T], machine: Machine | str, tokens: int | None) -> T:
         workload = self.configuration.workload
         tokens = tokens or (workload.num_tokens if workload is not None else 0)
         if not tokens:
             raise InvalidValue("the time of a step depends on the tokens of a micro-batch: pass tokens=...")
-        return step_time(
+        return model(
             self.training,
             self.events,
             machine_named(machine) if isinstance(machine, str) else machine,

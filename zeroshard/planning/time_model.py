@@ -15,8 +15,8 @@ not slow each other down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.errors import InvalidValue
@@ -133,17 +133,69 @@ def step_time(
         tokens: in one micro-batch of one rank.
         recompute: whether forward runs a second time in backward.
     """
-    of_forward = {unit.spec.name: FORWARD * unit.layout.numel * tokens / machine.flops for unit in training.units}
-    backward = (BACKWARD + FORWARD * recompute) / FORWARD
-    compute = sum(of_forward.values()) * (1 + backward) * micro_batches
+    runs = _runs(training, machine, tokens, micro_batches, recompute)
+    compute = sum(run.seconds for run in runs)
     update = _bytes_of_update(training) / machine.memory
     messages = _Messages.of(training, events, machine)
     exposed = messages.total
     if machine.overlaps:
-        runs = [Run(unit.spec.name, "forward", of_forward[unit.spec.name]) for unit in training.units]
-        back = [Run(run.unit, "backward", run.seconds * backward) for run in reversed(runs)]
-        exposed = min(exposed, messages.exposed([*runs, *back] * micro_batches, micro_batches))
+        exposed = min(exposed, messages.exposed(runs, micro_batches))
     return StepTime(compute, update, messages.total, exposed)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a step: seconds from its begin. `lane`: "compute", "gathers", "reductions" or "others"; `phase`:
+    "forward", "backward" or "step"."""
+
+    lane: str
+    unit: str
+    phase: str
+    start: float
+    stop: float
+
+
+def timeline(
+    training: Training,
+    events: Mapping[CommEvent, int],
+    machine: Machine,
+    *,
+    tokens: int,
+    micro_batches: int = 1,
+    recompute: bool = False,
+) -> tuple[Span, ...]:
+    """When each unit computes, and when its messages are under way; the last span ends at `step_time(...).total`. The
+    arguments are those of `step_time`."""
+    messages = _Messages.of(training, events, machine)
+    spans = list(messages.schedule(_runs(training, machine, tokens, micro_batches, recompute), micro_batches))
+    if not machine.overlaps:
+        spans = _one_after_the_other(spans)
+    end = max((span.stop for span in spans), default=0.0)
+    others, update = messages.others, _bytes_of_update(training) / machine.memory
+    return (
+        *spans,
+        Span("others", "control and owners", "step", end, end + others),
+        Span("compute", "update", "step", end + others, end + others + update),
+    )
+
+
+def _one_after_the_other(spans: Sequence[Span]) -> list[Span]:
+    """The spans without overlap, in the order in which they start; of equal ones, messages first."""
+    now, result = 0.0, []
+    for span in sorted(spans, key=lambda one: (one.start, one.lane == "compute")):
+        result.append(replace(span, start=now, stop=now + span.stop - span.start))
+        now = result[-1].stop
+    return result
+
+
+def _runs(training: Training, machine: Machine, tokens: int, micro_batches: int, recompute: bool) -> list[Run]:
+    """The computations of a step, in their order."""
+    backward = (BACKWARD + FORWARD * recompute) / FORWARD
+    forward = [
+        Run(unit.spec.name, "forward", FORWARD * unit.layout.numel * tokens / machine.flops) for unit in training.units
+    ]
+    back = [Run(run.unit, "backward", run.seconds * backward) for run in reversed(forward)]
+    return [*forward, *back] * micro_batches
 
 
 def _bytes_of_update(training: Training) -> int:
@@ -191,7 +243,12 @@ class _Messages:
         return sum(self.of_units.values()) + self.others
 
     def exposed(self, runs: Sequence[Run], micro_batches: int) -> float:
-        """The seconds for which computation waits for messages.
+        """The seconds for which computation waits for messages."""
+        end = max((span.stop for span in self.schedule(runs, micro_batches)), default=0.0)
+        return end - sum(run.seconds for run in runs) + self.others
+
+    def schedule(self, runs: Sequence[Run], micro_batches: int) -> Iterator[Span]:
+        """Computations and messages in time, without those of `others`.
 
         Args:
             runs: of all units, in the order in time. While one computes, the next unit's weights are gathered.
@@ -200,19 +257,27 @@ class _Messages:
         def of(kind: str, run: Run, phase: str = "") -> float:
             return self.of_units.get((kind, run.unit, phase or run.phase), 0.0) / (1 if phase else micro_batches)
 
-        now = reduced = 0.0
+        def message(lane: str, run: Run, phase: str, start: float, seconds: float) -> Iterator[Span]:
+            if seconds:
+                yield Span(lane, run.unit, phase, start, start + seconds)
+
+        now = reduced = followed = 0.0  # `followed`: when the weights updated by the last step have been gathered
         gathered = of("gather", runs[0]) if runs else 0.0
-        followed = 0.0  # when the weights updated by the last step have been gathered, unit by unit
+        yield from message("gathers", runs[0], runs[0].phase, 0.0, gathered) if runs else ()
         has_followed = set[str]()
         for run, following in zip(runs, [*runs[1:], None], strict=True):
             if run.unit not in has_followed:
                 has_followed.add(run.unit)
+                yield from message("gathers", run, "step", followed, of("gather", run, "step"))
                 followed += of("gather", run, "step")
                 now = max(now, followed)
             now = max(now, gathered)
             if following is not None:
                 gathered = now + of("gather", following)
+                yield from message("gathers", following, following.phase, now, of("gather", following))
+            yield Span("compute", run.unit, run.phase, now, now + run.seconds)
             now += run.seconds
             if run.phase == "backward":
-                reduced = max(reduced, now) + of("reduce", run)
-        return max(now, reduced) - sum(run.seconds for run in runs) + self.others
+                start = max(reduced, now)
+                reduced = start + of("reduce", run)
+                yield from message("reductions", run, run.phase, start, of("reduce", run))

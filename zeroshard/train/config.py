@@ -112,6 +112,7 @@ class EvaluationConfig(_Section):
 class RunConfig(_Section):
     seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order of the data and the sample")
     out: str = Field("", description="run folder; default: runs/<date>-<time>")
+    report: bool = Field(True, description="write report.html at the end")
     log_every: int = Field(10, ge=1, description="steps between lines when the output is not a terminal")
     log_seconds: float = Field(15.0, gt=0, description="seconds between lines that stay, on a terminal")
     timeline: int = Field(0, ge=0, description="the step of which each rank writes a timeline for Perfetto; 0: none")

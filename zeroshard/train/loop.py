@@ -30,11 +30,13 @@ from zeroshard.comm import watch
 from zeroshard.train.config import Config, fields, value_of
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.language import continue_text
+from zeroshard.train.launch import times_restarted
 from zeroshard.train.metrics import (
     METRICS,
     JsonLines,
     Observer,
     Observers,
+    StartRecord,
     StepRecord,
     TensorBoard,
     ValidationRecord,
@@ -132,7 +134,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
         lr = float(run.scheduler.get_last_lr()[0])
         with recorded(run, step):
-            loss, result, data_seconds = train_step(run, step)
+            loss, result, data_seconds, held = train_step(run, step)
         if result.applied:
             run.scheduler.step()
 
@@ -154,8 +156,9 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             communication_share=(run.handle.comm_log.wait_seconds - waited) / (now - step_began),
             memory_bytes=memory,
             peak_memory_bytes=peak,
-            engine_bytes=sum(run.handle.memory().values()),
+            engine_bytes=sum(held["between steps"].values()),
             planned_bytes=sum(run.planned_bytes.values()),
+            held=held,
             seconds=now - step_began,
             eta_seconds=(now - began) / (done - first_step) * (config.schedule.steps - done),
             data_seconds=data_seconds,
@@ -192,13 +195,17 @@ def recorded(run: Run, step: int) -> Iterator[None]:
     run.ranks.together(lambda: timeline.export_chrome_trace(path))
 
 
-def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float]:
-    """One optimizer step on this rank's part of the global batch. Returns the mean loss of that part in nats, the
-    result of the step, and the seconds spent waiting for data."""
+def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float, dict[str, dict[str, int]]]:
+    """One optimizer step on this rank's part of the global batch.
+
+    Returns:
+        The mean loss of that part in nats; the result of the step; the seconds spent waiting for data; the bytes that
+        the engine holds at the end of "forward" and "backward" and "between steps", and the most so far ("at most").
+    """
     config, ranks, optimizer = run.config, run.ranks, run.optimizer
     torch.manual_seed(seed_of(config.run.seed, step, ranks.rank))
     optimizer.zero_grad()
-    total, data_seconds = torch.zeros((), device=ranks.device), 0.0
+    total, data_seconds, held = torch.zeros((), device=ranks.device), 0.0, dict[str, dict[str, int]]()
     for micro_batch in range(config.batch.micro_batches):
         before = time.perf_counter()
         tokens, targets = run.batches.read(step, micro_batch, ranks.rank, ranks.world_size)
@@ -206,13 +213,17 @@ def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float]
         data_seconds += time.perf_counter() - before
         loss = run.language.loss(tokens, targets) / config.batch.micro_batches
         last = micro_batch == config.batch.micro_batches - 1
+        if last:
+            held["forward"] = run.handle.memory()
         with nullcontext() if last or config.batch.reduce_every_micro_batch else run.handle.no_sync():
             optimizer.backward(loss)
         total += loss.detach()
+    held["backward"] = run.handle.memory()
     if config.optimizer.clip:
         optimizer.clip_grad_norm_(config.optimizer.clip)
     result = optimizer.step()
-    return total.item(), result, data_seconds
+    held |= {"between steps": run.handle.memory(), "at most": run.handle.memory(peak=True)}
+    return total.item(), result, data_seconds, held
 
 
 @torch.no_grad()
@@ -281,6 +292,8 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
         return Summary(), []
     settings = run.config.run
     json_lines = JsonLines(run.folder / METRICS, first_step)
+    parallel, where = run.config.parallel, (run.ranks.world_size, run.ranks.device.type)
+    json_lines.on_start(StartRecord(first_step, parallel.plan, parallel.precision, *where, times_restarted()))
     summary = Summary(json_lines.validations)
     about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
     watching: list[Observer] = [json_lines, summary, *attach(settings.observers, about)]
@@ -330,6 +343,21 @@ def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:
         saved = steps(run.folder)[step]
         folder = run.ranks.first_does(lambda: release(saved, run.folder, run.language, run.tokenizer))
         tell(console, f"for from_pretrained: {folder}")
+    if run.config.run.report and run.ranks.rank == 0:
+        tell(console, written_report(run))
+
+
+def written_report(run: Run) -> str:
+    """Write the run's page. Returns a line that names it, or that says why there is none: the run itself is saved, and
+    no defect of a picture may end it with an error."""
+    from zeroshard.report import PAGE, Report, read_run
+    from zeroshard.train.planned import facts_of_run
+
+    try:
+        facts = facts_of_run(run.config, run.ranks.world_size, run.ranks.device.type, str(run.folder))
+        return f"report {Report(facts, read_run(run.folder)).write(run.folder / PAGE)}"
+    except Exception as error:
+        return f"NO report was written ({type(error).__name__}: {error}); try zeroshard report {run.folder}"
 
 
 def show_model(run: Run, console: Console) -> None:

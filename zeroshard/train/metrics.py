@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -37,10 +37,23 @@ class StepRecord:
     flops_per_second: float  # of the model's matrix products, over all ranks: `flops.py`
     mfu: float | None  # `flops_per_second` as a share of what the devices can do at most; None: not known
     bytes_per_token: float = 1.0  # of the training text
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by the engine: phase -> kind -> bytes
 
     @property
     def bits_per_byte(self) -> float:
         return bits(self.loss) / self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """A start of the ranks: of a new run, of one that is resumed, and after a failure."""
+
+    step: int  # steps done before it
+    plan: str
+    precision: str
+    ranks: int
+    device: str
+    restarts: int  # how often the launcher had started the ranks again
 
 
 @dataclass(frozen=True)
@@ -135,9 +148,18 @@ class JsonLines:
             path.write_text("".join(kept), encoding="utf-8")
             self.validations = [one for line in kept if (one := _validation(line))]
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._held: Mapping[str, object] = {}
+
+    def on_start(self, record: StartRecord) -> None:
+        self._write({"kind": "start", **asdict(record)})
 
     def on_step(self, record: StepRecord) -> None:
-        self._write({"kind": "step", **asdict(record), "bits_per_byte": record.bits_per_byte})
+        values = {"kind": "step", **asdict(record), "bits_per_byte": record.bits_per_byte}
+        held = values.pop("held")
+        self._write(values)
+        if held != self._held:  # seldom: from the second step on a rank holds the same
+            self._held = held
+            self._write({"kind": "memory", "step": record.step, "held": held})
 
     def on_validation(self, record: ValidationRecord) -> None:
         self._write({"kind": "validation", **asdict(record), "bits_per_byte": record.bits_per_byte})

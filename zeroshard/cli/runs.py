@@ -1,0 +1,58 @@
+"""Opens the folder of a run of `zeroshard train`: what it has recorded, and the configuration that it had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeroshard.checkpoint import folders
+from zeroshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zeroshard.cli.models import configuration_file
+from zeroshard.report import RunRecord, read_run
+
+if TYPE_CHECKING:
+    from zeroshard.train.config import Config
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run. `step`: the folder of its newest checkpoint; `device`: "cpu" or "cuda"."""
+
+    record: RunRecord
+    config: Config
+    ranks: int
+    device: str
+    step: Path | None
+
+
+def saved_run(folder: Path) -> SavedRun:
+    """The run in `folder`.
+
+    Raises:
+        ValueError: the folder contains no run, a damaged one, or one that has not done a step yet.
+    """
+    record = read_run(folder)
+    config, step = configuration_file(folder / "config.toml"), _saved_step(folder)
+    if record.starts:
+        ranks, device = record.starts[-1].ranks, record.starts[-1].device
+    else:
+        ranks = config.parallel.nproc or _ranks_of(step)
+        is_cuda = config.parallel.device == "cuda" or (config.parallel.device == "auto" and torch.cuda.is_available())
+        device = "cuda" if is_cuda else "cpu"
+    return SavedRun(record, config, ranks, device, step)
+
+
+def _saved_step(run: Path) -> Path | None:
+    known = folders.steps(run)
+    return folders.find(run, max(known)) if known else None
+
+
+def _ranks_of(step: Path | None) -> int:
+    """The world size recorded in the checkpoint; 1 without a checkpoint."""
+    if step is None:
+        return 1
+    found = Manifest.decode((step / MANIFEST_NAME).read_bytes()).values.get("world_size")
+    return found if isinstance(found, int) else 1

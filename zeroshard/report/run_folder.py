@@ -1,0 +1,146 @@
+"""Reads what a run has recorded in its folder: `metrics.jsonl`, line by line, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroshard.errors import InvalidValue
+
+METRICS = "metrics.jsonl"
+_WHOLE = ("step", "engine_bytes", "peak_memory_bytes", "memory_bytes")
+_NUMBERS = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "communication_share", "seconds")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run's ranks. `step`: the step from which they continued; `restarts`: how often a launcher had
+    started them again by then."""
+
+    step: int
+    ranks: int
+    device: str
+    restarts: int
+
+    @property
+    def words(self) -> str:
+        if self.restarts:
+            return f"restart {self.restarts} after step {self.step}"
+        return f"resumed after step {self.step}" if self.step else ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Live bytes of the engine at a step, by kind: phase -> kind -> bytes, and kind -> the most so far."""
+
+    step: int
+    held: Mapping[str, Mapping[str, int]]
+    at_most: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has recorded.
+
+    Attributes:
+        steps: in order; in each the fields of `train.metrics.StepRecord`. A loss that was not finite is None.
+        validations: (step, loss).
+        starts: of the ranks; empty in runs of older versions.
+        measured: the last measurement by kind; None: an older version.
+    """
+
+    folder: Path
+    steps: tuple[Mapping[str, Any], ...]
+    validations: tuple[tuple[int, float | None], ...]
+    starts: tuple[Start, ...]
+    measured: Measured | None
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        return self.steps[-1]
+
+    @property
+    def skipped(self) -> list[int]:
+        """The steps that were not applied."""
+        return [step["step"] for step in self.steps if step.get("applied") is False]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """What the run in `folder` has recorded.
+
+    Raises:
+        ValueError: the folder contains no run, a damaged one, or one that has not done a step yet.
+    """
+    path = folder / METRICS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise InvalidValue(f"{folder} is not the folder of a run: there is no {path.name} in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{path} is damaged: {error!r}") from error
+    rows = list(_rows(path, lines))
+    try:
+        found = _record(folder, rows)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidValue(f"{path} is damaged: {error!r}") from error
+    if not found.steps:
+        raise InvalidValue(f"{path}: the run has not come to its first step")
+    return found
+
+
+def _rows(path: Path, lines: list[str]) -> Iterator[Mapping[str, Any]]:
+    for number, text in enumerate(lines, 1):
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            # A run that was killed may have written a part of its last line.
+            if number == len(lines) and number > 1:
+                return
+            raise InvalidValue(f"{path} is damaged in line {number}: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+            raise InvalidValue(f"{path} is damaged in line {number}: expected an object with a kind")
+        if row["kind"] == "step":
+            _check_step(path, number, row)
+        yield row
+
+
+def _check_step(path: Path, number: int, row: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: a field has another type than the page draws."""
+    wrong = [key for key in _WHOLE if key in row and type(row[key]) is not int]
+    wrong += [key for key in _NUMBERS if key in row and not isinstance(row[key], (int, float, type(None)))]
+    wrong += [key for key in ("step", "engine_bytes", "peak_memory_bytes") if key not in row]
+    if wrong:
+        raise InvalidValue(f"{path} is damaged in line {number}: {wrong[0]} is {str(row.get(wrong[0]))[:60]!r}")
+
+
+def _record(folder: Path, rows: list[Mapping[str, Any]]) -> RunRecord:
+    def of(kind: str) -> list[Mapping[str, Any]]:
+        return [row for row in rows if row["kind"] == kind]
+
+    memory = of("memory")[-1:]
+    return RunRecord(
+        folder,
+        steps=tuple(of("step")),
+        validations=tuple((int(row["step"]), _number(row["loss"])) for row in of("validation")),
+        starts=tuple(
+            Start(int(row["step"]), int(row["ranks"]), str(row["device"]), int(row["restarts"])) for row in of("start")
+        ),
+        measured=_measured(memory[0]) if memory else None,
+    )
+
+
+def _measured(row: Mapping[str, Any]) -> Measured:
+    held = {str(phase): _kinds(kinds) for phase, kinds in row["held"].items()}
+    return Measured(int(row["step"]), held, held.pop("at most"))
+
+
+def _kinds(kinds: Mapping[str, Any]) -> dict[str, int]:
+    return {str(kind): int(num_bytes) for kind, num_bytes in kinds.items()}
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

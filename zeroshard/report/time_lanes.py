@@ -1,0 +1,101 @@
+"""Draws one step in time by the time model: computations, gathers and reductions, and what of them is exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeroshard.planning.time_model import Span
+from zeroshard.report.facts import Timeline
+from zeroshard.report.svg import Scale, element, label, line, picture, ticks, title
+
+LANES = {"compute": "computation", "gathers": "gathers", "reductions": "reductions", "others": "control"}
+_ROW, _BAR = 34, 24
+
+
+def draw(timeline: Timeline, width: int) -> str:
+    """The picture, `width` pixels wide; time runs to the right."""
+    left, right, top = (110 if width > 600 else 84), width - 12, 8
+    scale = Scale(0, max(timeline.time.total, 1e-12), left, right)
+    body, y = list[str](), float(top)
+    for lane, words in LANES.items():
+        spans = [span for span in timeline.spans if span.lane == lane]
+        if not any(span.stop > span.start for span in spans):
+            continue
+        body.append(label(left - 8, y + 16, words, "row"))
+        body += [_bar(span, scale, y) for span in _merged(spans, scale)]
+        if lane == "compute":
+            body += _waits(spans, timeline.time.total, scale, y)
+        y += _ROW
+    body += _axis(scale, y, 6 if width > 600 else 3)
+    return picture(width, y + 22, body, f"one step in time on {timeline.machine}, by a model", class_="time")
+
+
+def _bar(span: Span, scale: Scale, y: float) -> str:
+    x, stop = scale(span.start), scale(span.stop)
+    words = title(f"{span.unit}, {span.phase}: {seconds(span.stop - span.start)}")
+    shape = {"x": x, "y": y, "width": max(0.4, stop - x - 0.6), "height": float(_BAR)}
+    return element("rect", words, class_=f"span l-{span.lane} f-{span.phase}", **shape)
+
+
+def _merged(spans: Sequence[Span], scale: Scale) -> Iterator[Span]:
+    """Neighbours of one phase that are together narrower than a pixel become one."""
+    held: Span | None = None
+    for span in spans:
+        joins = held is not None and held.phase == span.phase and scale(span.stop) - scale(held.start) < 1.0
+        if held is not None and joins:
+            held = Span(span.lane, f"{held.unit.partition(' … ')[0]} … {span.unit}", span.phase, held.start, span.stop)
+            continue
+        if held is not None:
+            yield held
+        held = span
+    if held is not None:
+        yield held
+
+
+def _waits(computes: Sequence[Span], total: float, scale: Scale, y: float) -> Iterator[str]:
+    """Hatched: the time in which nothing computes, because messages are exposed."""
+    ends = [0.0, *(span.stop for span in computes)]
+    starts = [*(span.start for span in computes), total]
+    for end, start in zip(ends, starts, strict=True):
+        if scale(start) - scale(end) > 0.5:
+            words = title(f"waits for messages: {seconds(start - end)}")
+            shape = {"x": scale(end), "y": y, "width": scale(start) - scale(end), "height": float(_BAR)}
+            yield element("rect", words, class_="waits", **shape)
+
+
+def _axis(scale: Scale, y: float, most: int) -> Iterator[str]:
+    for value in ticks(0, scale.high, most):
+        x = scale(value)
+        yield line([(x, 4), (x, y - 4)], "grid")
+        yield label(x, y + 12, seconds(value), "middle quiet")
+
+
+def seconds(value: float) -> str:
+    """A time for people."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 0.9995 or unit == "µs":
+            return f"{value * factor:.3g} {unit}" if value else "0"
+    raise AssertionError
+
+
+def legend(timeline: Timeline) -> str:
+    entries = [
+        ("l-compute f-forward", "forward"),
+        ("l-compute f-backward", "backward"),
+        ("l-compute f-step", "update"),
+        ("l-gathers f-forward", "gathers"),
+        ("l-reductions f-backward", "reductions"),
+        ("waits", "exposed: computation waits"),
+    ]
+    return element("ul", *(element("li", element("span", class_=f"chip {c}"), w) for c, w in entries), class_="legend")
+
+
+def rows(timeline: Timeline) -> Iterator[tuple[str, str]]:
+    """Name and value of each part of the step's time."""
+    time = timeline.time
+    yield "computation", seconds(time.compute)
+    yield "update", seconds(time.update)
+    yield "messages", seconds(time.communication)
+    yield "hidden behind computation", seconds(max(0.0, time.communication - time.exposed))
+    yield "exposed", seconds(time.exposed)
+    yield "the step", seconds(time.total)
