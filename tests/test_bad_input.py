@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -32,9 +33,14 @@ def state(model: nn.Module) -> Any:
     return parameters, {name: value.clone() for name, value in model.state_dict().items()}, hooks(model)
 
 
-def expect_plain(model: nn.Module, before: Any) -> None:
+def expect_plain(model: nn.Module, before: Any, *, moved: bool = False) -> None:
+    """`moved`: parameters may lie elsewhere, each in a storage of its own."""
     after = state(model)
-    assert after[0] == before[0]
+    if moved:
+        assert {name: found[1:] for name, found in after[0].items()} == {n: was[1:] for n, was in before[0].items()}
+        assert all(p.untyped_storage().nbytes() == p.nbytes and p.is_contiguous() for p in model.parameters())
+    else:
+        assert after[0] == before[0]
     assert same_bits(after[1], before[1])
     assert after[2] == before[2]
 
@@ -199,29 +205,64 @@ def test_the_check_for_a_plain_model_sees_a_hook_a_pointer_and_a_value() -> None
         expect_plain(model, before)
 
 
-def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank runs out of memory while it builds unit 2: on all ranks, the units built before release their
-    parameters."""
+def out_of_memory(patch: pytest.MonkeyPatch, unit: int, rank: int) -> None:
+    """One rank runs out of memory while it builds that unit."""
     module = sys.modules["zeroshard.storage.unit"]
     build = module.Unit
 
-    def out_of_memory(index: int, *args: Any) -> Any:
-        if index == 2 and torch.distributed.get_rank() == 1:
-            raise MemoryError("no room for unit 2")
+    def build_or_fail(index: int, *args: Any) -> Any:
+        if index == unit and torch.distributed.get_rank() == rank:
+            raise MemoryError(f"no room for unit {unit}")
         return build(index, *args)
+
+    patch.setattr(module, "Unit", build_or_fail)
+
+
+def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank runs out of memory while it builds unit 2: on all ranks, the units built before release their
+    parameters. The other ranks have freed all parameters by then. They get the values of the first two units from the
+    shards, and those of the others from the rank that has failed, which has them still."""
+
+    def check(rank: int) -> None:
+        for plan, precision in itertools.product(PLANS, (None, "bf16", "bf16-remainder")):
+            model = make(Net)
+            before = state(model)
+            with monkeypatch.context() as patch:
+                out_of_memory(patch, 2, rank=1)
+                with pytest.raises(
+                    ValueError, match=r"shard \(on rank 1\): MemoryError\('no room for unit 2'\)"
+                ) as error:
+                    zeroshard.shard(model, plan, units=Block, precision=precision)
+            assert not hasattr(error.value, "__notes__")
+            expect_plain(model, before, moved=True)
+            expect_trainable(model, rank)
+
+    run_ranks(check, 3)
+
+
+def test_what_main_cannot_hold_is_rounded_after_a_failure_and_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen fp32 unit rests in bf16, and nothing else has its values. Also the control for the test above: what is
+    not restored differs."""
 
     def check(rank: int) -> None:
         for plan in PLANS:
             model = make(Net)
-            before = state(model)
+            model.blocks[0].requires_grad_(False)
+            before = dict(make(Net).state_dict())
             with monkeypatch.context() as patch:
-                patch.setattr(module, "Unit", out_of_memory)
-                with pytest.raises(ValueError, match=r"shard \(on rank 1\): MemoryError\('no room for unit 2'\)"):
-                    zeroshard.shard(model, plan, units=Block)
-            expect_plain(model, before)
-            expect_trainable(model, rank)
+                out_of_memory(patch, 2, rank=1)
+                with pytest.raises(ValueError, match="no room") as error:
+                    zeroshard.shard(model, plan, units=Block, precision="bf16")
+            (note,) = error.value.__notes__
+            assert note.endswith("rounded to the dtype of main: ['blocks.0']")
+            for name, value in model.state_dict().items():
+                is_rounded = name.startswith("blocks.0.")
+                assert torch.equal(value, before[name].bfloat16().float() if is_rounded else before[name]), name
+            assert not torch.equal(model.blocks[0].up.weight, before["blocks.0.up.weight"])
 
-    run_ranks(check, 3)
+    run_ranks(check, 2)
 
 
 def test_a_parameter_has_one_handle() -> None:

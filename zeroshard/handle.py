@@ -19,9 +19,10 @@ from zeroshard.comm.comm_log import CommLog
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
+from zeroshard.runtime import give_back
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
-from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, give_back, load_full_state
+from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, load_full_state
 from zeroshard.runtime.hooks import NotCopied
 from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
@@ -304,17 +305,21 @@ class Handle(NotTheModel, NotCopied):
     # Life cycle --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def close(self) -> None:
+    def close(self, *, rank0_only: bool = False, device: torch.device | str | None = None) -> None:
         """Make the model a plain one again: every parameter gets its own full storage, in its dtype before `shard`,
-        with main's values. Collective. Afterwards the handle and its optimizers raise. A second `close`, or one after
-        `abandon`, has no effect."""
+        with main's values. Collective. Memory is freed and given back unit by unit; an error abandons the handle.
+        Afterwards the handle and its optimizers raise. A second `close`, or one after `abandon`, has no effect.
+
+        Args:
+            rank0_only: True: only rank 0 gets a plain model; on other ranks, parameters raise when they are read.
+            device: to which all of the model moves, "cpu" for example; None: it stays.
+        """
         if self.engine.life.is_over:
             return
-        engine = self._open("close")
+        engine, destination = self._open("close"), give_back.destination_of(rank0_only, device)
         engine.finish_background()
-        give_back(engine)
         self._let_go_of_parameters()
-        engine.release()
+        give_back.close(engine, destination)
 
     def abandon(self) -> None:
         """Release the model and all memory without the other ranks. Use it instead of `close` after a failure, of this

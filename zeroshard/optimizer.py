@@ -356,6 +356,11 @@ class ShardedOptimizer(TorchOptimizer):
         """The tensors that this optimizer holds, by kind."""
         return self._state.tensors()
 
+    def let_go(self) -> None:
+        """Free all state and every view of main: the handle is being closed."""
+        self._state.waiting.clear()
+        self._state.steppers = Steppers(self.engine)
+
     @property
     def waiting(self) -> FullState:
         """The state of frozen parameters, in full on every rank."""

@@ -5,7 +5,7 @@ The model keeps its class, its names and its `nn.Parameter` objects; only their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -31,9 +31,10 @@ from zeroshard.placement import Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
 from zeroshard.ready import device_of, expect_ready, expect_same_model
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.give_back import undo
 from zeroshard.runtime.materialize import META, Source, is_on_meta, move
 from zeroshard.runtime.materialize import materialize as give_values
-from zeroshard.storage.unit import build_units
+from zeroshard.storage.unit import Unit, build_units
 
 _LOAD_THE_SAME = (
     "Load the same weights, or use the same seed, on every rank; or let rank 0's values win with values='broadcast'"
@@ -187,36 +188,51 @@ def _expect_same(chosen: _Chosen, options: _Options, collectives: Collectives) -
         expect_same(collectives, tensors, "shard, values='check'", _LOAD_THE_SAME)
 
 
+@dataclass
+class _Built:
+    """What exists so far on this rank. `units`: allocated, and filled unless the model is on the meta device."""
+
+    units: list[Unit] = field(default_factory=list)
+    engine: Engine | None = None
+
+
 def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives) -> Engine:
     """Build the engine. If any rank fails, all ranks raise, and all models are restored."""
     if chosen.on_meta:
         move(chosen.model, META, collectives.device)
-    before = [(parameter, parameter.data) for parameter in chosen.parameters.values()]
-    engines: list[Engine] = []
-    build = partial(_build, chosen, options, collectives, engines)
+    # No other reference to the parameters' data: they must die one by one while the units are filled.
+    placeholders = [(p, p.data) for p in chosen.parameters.values()] if chosen.on_meta else []
+    built = _Built()
+    build = partial(_build, chosen, options, collectives, built)
     try:  # `patient`, as some ranks may read files much more slowly than others
         together(collectives, "shard", build, words=_in_words, patient=True)
-    except ValueError:
-        while engines:
-            engines.pop().release()
-        for parameter, data in before:
+    except ValueError as error:
+        if built.engine is not None:
+            built.engine.release()
+        for parameter, data in placeholders:
             give(parameter, data)
         if chosen.on_meta:
             move(chosen.model, collectives.device, META)
+        elif rounded := undo(built.units, chosen.specs, chosen.parameters, collectives):
+            error.add_note(
+                f"The parameters of these units have their values again, but rounded to the dtype of main: {rounded}"
+            )
         raise
-    return engines[0]
+    assert built.engine is not None
+    return built.engine
 
 
-def _build(chosen: _Chosen, options: _Options, collectives: Collectives, engines: list[Engine]) -> None:
-    """Broadcast values, build units and engine, attach hooks. The engine is appended to `engines` as soon as it exists,
-    so that the caller can undo everything if a later line fails."""
-    parameters = chosen.parameters
+def _build(chosen: _Chosen, options: _Options, collectives: Collectives, built: _Built) -> None:
+    """Broadcast values, build units and engine, attach hooks. Units and engine are put into `built` as soon as they
+    exist, so that the caller can undo everything if a later line fails."""
+    parameters, units = chosen.parameters, built.units
     if not chosen.on_meta and options.values == "broadcast":
         collectives.broadcast([*(parameter.data for parameter in parameters.values()), *chosen.buffers.values()])
-    units = build_units(parameters, chosen.specs, chosen.plan, collectives, fill=not chosen.on_meta)
+    for unit in build_units(parameters, chosen.specs, chosen.plan, collectives, fill=not chosen.on_meta):
+        units.append(unit)
     limit = options.max_transient_bytes
     engine = Engine(chosen.plan, units, collectives, chosen.model, chosen.managed, limit)
-    engines.append(engine)
+    built.engine = engine
     if limit is not None:
         engine.pool.expect_units = partial(expect_within, limit, chosen.plan, Topology.of(collectives))
     if chosen.on_meta:

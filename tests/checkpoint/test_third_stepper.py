@@ -19,6 +19,7 @@ from tests.kit import Net, make, same_bits
 from zeroshard.checkpoint import Reader
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
+from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
 from zeroshard.step.granularity import Granularity
 from zeroshard.step.stepper import (
@@ -88,7 +89,7 @@ class ShardState:
                     if "momentum" in items:
                         items["momentum"].read(held.relative_to(slot.world.start), self._local(unit, held))
 
-    def gather(self, only: Collection[Tensor] | None = None) -> FullState:
+    def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
         state: FullState = {}
         for unit, momentum in self.momentum.items():
             full = torch.zeros(unit.layout.numel)
@@ -96,7 +97,7 @@ class ShardState:
             self._assignment.collectives.all_gather(full, unit=unit.name, phase="state").wait()
             for member in self._assignment.members():
                 if member.unit is unit and (only is None or member.parameter in only):
-                    value = full[member.slot.world.slice].view(member.slot.shape).clone()
+                    value = destination.copy(full[member.slot.world.slice].view(member.slot.shape))
                     state[member.parameter] = {"momentum": value, "count": self.counts[unit]}
         return state
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.examples import FOLDER, run_example
+from tests.failures.hosts import on_hosts
 from zeroshard.testing import run_ranks
 
 KEPT = {
@@ -108,3 +109,10 @@ def test_every_example_is_run_somewhere() -> None:
         assert name in (FOLDER.parent / test).read_text(), name
     listed = set(re.findall(r"\| \[`(\w+)\.py`\]", (FOLDER / "README.md").read_text()))
     assert listed == scripts
+
+
+def test_two_machines_give_the_losses_of_one(tmp_path: Path) -> None:
+    """Two simulated hosts with a network of their own between them."""
+    apart = on_hosts(resumed, [0, 1], [str(tmp_path / "apart")])
+    assert apart.statuses == [0, 0], apart.said
+    assert apart.values == run_ranks(resumed, 2, [str(tmp_path / "together")])

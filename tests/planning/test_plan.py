@@ -124,7 +124,6 @@ def expect_measured(
         planned = zeroshard.plan(Model(frozen), configuration)
     model = make(partial(Model, frozen))
     phases: dict[str, Phase] = dict(planned.phases)
-    assert sum(parameter.nbytes for parameter in model.parameters()) == phases["init"].copies
     handle, optimizer = shard(model, configuration, mesh, **options)
     assert handle.memory() == vars(phases["init"].held)
     accumulate(model, handle, optimizer, configuration, 0)

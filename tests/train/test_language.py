@@ -13,7 +13,7 @@ from torch import nn
 from tests.train.test_loop import equal_states, losses, rows, tiny, train_in_turn
 from zeroshard.cli.models import described_by_the_trainer
 from zeroshard.testing import run_ranks
-from zeroshard.train.config import Config, UserError, resolve
+from zeroshard.train.config import Config, ModelConfig, UserError, resolve
 from zeroshard.train.data import open_corpus, prepare
 from zeroshard.train.language import build_language
 from zeroshard.train.tokenizer import tokenizer_of, train_tokenizer
@@ -59,6 +59,8 @@ def test_a_model_of_transformers_is_trained_resumed_and_released(
     sources: Path, shared_text: Path, tmp_path: Path
 ) -> None:
     transformers: Any = pytest.importorskip("transformers")
+    build_language(ModelConfig(config=str(sources), context=32), 300)  # what ranks need is imported before they fork
+    assert transformers.PreTrainedTokenizerFast is not None
     whole = config_of(sources, shared_text, tmp_path / "whole")
     parts = config_of(sources, shared_text, tmp_path / "parts", parallel__plan="zero1")
     run_ranks(run_in_turn, 2, [(whole,), (parts, None, 3), (parts, tmp_path / "parts")])

@@ -112,7 +112,7 @@ class AbsentTensor(Tensor):
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         shape = f"shape {tuple(self.shape)}, {self.dtype}, on {self.device}"
-        where = "lost" if self.home.is_lost else "not here (`with handle.unsharded():` shows them)"
+        where = "lost" if self.home.why_lost else "not here (`with handle.unsharded():` shows them)"
         return f"parameter {_name_of(self)}: {shape}; its values are {where}"
 
     def __format__(self, format_spec: str) -> str:
@@ -125,7 +125,7 @@ class Absent:
     Attributes:
         bring: gives the parameters their values, if that is possible without the other ranks.
         pointers: addresses of the placeholders.
-        is_lost: whether the values are lost for good.
+        why_lost: why the values are lost for good; None: they are not.
     """
 
     bring: Callable[[], None]
@@ -139,7 +139,7 @@ class Absent:
         self._unit, self._names = unit, tuple(slot.name for slot in slots)
         self._classes: dict[type, type[AbsentTensor]] = {}
         self.bring = lambda: None
-        self.is_lost = False
+        self.why_lost: str | None = None
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """Make these parameters absent, until `give`."""
@@ -154,15 +154,15 @@ class Absent:
         parameter.data = view
         parameter.__class__ = self._classes[plain]
 
-    def lose(self, index: int, parameter: Tensor) -> None:
+    def lose(self, index: int, parameter: Tensor, why: str) -> None:
         """Make the parameter of slot `index` absent for good; so become those that are absent already."""
-        self.is_lost, self.bring = True, lambda: None
+        self.why_lost, self.bring = why, lambda: None
         if not is_absent(parameter):
             self._take(parameter, self._views[index])
 
     def explain(self, name: str) -> str:
         """The error message for a parameter: why its values are absent, and what to write instead."""
-        return _lost(name) if self.is_lost else not_here(name, self._unit)
+        return not_here(name, self._unit) if self.why_lost is None else _lost(name, self.why_lost)
 
     def give(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Give these parameters values and their usual classes."""
@@ -218,11 +218,8 @@ def not_here(name: str, unit: str) -> str:
     )
 
 
-def _lost(name: str) -> str:
-    return (
-        f"the values of parameter {name} are lost: its handle was abandoned while they were divided over the ranks. "
-        "Build the model anew, and load a checkpoint"
-    )
+def _lost(name: str, why: str) -> str:
+    return f"the values of parameter {name} are lost: {why}. Build the model anew, and load a checkpoint"
 
 
 def _unless_it_changes(func: Any, args: Any, kwargs: Any) -> Any:

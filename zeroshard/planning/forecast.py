@@ -25,6 +25,7 @@ from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_name
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, resting
+from zeroshard.planning import whole_model
 from zeroshard.planning.activations import Trace, Workload
 from zeroshard.planning.disk import Checkpoint
 from zeroshard.planning.moments import Moment, moments
@@ -123,8 +124,9 @@ class Phase:
 
     Attributes:
         held: by the engine, as `handle.memory()` counts it.
-        copies: further bytes. init: the plain model, until all of it is sharded (none if it is on the meta device).
-            full_state_dict: the returned values. save in the background: the copied values. save, load: one block.
+        copies: further bytes. full_state_dict: the returned values. save in the background: the copied values. save,
+            load: one block. init, state_dict, close: how much more is there than `held` when most is there (see
+            `whole_model.py`); none in "init" if the model is on the meta device.
     """
 
     held: Bytes
@@ -145,8 +147,9 @@ class Forecast:
         num_parameters: elements of all parameters.
         num_units: number of units.
         phases: by name: "init" (model sharded, optimizer built), "load" (into a model that has not been trained),
-            "forward", "backward", "step", "between steps" (from the second step on), "full_state_dict", "save", "save
-            in the background".
+            "forward", "backward", "step", "between steps" (from the second step on), "full_state_dict", "state_dict",
+            "close", each of these three "elsewhere" (with `device=` another device, or `rank0_only` on other ranks),
+            "save", "save in the background".
         state: key ("exp_avg", ...) -> bytes of optimizer state, including scalars.
         padding: bytes of weights, gradients and main between steps that belong to no parameter.
         events: what the rank sends in a step, from the second step on: event, as in `handle.comm_log` -> how often.
@@ -257,9 +260,8 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     buffers = {plain_name(name): value for name, value in state if id(value) not in sharded}
     checkpoint = Checkpoint(training, needs, buffers)
     file = checkpoint.file(found.rank)
-    plain = sum(parameter.nbytes for parameter in parameters.values())
     full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
-    phases = _phases(training, found, Copies(plain, full, sum(item.num_bytes for item in file.items)))
+    phases = _phases(training, needs, found, Copies(full, sum(item.num_bytes for item in file.items)))
     trace = found.workload.trace(model, specs, found.precision) if found.workload is not None else None
     return Forecast(
         configuration=found,
@@ -285,15 +287,13 @@ def _moments(
 
 
 class Copies(NamedTuple):
-    """Bytes. `plain`: of the parameters before `shard`; `full`: of a full state dict; `written`: of this rank's values
-    in a checkpoint."""
+    """Bytes. `full`: of a full state dict; `written`: of this rank's values in a checkpoint."""
 
-    plain: int
     full: int
     written: int
 
 
-def _phases(training: Training, configuration: Configuration, copies: Copies) -> dict[str, Phase]:
+def _phases(training: Training, needs: Needs, configuration: Configuration, copies: Copies) -> dict[str, Phase]:
     pool = training.pool(no_sync=configuration.accumulates_locally)
     rests = resting(pool, training.topology.device_type)
     ring = [buffer for buffer in pool if buffer.kind == "ring"]
@@ -307,14 +307,20 @@ def _phases(training: Training, configuration: Configuration, copies: Copies) ->
 
     gathered = together(units, stepped, [*ring, *others])
     rest, block = together(units, stepped, rests), min(BLOCK_BYTES, copies.written)
+    built = together(units, replace(stepped, state=0, scalars=0), [])
     return {
-        "init": Phase(together(units, replace(stepped, state=0, scalars=0), []), copies.plain),
+        "init": Phase(built, max(0, whole_model.sharding(training) - built.sum)),
         "load": Phase(together(units, stepped, []), block),
         "forward": Phase(gathered),
         "backward": Phase(together(at_most, stepped, pool)),
         "step": Phase(together(at_most, stepped, rests)),
         "between steps": Phase(rest),
         "full_state_dict": Phase(gathered, copies.full),
+        "full_state_dict elsewhere": Phase(gathered),
+        "state_dict": Phase(rest, whole_model.state_dict(training, needs, elsewhere=False)),
+        "state_dict elsewhere": Phase(rest, whole_model.state_dict(training, needs, elsewhere=True)),
+        "close": Phase(rest, max(0, whole_model.closing(training, elsewhere=False) - rest.sum)),
+        "close elsewhere": Phase(rest, max(0, whole_model.closing(training, elsewhere=True) - rest.sum)),
         "save": Phase(rest, block),
         "save in the background": Phase(rest, copies.written),
     }

@@ -26,6 +26,9 @@ class Owner(Protocol):
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors that it holds, by kind."""
 
+    def let_go(self) -> None:
+        """Free all of them: the handle is being closed."""
+
     def joined(self) -> Any:
         """Its interface for a join (`join.JoinedOptimizer`)."""
 

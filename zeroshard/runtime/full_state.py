@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
-from zeroshard.model.absent import give
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import Gatherer
@@ -44,8 +43,9 @@ class Destination(NamedTuple):
     def includes(self, rank: int) -> bool:
         return not self.rank0_only or rank == 0
 
-    def copy(self, value: Tensor) -> Tensor:
-        return value.detach().to(self.device or value.device, copy=True)
+    def copy(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy in a storage of its own. `dtype`: None: the value's."""
+        return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
 
 
 EVERYWHERE = Destination()
@@ -62,25 +62,14 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
     values: dict[int, Tensor] = {}
     for unit in engine.units:
         # Every rank must read every unit, also ranks that keep nothing: `read_in_full` is collective.
-        for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit, main=main), strict=True):
-            if keeps:
-                values[id(parameter)] = destination.copy(value)
+        full = engine.gatherer.read_in_full(unit, main=main)
+        if keeps:
+            values |= {id(p): destination.copy(value) for p, value in zip(unit.parameters, full, strict=True)}
+        del full  # before the next unit is read: views keep all of this one
     engine.gatherer.settle()
     if not keeps:
         return {}
     return {name: values[id(v)] if id(v) in values else destination.copy(v) for name, v in names.items()}
-
-
-def give_back(engine: Engine) -> None:
-    """Give every parameter a full storage of its own, with main's values, in the dtype it had before `shard`.
-    Collective."""
-    values: list[tuple[nn.Parameter, Tensor]] = []
-    for unit in engine.units:
-        for parameter, value in zip(unit.parameters, engine.gatherer.read_in_full(unit), strict=True):
-            values.append((parameter, value.to(unit.spec.dtype, copy=True)))
-    # Only after the last gather: a gather may drop another unit from its pool buffer, which hides its parameters again.
-    for parameter, value in values:
-        give(parameter, value)
 
 
 @phase("load full state")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState
@@ -75,6 +76,11 @@ class PlainModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The managed parameters, by name."""
         return self._managed.parameters(self.module)
+
+    def move(self, device: torch.device | str | None) -> None:
+        """Move all of the model, if there is one: buffers and ignored parameters, too. None: it stays."""
+        if self._model is not None and device is not None:
+            self.module.to(device)
 
     def newcomers(self, units: Sequence[Unit]) -> list[str]:
         """Names of parameters of the model that are in none of the units."""

@@ -20,6 +20,7 @@ from zeroshard.layout.cuts import cut
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
+from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
 from zeroshard.step.inner import Inner, describe_together
 from zeroshard.step.low_bit import dense, quantise
@@ -178,25 +179,27 @@ class FlatState:
 
     # Gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, only: Collection[Tensor] | None = None) -> FullState:
+    def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
         """Unit by unit and key by key, so that it needs only one full buffer at a time."""
         result: FullState = {}
+        keeps = destination.includes(self._assignment.collectives.mesh.world.rank)
         for unit, of_slot in self._described(only).items():
             dtypes: dict[str, torch.dtype] = {}
             for described in of_slot.values():
                 for key, (form, *rest) in described.items():
                     if form == ELEMENTWISE:
                         dtypes[key] = torch.promote_types(dtypes.get(key, DTYPES[rest[0]]), DTYPES[rest[0]])
-            for index, described in of_slot.items():
-                result[unit.parameters[index]] = {key: _value(*item) for key, item in described.items()}
+            for index, described in of_slot.items() if keeps else ():
+                result[unit.parameters[index]] = {key: _value(item, destination) for key, item in described.items()}
             for key, dtype in dtypes.items():
                 full = self._gather_key(unit, key, dtype)
-                for index, described in of_slot.items():
+                for index, described in of_slot.items() if keeps else ():
                     if described.get(key, [PLAIN])[0] == ELEMENTWISE:
                         slot, own_dtype = unit.layout.slots[index], DTYPES[described[key][1]]
-                        result[unit.parameters[index]][key] = (
-                            full[slot.world.slice].view(slot.shape).to(own_dtype, copy=True)
+                        result[unit.parameters[index]][key] = destination.copy(
+                            full[slot.world.slice].view(slot.shape), own_dtype
                         )
+                del full  # before the next one is gathered
         return result
 
     def parameters(self) -> list[Tensor]:
@@ -318,10 +321,12 @@ def _same_in_a_piece(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((key, repr(value)) for key, value in numbers.items())) if values else (("", "none"),)
 
 
-def _value(form: str, *rest: Any) -> Any:
+def _value(item: Sequence[Any], destination: Destination) -> Any:
+    """A described item that is not elementwise; None for one that is: its values come later."""
+    form, *rest = item
     if form == SCALAR:
         dtype, shape, number = rest
-        return torch.tensor(number, dtype=DTYPES[dtype]).view(shape)
+        return destination.copy(torch.tensor(number, dtype=DTYPES[dtype]).view(shape))
     return decode(rest[0], _nothing) if form == PLAIN else None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.stepper import FullState, as_saved, stepped
 from zeroshard.step.steppers import Steppers
 
@@ -24,15 +25,18 @@ class OptimizerState:
         self.steppers = steppers
         self.waiting: FullState = {}
 
-    def gather(self, only: Collection[Tensor] | None = None) -> FullState:
-        """Parameter -> full state (`only`: of these parameters). Collective.
+    def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
+        """Parameter -> full state (`only`: of these parameters) on the ranks that the destination includes. Collective.
 
         Raises:
             ValueError: on every rank: state that cannot be gathered.
         """
-        state = {p: dict(of_one) for p, of_one in self.waiting.items() if only is None or p in only}
+        state: FullState = {}
+        for parameter, items in self.waiting.items():
+            if self.steppers.include(destination) and (only is None or parameter in only):
+                state[parameter] = {key: _copied(item, destination) for key, item in items.items()}
         for stepper in self.steppers.all:
-            state |= stepper.state.gather(only)
+            state |= stepper.state.gather(only, destination)
         return state
 
     def load(self, state: Mapping[Tensor, Mapping[str, Any]], only: Collection[Tensor] | None = None) -> None:
@@ -74,3 +78,8 @@ class OptimizerState:
             for kind, tensors in stepper.tensors().items():
                 kinds.setdefault(kind, []).extend(tensors)
         return kinds
+
+
+def _copied(item: Any, destination: Destination) -> Any:
+    """An item of state that this rank holds in full, at its destination."""
+    return destination.copy(item) if isinstance(item, Tensor) and destination != EVERYWHERE else item

@@ -17,6 +17,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
+from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Member
 from zeroshard.step.inner import Inner, describe_together
 from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry
@@ -112,8 +113,9 @@ class OwnerState:
 
     # Gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, only: Collection[Tensor] | None = None) -> FullState:
+    def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
         """Parameter by parameter, broadcast by its owner."""
+        keeps = destination.includes(self._assignment.collectives.mesh.world.rank)
         wanted = [one for one in self.wholes if only is None or one.parameter in only]
         tensors: dict[WholeParameter, list[Tensor]] = {}
 
@@ -135,8 +137,13 @@ class OwnerState:
                     full.copy_(tensors[whole][position])
                 if not self.replicated:
                     self._assignment.collectives.broadcast([full], self._axis, whole.owner)
-                received.append(full.cpu() if on_cpu else full)
-            result[whole.parameter] = decode(values, partial(_at, received))
+                if keeps:
+                    value = full.cpu() if on_cpu else full
+                    received.append(value if destination == EVERYWHERE else destination.copy(value))
+                    del value
+                del full  # before the next one is received
+            if keeps:
+                result[whole.parameter] = decode(values, partial(_at, received))
         return result
 
     def parameters(self) -> Collection[Tensor]:

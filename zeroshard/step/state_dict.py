@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.same import expect_same
@@ -16,11 +15,11 @@ from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.from_rank0 import FromRank0
-from zeroshard.runtime.full_state import EVERYWHERE, PASS_THE_SAME, Destination
+from zeroshard.runtime.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
-from zeroshard.step.stepper import FullState, stepped
+from zeroshard.step.stepper import stepped
 
 
 class StateDicts:
@@ -32,9 +31,8 @@ class StateDicts:
     @phase("state_dict")
     def collect(self, destination: Destination) -> dict[str, Any]:
         """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; an empty dict
-        on ranks that the destination leaves out. Gathered unit by unit if it is moved to another device or kept on
-        rank 0 only. Collective."""
-        state = self._state.gather() if destination == EVERYWHERE else self._gather(destination)
+        on ranks that the destination leaves out. Gathered item by item, each copied at once. Collective."""
+        state = self._state.gather(destination=destination)
         if not destination.includes(self._engine.collectives.mesh.world.rank):
             return {}
         numbered = {number: state[p] for number, p in enumerate(self._groups.parameters()) if p in state}
@@ -44,17 +42,6 @@ class StateDicts:
             "param_groups": self._groups.as_saved(),
             **({"loss_scale": scale} if scale else {}),
         }
-
-    def _gather(self, destination: Destination) -> FullState:
-        state: FullState = {}
-        keeps = destination.includes(self._engine.collectives.mesh.world.rank)
-        gathered = (self._state.gather(dict.fromkeys(unit.parameters)) for unit in self._state.steppers.units)
-        for part in chain([self._state.waiting], gathered):
-            for parameter, items in part.items() if keeps else ():
-                state[parameter] = {
-                    key: destination.copy(item) if isinstance(item, Tensor) else item for key, item in items.items()
-                }
-        return state
 
     @phase("load_state_dict")
     def load(self, state_dict: dict[str, Any], adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
+from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.inner import Arguments
 from zeroshard.storage.unit import Unit
@@ -169,8 +170,9 @@ class StepperState(Protocol):
         """Replace the state by this rank's part of the saved state. Parameters that are not in it have no state
         afterwards. `only`: keep the state of all other parameters."""
 
-    def gather(self, only: Collection[Tensor] | None = None) -> FullState:
-        """The full state on every rank (`only`: of these parameters). Collective.
+    def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
+        """The full state (`only`: of these parameters), copied to the destination. Collective. What a rank gathers that
+        the destination leaves out is dropped at once, and may be left out of its result.
 
         Raises:
             ValueError: on every rank: state that cannot be gathered.

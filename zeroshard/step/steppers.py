@@ -10,6 +10,7 @@ from torch import Tensor
 from zeroshard.comm.profiling import phase
 from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.full_state import Destination
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.granularity import Granularity, granularity_of
@@ -53,6 +54,10 @@ class Steppers:
         """(param group, gradient) of the own shards, as views."""
         for stepper in self.all:
             yield from stepper.own_gradients()
+
+    def include(self, destination: Destination) -> bool:
+        """Whether this rank keeps what goes to that destination."""
+        return destination.includes(self._engine.collectives.mesh.world.rank)
 
     # Stepping ----------------------------------------------------------------------------------------------------
 

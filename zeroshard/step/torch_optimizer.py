@@ -59,8 +59,8 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
         Args:
             rank0_only: True: only rank 0 gets the state; the other ranks take part, and get an empty dict.
-            device: of the tensors ("cpu" for example); None: main's device. With either argument, at most one unit's
-                state is in full on main's device at a time.
+            device: of the tensors ("cpu" for example); None: main's device. With another device, and on ranks that
+                get nothing, at most one item of a unit's state is in full on main's device at a time.
         """
         self.engine.check_open("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():

@@ -142,6 +142,12 @@ class FlatBuffer:
             if not self.borrows:
                 self.full = self._cut = None
 
+    def free(self) -> None:
+        """Free the buffer's own storage for good, and give a borrowed full tensor back."""
+        self._lasting, self.placement = False, None
+        self.full = self._cut = None
+        self.let_go()
+
     def move(self, storage: Tensor | None = None) -> None:
         """Move the shard's values into `storage`, uint8 [bytes of the shard], part of a pool buffer; None: back into a
         storage of its own."""

@@ -49,6 +49,9 @@ class NoGradients:
     def consume(self, slots: Collection[int]) -> None:
         """There is nothing to consume."""
 
+    def free(self) -> None:
+        """There is nothing to free."""
+
     def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
         assert scratch is not None, "these gradients lie in no buffer"
         return scratch.zero_()

@@ -221,6 +221,12 @@ class Gradients:
             self.mean.rests, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
         )
 
+    def free(self) -> None:
+        """Free the buffer for good."""
+        if self.buffer.is_arriving:
+            self.buffer.release()
+        self.buffer.free()
+
     def consume(self, slots: set[int]) -> None:
         """Drop the gradients of these slots: a step has used them, or they are discarded."""
         if self.state is GradState.EMPTY:

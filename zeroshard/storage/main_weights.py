@@ -20,13 +20,17 @@ half of the weight's last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from zeroshard.layout.interval import Interval
 from zeroshard.precision import MixedPrecision
+
+AT_ONCE = 1 << 18
+"""How many elements are rounded, split or joined at once where whole parameters or shards pass through. The temporaries
+then take a few MB, and not several times the largest parameter."""
 
 
 def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
@@ -134,6 +138,21 @@ class MainWeights:
         else:
             self.weights[local].copy_(value)
 
+    def copy_to(self, out: Tensor) -> None:
+        """Copy all of main to `out` [interval.numel], in any float dtype."""
+        for part in in_parts(self.interval):
+            target = out[part.relative_to(self.interval.start).slice]
+            target.copy_(self.read(part, target if target.dtype == self.dtype else None))
+
+    def round_into(self, view: Tensor, value: Tensor) -> None:
+        """Copy `value` to `view` (part of the weights, of the same shape), rounded as `set` rounds it."""
+        if not self.needs_scratch:
+            view.copy_(value)  # rounds in the same way
+            return
+        source, target = value.reshape(-1), view.view(-1)
+        for part in in_parts(Interval(0, source.numel())):
+            target[part.slice].copy_(self.rounded(source[part.slice]))
+
     def rounded(self, value: Tensor) -> Tensor:
         """`value` (any shape), rounded as `split_remainder` rounds weights. Without a remainder `value` itself: `copy_`
         then rounds in the same way."""
@@ -147,11 +166,25 @@ class MainWeights:
     def set(self, piece: Interval, value: Tensor, *, spare: bool = False) -> None:
         """Set main to `value` ([piece.numel], any float dtype), and the weights with it. `spare`: `value` may be
         overwritten."""
-        local = piece.relative_to(self.interval.start).slice
+        local = piece.relative_to(self.interval.start)
+        weights = self.weights[local.slice]
         if self.extra is None:
-            self.weights[local].copy_(value)
+            weights.copy_(value)
         elif self.needs_scratch:
-            split_remainder(value if spare else value.to(self.dtype, copy=True), self.weights[local], self.extra[local])
+            extra = self.extra[local.slice]
+            for part in [Interval(0, local.numel)] if spare else in_parts(Interval(0, local.numel)):
+                master = value[part.slice] if spare else value[part.slice].to(self.dtype, copy=True)
+                split_remainder(master, weights[part.slice], extra[part.slice])
         else:
-            self.extra[local].copy_(value)
-            self.weights[local].copy_(value)
+            self.extra[local.slice].copy_(value)
+            weights.copy_(value)
+
+    def free(self) -> None:
+        """Free what is held beside the weights, and the view of the weights. Nothing may be read any more."""
+        self.extra, self.weights = None, self.weights.new_empty(0)
+
+
+def in_parts(interval: Interval) -> Iterator[Interval]:
+    """The interval in parts of at most `AT_ONCE` elements."""
+    for start in range(interval.start, interval.stop, AT_ONCE):
+        yield Interval(start, min(start + AT_ONCE, interval.stop))

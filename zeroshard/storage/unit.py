@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -97,7 +97,7 @@ class Unit:
         for fragment in self.layout.fragments_in(self.updated):
             parameter = self.parameters[self.slot_index(fragment.slot.name)]
             self.write(fragment.world, parameter.detach().reshape(-1)[fragment.param.slice])
-        self.weights.fill(self.main.rounded)
+        self.weights.fill(self.main.round_into)
 
     @torch.no_grad()
     def write_slot(self, index: int, values: Callable[[Interval], Tensor]) -> None:
@@ -142,15 +142,19 @@ class Unit:
             self.write(fragment.world, torch.where(changed, value.to(main.dtype), main))
 
     def gather_main(self, collectives: Collectives) -> Tensor:
-        """Main in full, [layout.numel], in a new tensor. Collective."""
-        assert self.trainable, f"unit {self.name} is frozen"
-        gathered = self.new_buffer(self.main.dtype, self.plan.main)
+        """Main in full (of a frozen unit: the weights), [layout.numel], in a new tensor. Collective."""
+        gathered = self.new_buffer(self.main.dtype, self.plan.main if self.trainable else SHARDED)
         assert gathered.full is not None
-        own = gathered.full[self.updated.slice]
-        own.copy_(self.main.read(self.updated, own))
+        self.main.copy_to(gathered.full[self.updated.slice])
         gathered.redistribute(REPLICATED, collectives, unit=self.name, phase="unshard")
         gathered.arrive()
         return gathered.full
+
+    def free(self) -> None:
+        """Free the storages of all three buffers for good. The parameters become absent: give them values at once."""
+        self.weights.free()
+        self.grads.free()
+        self.main.free()
 
     def new_buffer(
         self, dtype: torch.dtype, placement: Placement, allocate: Callable[..., Tensor] | None = None
@@ -201,13 +205,11 @@ def build_units(
     *,
     fill: bool = True,
     first: int = 0,
-) -> list[Unit]:
-    """Allocate and fill the units; the first one gets the index `first`."""
-    # One unit after the other: filling a unit frees the full storages of its parameters, so the peak stays low.
-    units = []
+) -> Iterator[Unit]:
+    """Allocate and fill the units, one after the other; the first one gets the index `first`."""
     for index, spec in enumerate(specs, start=first):
         unit = Unit(index, spec, [parameters[name] for name in reversed(spec.names)], plan, collectives)
         if fill:
+            # Frees the storages that the parameters had, before the next unit is allocated: keep no reference to them.
             unit.fill()
-        units.append(unit)
-    return units
+        yield unit

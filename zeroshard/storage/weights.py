@@ -79,23 +79,23 @@ class Weights:
         return Residency.SHARDED
 
     @torch.no_grad()
-    def fill(self, rounded: Callable[[Tensor], Tensor]) -> None:
+    def fill(self, copy: Callable[[Tensor, Tensor], None]) -> None:
         """Copy the values of the parameters into the buffer, all or the own shard; show the parameters if the weights
         rest in full, else hide them.
 
         Args:
-            rounded: rounds values as main does: with a remainder, ties are rounded differently than by `copy_`.
+            copy: copies values to a view of the buffer, and rounds them as main does: with a remainder, ties are
+                rounded differently than by `copy_`.
         """
         if self.buffer.rests_in_full:
             for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
-                view.copy_(rounded(parameter.detach()))
+                copy(view, parameter.detach())
             self.buffer.become(REPLICATED)
             self.show()
         else:
             for fragment in self.buffer.layout.fragments(self.buffer.rank):
                 parameter = self._parameters[self.buffer.layout.slots.index(fragment.slot)]
-                value = parameter.detach().reshape(-1)[fragment.param.slice]
-                self.buffer.shard[fragment.local.slice] = rounded(value)
+                copy(self.buffer.shard[fragment.local.slice], parameter.detach().reshape(-1)[fragment.param.slice])
             self.hide()
 
     def gather(
@@ -172,6 +172,15 @@ class Weights:
             self.absent.take(self._parameters)
             self.shown, self._pointers = False, self.absent.pointers
 
+    def free(self) -> None:
+        """Free the buffer for good. The parameters become absent: give them values at once."""
+        if self.buffer.is_arriving:
+            self.arrive(stale=True)
+        if self.shown:
+            self.absent.take(self._parameters)
+        self.shown, self._pointers = False, self.absent.pointers
+        self.buffer.free()
+
     def abandon(self) -> None:
         """Give the parameters up. If all values rest here in full, the parameters keep them; else they are lost, and a
         read raises and says so. Parameters whose data the user has replaced are not touched."""
@@ -185,7 +194,8 @@ class Weights:
             if are_here:
                 give(parameter, buffer.views()[index])
             else:
-                self.absent.lose(index, parameter)
+                why = "its handle was abandoned while they were divided over the ranks"
+                self.absent.lose(index, parameter, why)
         self.shown, self._pointers = False, self.absent.pointers
         buffer.abandon()
 

@@ -1,0 +1,77 @@
+"""`close` for rank 0 alone, to a named device, and interrupted half way. (In general: `tests/test_handle.py`; how much
+memory it takes: `tests/planning/test_whole_model.py`.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.runtime.test_full_state import start
+from zeroshard.storage.unit import Unit
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+def test_a_plain_model_on_rank_0_alone() -> None:
+    def check(rank: int) -> list[Any]:
+        logs = []
+        for plan in PLANS:
+            model, handle, optimizer = start(plan, rank)
+            full = handle.full_state_dict(main=True)
+            # The frozen embedding is held in bf16.
+            expected = {n: value.float() if value.is_floating_point() else value for n, value in full.items()}
+            logs.append(handle.comm_log)
+            with pytest.raises(ValueError, match="close: the meta device holds no values"):
+                handle.close(device="meta")
+            handle.close(rank0_only=True, device="cpu")
+            handle.close()
+            with pytest.raises(RuntimeError, match="this handle is closed"):
+                optimizer.step()
+            if rank == 0:
+                assert same_bits(dict(model.state_dict()), expected), plan
+                assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+                loss_of_tokens(model, rank, 0, 1).backward()
+            else:
+                assert all("are lost" in repr(p) for p in model.parameters())
+                for name, parameter in model.named_parameters():
+                    with pytest.raises(RuntimeError, match=rf"{name} are lost: they were given back on rank 0 alone"):
+                        parameter.sum()
+                with pytest.raises(RuntimeError, match="given back on rank 0 alone"):
+                    loss_of_tokens(model, rank, 0, 1)
+        return logs
+
+    for logs in zip(*run_ranks(check, 3), strict=True):
+        expect_same_logs(logs)
+
+
+def test_a_close_that_fails_half_way_abandons_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that were given back stay as they are. The values of all others are lost, and reading them says so."""
+    gather = Unit.gather_main
+
+    def fail_at_the_third(unit: Unit, collectives: Any) -> Any:
+        if unit.index == 2:
+            raise MemoryError("no room")
+        return gather(unit, collectives)
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        expected = handle.full_state_dict()
+        first = {slot.name for unit in handle.engine.units[:2] for slot in unit.layout.slots}
+        with monkeypatch.context() as patch:
+            patch.setattr(Unit, "gather_main", fail_at_the_third)
+            with pytest.raises(MemoryError):
+                handle.close()
+        with pytest.raises(RuntimeError, match="this handle was abandoned"):
+            handle.full_state_dict()
+        for name, parameter in model.named_parameters():
+            if name in first:
+                assert torch.equal(parameter, expected[name])
+            else:
+                with pytest.raises(RuntimeError, match="are lost: its handle was abandoned"):
+                    parameter.sum()
+
+    run_ranks(check, 2)
