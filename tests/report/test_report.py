@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -25,6 +26,7 @@ from zeroshard.report import (
     run_curves,
     stacked,
     step_flow,
+    time_lanes,
     write_plan,
 )
 from zeroshard.report.facts import Facts, Planned
@@ -305,3 +307,30 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
     whole = write_run(tmp_path) / "metrics.jsonl"
     whole.write_text(whole.read_text() + '{"kind": "ste')  # a run that was killed while it wrote
     assert read_run(tmp_path).last["step"] == 6
+
+
+def test_a_recorded_step_is_drawn_as_it_was_recorded(tmp_path: Path) -> None:
+    """Two forwards, one of them inside of the other, a wait and its gather."""
+    rows = [
+        ("root", "forward", 10, 40, ""),
+        ("blocks.0", "forward", 20, 10, ""),
+        ("blocks.0", "collective", 5, 12, "forward"),
+    ]
+    rows += [("blocks.0", "wait", 12, 5, "forward"), ("", "phase", 60, 4, "")]
+    names = {"collective": "all_gather(blocks.0)", "wait": "wait: all_gather(blocks.0)", "phase": "step: batch"}
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
+    for unit, kind, ts, dur, phase in rows:
+        arguments = {"unit": unit, "phase": phase}
+        events.append({"ph": "X", "cat": kind, "name": names.get(kind, kind), "ts": ts, "dur": dur, "args": arguments})
+    path = write_run(tmp_path) / "timeline-0.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    run = read_run(tmp_path)
+    assert run.timeline is not None
+    parts = dict(time_lanes.measured_rows(run.timeline))
+    assert parts["in forward"] == "40 µs" and parts["in waits (exposed)"] == "5 µs" and parts["the step"] == "59 µs"
+    assert (parts["in step"], parts["messages in flight"], parts["in backward"]) == ("4 µs", "12 µs", "0")
+    drawing = time_lanes.draw_measured(run.timeline, 1100)
+    assert drawing.count('class="span') == 5 and "One step, measured" in Report(facts(), run).html
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is not a timeline"):
+        read_run(tmp_path)

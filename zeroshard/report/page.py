@@ -79,6 +79,8 @@ class Report:
         """Name -> draws the picture for a width. The names are those of the SVG files."""
         found: dict[str, Callable[[int], str]] = {}
         if self.run is not None:
+            if self.run.timeline is not None:
+                found["run-time"] = _bound(time_lanes.draw_measured, self.run.timeline)
             for chart in self._charts:
                 found[f"run-{'-'.join(_words(chart.title))}"] = _bound(run_curves.draw, chart, self.run)
         measured = None if self.run is None else self.run.measured
@@ -192,13 +194,19 @@ class Report:
 
     def _time(self, name: str, planned: Planned) -> str:
         assert planned.timeline is not None, "checked by the caller"
-        note = f"By a model of the machine “{planned.timeline.machine}”; nothing here was measured."
+        note = f"By a model of the machine “{planned.timeline.machine}”; it is not a measurement."
         if self.run is not None:
             seconds = _median([row.get("seconds") for row in self.run.steps])
             share = _median([row.get("communication_share") for row in self.run.steps])
             note += f" Measured in this run: {time_lanes.seconds(seconds)} a step, {share:.0%} of it in collectives."
-        below = time_lanes.legend(planned.timeline) + table(("part", "time"), time_lanes.rows(planned.timeline))
+        below = time_lanes.legend() + table(("part", "time"), time_lanes.rows(planned.timeline))
         picture = self._figure(f"{name}time", "", below=below + element("p", escaped(note), class_="note"))
+        if self.run is not None and self.run.timeline is not None:
+            rows = table(("part", "time"), time_lanes.measured_rows(self.run.timeline))
+            words = element(
+                "p", "As rank 0 has recorded it. Parts overlap: a forward contains its waits.", class_="note"
+            )
+            picture += self._figure("run-time", "One step, measured", below=rows + words)
         return _section("Time over one step", picture)
 
     def _maps(self, name: str, planned: Planned) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import InvalidValue
+from zeroshard.report.run_timeline import MeasuredStep, read_timeline
 
 METRICS = "metrics.jsonl"
 _WHOLE = ("step", "engine_bytes", "peak_memory_bytes", "memory_bytes")
@@ -50,6 +51,7 @@ class RunRecord:
         validations: (step, loss).
         starts: of the ranks; empty in runs of older versions.
         measured: the last measurement by kind; None: an older version.
+        timeline: of one step, if the run has recorded one.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class RunRecord:
     validations: tuple[tuple[int, float | None], ...]
     starts: tuple[Start, ...]
     measured: Measured | None
+    timeline: MeasuredStep | None = None
 
     @property
     def last(self) -> Mapping[str, Any]:
@@ -82,8 +85,9 @@ def read_run(folder: Path) -> RunRecord:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is damaged: {error!r}") from error
     rows = list(_rows(path, lines))
+    timeline = read_timeline(folder)
     try:
-        found = _record(folder, rows)
+        found = replace(_record(folder, rows), timeline=timeline)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidValue(f"{path} is damaged: {error!r}") from error
     if not found.steps:

@@ -1,4 +1,4 @@
-"""Draws one step in time by the time model: computations, gathers and reductions, and what of them is exposed."""
+"""Draws one step in time, modelled or measured: computations, gathers and reductions, and what of them is exposed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,44 @@ from collections.abc import Iterator, Sequence
 
 from zeroshard.planning.time_model import Span
 from zeroshard.report.facts import Timeline
+from zeroshard.report.run_timeline import MeasuredStep
 from zeroshard.report.svg import Scale, element, label, line, picture, ticks, title
 
-LANES = {"compute": "computation", "gathers": "gathers", "reductions": "reductions", "others": "control"}
+LANES = {
+    "compute": "computation",
+    "waits": "waits",
+    "gathers": "gathers",
+    "reductions": "reductions",
+    "others": "control",
+}
 _ROW, _BAR = 34, 24
 
 
 def draw(timeline: Timeline, width: int) -> str:
-    """The picture, `width` pixels wide; time runs to the right."""
+    """The step by the model, `width` pixels wide; time runs to the right."""
+    computes = [span for span in timeline.spans if span.lane == "compute"]
+    spans = [*timeline.spans, *_waits(computes, timeline.time.total)]
+    return _draw(spans, timeline.time.total, f"one step in time on {timeline.machine}, by a model", width)
+
+
+def draw_measured(step: MeasuredStep, width: int) -> str:
+    """A step as a run has recorded it."""
+    return _draw(step.spans, step.seconds, "one step in time, measured", width)
+
+
+def _draw(spans: Sequence[Span], total: float, name: str, width: int) -> str:
     left, right, top = (110 if width > 600 else 84), width - 12, 8
-    scale = Scale(0, max(timeline.time.total, 1e-12), left, right)
+    scale = Scale(0, max(total, 1e-12), left, right)
     body, y = list[str](), float(top)
     for lane, words in LANES.items():
-        spans = [span for span in timeline.spans if span.lane == lane]
-        if not any(span.stop > span.start for span in spans):
+        of_lane = [span for span in spans if span.lane == lane]
+        if not any(span.stop > span.start for span in of_lane):
             continue
         body.append(label(left - 8, y + 16, words, "row"))
-        body += [_bar(span, scale, y) for span in _merged(spans, scale)]
-        if lane == "compute":
-            body += _waits(spans, timeline.time.total, scale, y)
+        body += [_bar(span, scale, y) for span in _merged(of_lane, scale)]
         y += _ROW
     body += _axis(scale, y, 6 if width > 600 else 3)
-    return picture(width, y + 22, body, f"one step in time on {timeline.machine}, by a model", class_="time")
+    return picture(width, y + 22, body, name, class_="time")
 
 
 def _bar(span: Span, scale: Scale, y: float) -> str:
@@ -52,15 +68,13 @@ def _merged(spans: Sequence[Span], scale: Scale) -> Iterator[Span]:
         yield held
 
 
-def _waits(computes: Sequence[Span], total: float, scale: Scale, y: float) -> Iterator[str]:
-    """Hatched: the time in which nothing computes, because messages are exposed."""
+def _waits(computes: Sequence[Span], total: float) -> Iterator[Span]:
+    """The time in which nothing computes, because messages are exposed."""
     ends = [0.0, *(span.stop for span in computes)]
     starts = [*(span.start for span in computes), total]
     for end, start in zip(ends, starts, strict=True):
-        if scale(start) - scale(end) > 0.5:
-            words = title(f"waits for messages: {seconds(start - end)}")
-            shape = {"x": scale(end), "y": y, "width": scale(start) - scale(end), "height": float(_BAR)}
-            yield element("rect", words, class_="waits", **shape)
+        if start - end > 1e-12:
+            yield Span("waits", "waits for messages", "", end, start)
 
 
 def _axis(scale: Scale, y: float, most: int) -> Iterator[str]:
@@ -78,16 +92,25 @@ def seconds(value: float) -> str:
     raise AssertionError
 
 
-def legend(timeline: Timeline) -> str:
+def legend() -> str:
     entries = [
         ("l-compute f-forward", "forward"),
         ("l-compute f-backward", "backward"),
         ("l-compute f-step", "update"),
         ("l-gathers f-forward", "gathers"),
         ("l-reductions f-backward", "reductions"),
-        ("waits", "exposed: computation waits"),
+        ("l-waits", "waits: messages are exposed"),
     ]
     return element("ul", *(element("li", element("span", class_=f"chip {c}"), w) for c, w in entries), class_="legend")
+
+
+def measured_rows(step: MeasuredStep) -> Iterator[tuple[str, str]]:
+    """Name and value of each part of a recorded step. The parts overlap."""
+    for phase in ("forward", "backward", "step"):
+        yield f"in {phase}", seconds(step.covered("compute", phase=phase))
+    yield "messages in flight", seconds(step.covered("gathers", "reductions", "others"))
+    yield "in waits (exposed)", seconds(step.covered("waits"))
+    yield "the step", seconds(step.seconds)
 
 
 def rows(timeline: Timeline) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,68 @@
+"""Reads the timeline that rank 0 of a run has written (`--run.timeline`), as spans in the lanes of a picture."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroshard.errors import InvalidValue
+from zeroshard.planning.time_model import Span
+from zeroshard.runtime.timeline_event import covered
+
+FILE = "timeline-0.json.gz"
+_LANES = {"all_gather": "gathers", "reduce_scatter": "reductions", "reduce_replicas": "reductions"}
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step as rank 0 has recorded it. The lanes of `spans`: those of `planning.Span`, and "waits"."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max((span.stop for span in self.spans), default=0.0)
+
+    def covered(self, *lanes: str, phase: str | None = None) -> float:
+        """Seconds in at least one span of these lanes."""
+        return covered((s.start, s.stop) for s in self.spans if s.lane in lanes and phase in (None, s.phase))
+
+
+def read_timeline(folder: Path) -> MeasuredStep | None:
+    """The timeline in the folder of a run; None: the run has written none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        spans = list(_spans([event for event in events if event["ph"] == "X"]))
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise InvalidValue(f"{path} is not a timeline: {error!r}") from error
+    return MeasuredStep(tuple(spans))
+
+
+def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
+    """Spans in the order in which they begin, in seconds since the first. Of the engine's phases, only those of the
+    optimizer's step are computation."""
+    began = min((float(event["ts"]) for event in events), default=0.0)
+    for event in sorted(events, key=lambda one: (float(one["ts"]), -float(one["dur"]))):
+        kind, name, arguments = event["cat"], str(event["name"]), event["args"]
+        start = (float(event["ts"]) - began) / 1e6
+        place = str(arguments["unit"] or name), start, start + float(event["dur"]) / 1e6
+        if kind in ("forward", "backward"):
+            yield Span("compute", place[0], kind, *place[1:])
+        elif kind == "phase" and name.startswith("step"):
+            yield Span("compute", name, "step", *place[1:])
+        elif kind == "wait":
+            yield Span("waits", name, str(arguments["phase"]), *place[1:])
+        elif kind == "collective":
+            yield Span(_LANES.get(name.partition("(")[0], "others"), place[0], str(arguments["phase"]), *place[1:])
