@@ -42,8 +42,8 @@ def _draw(spans: Sequence[Span], total: float, name: str, width: int) -> str:
         body.append(label(left - 8, y + 16, words, "row"))
         body += [_bar(span, scale, y) for span in _merged(of_lane, scale)]
         y += _ROW
-    body += _axis(scale, y, 6 if width > 600 else 3)
-    return picture(width, y + 22, body, name, class_="time")
+    axis = _axis(scale, y, 6 if width > 600 else 3)
+    return picture(width, y + 22, [*axis, *body], name, class_="time")
 
 
 def _bar(span: Span, scale: Scale, y: float) -> str:
