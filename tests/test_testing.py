@@ -27,6 +27,21 @@ def test_results_come_back_in_rank_order_and_ranks_can_talk() -> None:
     assert run_ranks(run, 3, 10) == [(0, 3, 33.0), (1, 3, 33.0), (2, 3, 33.0)]
 
 
+def test_tensors_come_back_as_they_were() -> None:
+    def make() -> list[torch.Tensor]:
+        x = torch.arange(6.0).reshape(2, 3) / 7
+        others = [x.to(dtype) for dtype in (torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.complex64)]
+        return [x, *others, x.t(), x[:, 1], x[0, 0], x[:0], x.clone().requires_grad_(), torch.nn.Parameter(x)]
+
+    (found,) = run_ranks(lambda rank: [*make(), *[torch.ones(2)] * 2], 1)
+    assert found[-1] is found[-2]
+    for tensor, expected in zip(found[:-2], make(), strict=True):
+        assert type(tensor) is type(expected) and tensor.dtype == expected.dtype
+        assert tensor.requires_grad == expected.requires_grad and tensor.stride() == expected.stride()
+        assert torch.equal(tensor, expected)
+    found[0].mul_(2)  # the receiver's own memory
+
+
 def test_the_first_rank_that_raises_is_reported_with_its_traceback() -> None:
     def run(rank: int) -> None:
         if rank == 1:
