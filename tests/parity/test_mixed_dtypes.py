@@ -6,6 +6,7 @@ an error.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -85,10 +86,8 @@ def test_a_bf16_main_beside_norms_kept_in_fp32(optimizer_class: Any, options: di
             expect_same_logs(logs)
 
 
-@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=["pieces", "whole"])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_fp32_and_fp64_parameters_alike(optimizer_class: Any, options: dict[str, Any], reverse: bool) -> None:
-    def check(rank: int) -> None:
+def test_fp32_and_fp64_parameters_alike() -> None:
+    def compare(rank: int, optimizer_class: Any, options: dict[str, Any], reverse: bool) -> None:
         models = [make(Doubles) for _ in range(2)]
         params = [list(model.parameters())[:: -1 if reverse else 1] for model in models]
         plain: Any = optimizer_class(params[0], **options)
@@ -107,5 +106,9 @@ def test_fp32_and_fp64_parameters_alike(optimizer_class: Any, options: dict[str,
             sharded.state_dict()["state"].values(), plain.state_dict()["state"].values(), strict=True
         ):
             assert ours["exp_avg"].dtype == theirs["exp_avg"].dtype
+
+    def check(rank: int) -> None:
+        for (optimizer_class, options), reverse in itertools.product(OPTIMIZERS, (False, True)):
+            compare(rank, optimizer_class, options, reverse)
 
     run_ranks(check, 3)

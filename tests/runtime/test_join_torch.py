@@ -6,6 +6,7 @@ its part with the gradients of its own last step.)
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -63,18 +64,23 @@ def train(
     return {name: value.detach().clone() for name, value in ddp.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_a_plain_optimizer_under_ddp(case: str) -> None:
-    options = dict(CASES[case])
+@functools.cache
+def run_all() -> list[dict[str, tuple[State, State]]]:
+    """By rank and case: the weights of a plain optimizer under DDP, and those of a sharded one."""
 
-    def check(rank: int) -> tuple[State, State]:
+    def both(rank: int, options: dict[str, Any]) -> tuple[State, State]:
         plain = {key: value for key, value in options.items() if key != "loss_scale"}
         return train(rank, False, STEPS[rank], **plain), train(rank, True, STEPS[rank], **options)
 
-    found = run_ranks(check, 3)
+    return run_ranks(lambda rank: {case: both(rank, options) for case, options in CASES.items()}, 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_a_plain_optimizer_under_ddp(case: str) -> None:
+    found = [of_rank[case] for of_rank in run_all()]
     for expected, weights in found:
         assert same_bits(weights, found[0][1])
-        if options.get("clip"):
+        if CASES[case].get("clip"):
             torch.testing.assert_close(weights, expected)
         else:
             assert same_bits(weights, expected)

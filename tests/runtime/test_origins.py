@@ -6,6 +6,8 @@ NaN that arose in layer 1 was reported for layer 0.)
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -77,10 +79,19 @@ def message_of(rank: int, plan: str, local: bool) -> dict[str, str]:
     return messages
 
 
+CASES = list(itertools.product(PLANS, [False, True]))
+
+
+@functools.cache
+def all_messages() -> list[list[dict[str, str]]]:
+    """The messages by rank and case."""
+    return run_ranks(lambda rank: [message_of(rank, *case) for case in CASES], 2)
+
+
 @pytest.mark.parametrize("local", [False, True], ids=["reduced each time", "accumulated"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_is_named_in_the_order_of_backward(plan: str, local: bool) -> None:
-    first, *others = run_ranks(message_of, 2, plan, local)
+    first, *others = (of_rank[CASES.index((plan, local))] for of_rank in all_messages())
     assert all(messages == first for messages in others)
     # Backward reaches the weights of a layer in reverse registration order.
     assert "layers.2.bias (micro-batch 1), layers.2.weight (micro-batch 1)" in first["in_backward"]
