@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
 from tests.patience import AT_ONCE
+from tests.together import in_turn
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -321,9 +322,8 @@ def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer() -
 # The order of calls ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
-def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on(plan: Any) -> None:
-    def check(rank: int) -> Any:
+def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on() -> None:
+    def check(rank: int, plan: Any) -> Any:
         model = make(Net)
         handle = zeroshard.shard(model, plan, units=Block)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
@@ -382,7 +382,8 @@ def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on(plan: A
         assert all(p.grad is not None for p in model.parameters())
         return handle.comm_log
 
-    expect_same_logs(run_ranks(check, 3))
+    for logs in zip(*run_ranks(in_turn(check, PLANS), 3), strict=True):
+        expect_same_logs(logs)
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated() -> None:

@@ -12,8 +12,9 @@ A failed comparison fails only the test of its own job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, logs, same_bits, train, train_reference
@@ -82,3 +83,22 @@ def _compare(plans: Sequence[Plan], found: Sequence[Sequence[Outcome]], truth: S
             assert outcome.losses == expected.losses, (plan, len(truth))
             assert same_bits(outcome.weights, expected.weights), (plan, len(truth))
         expect_same_logs(logs(of_plan))
+
+
+def in_turn(check: Callable[..., Any], cases: Iterable[Any]) -> Callable[[int], list[Any]]:
+    """For `run_ranks`: a function that calls `check(rank, case)` for one case after the other, on the same ranks, and
+    returns the results. A case that is a tuple is several arguments. Errors name their case. (A start of ranks takes as
+    long as ten to twenty steps of a small model.)"""
+    every = [case if isinstance(case, tuple) else (case,) for case in cases]
+
+    def run(rank: int) -> list[Any]:
+        results = []
+        for case in every:
+            try:
+                results.append(check(rank, *case))
+            except BaseException as error:
+                error.add_note(f"in the case {case}")
+                raise
+        return results
+
+    return run

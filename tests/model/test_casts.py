@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.kit import PLANS, State, make, same_bits
+from tests.together import in_turn
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference
@@ -213,13 +214,12 @@ class ByMethod(nn.Module):
         return self.head(x.to(self.head.weight.dtype))
 
 
-@pytest.mark.parametrize("precision", [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"], ids=str)
-def test_methods_in_place_of_forward_cast_as_it_does(precision: Any) -> None:
+def test_methods_in_place_of_forward_cast_as_it_does() -> None:
     """Inputs of methods that `register_forward_method` named once were not cast: "mat1 and mat2 must have the same
     dtype". And a method of the model that is called in place of forward notices parameters that were unfrozen, as a
     call does."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, precision: Any) -> None:
         for plan in PLANS:
             weights = []
             for by_method in (False, True):
@@ -243,7 +243,7 @@ def test_methods_in_place_of_forward_cast_as_it_does(precision: Any) -> None:
             fresh = make(Model)
             assert not torch.equal(weights[0]["blocks.0.up.weight"], fresh.state_dict()["blocks.0.up.weight"])
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"]), 2)
 
 
 def test_bad_precisions() -> None:

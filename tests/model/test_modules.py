@@ -33,7 +33,7 @@ from tests.kit import (
     train_reference,
 )
 from tests.model.test_graphs import cross_entropy, data
-from tests.together import Together
+from tests.together import Together, in_turn
 from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
@@ -548,11 +548,10 @@ class Around(nn.Module):
         return checkpoint(self.parts[0].two, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_modules_inside_a_unit_are_called_alone(fails: bool) -> None:
+def test_modules_inside_a_unit_are_called_alone() -> None:
     """The same results as in one process, also after a call that raised in the middle of a unit."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, fails: bool) -> None:
         torch.set_default_dtype(torch.float64)
         expected = make(Around)
         plain = torch.optim.SGD(expected.parameters(), lr=0.1)
@@ -577,7 +576,7 @@ def test_modules_inside_a_unit_are_called_alone(fails: bool) -> None:
             for name, value in handle.full_state_dict().items():
                 torch.testing.assert_close(value, expected.state_dict()[name])
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [False, True]), 2)
 
 
 def raises(*_: Any) -> None:

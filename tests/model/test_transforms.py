@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import zeroshard
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.together import in_turn
 from zeroshard.testing import expect_same_logs, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # raised by torch when it loads forward mode
@@ -86,11 +87,10 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x.detach(), y.detach()) for x, y in leaves)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
-def test_where_weights_are_here_transforms_are_those_of_the_plain_model(plan: Any) -> None:
+def test_where_weights_are_here_transforms_are_those_of_the_plain_model() -> None:
     """Under ZERO3 they work inside `unsharded()`. The transforms do not affect later training."""
 
-    def check(rank: int) -> Any:
+    def check(rank: int, plan: Any) -> Any:
         model = make(Net)
         handle = zeroshard.shard(model, plan, units=Block)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
@@ -116,7 +116,8 @@ def test_where_weights_are_here_transforms_are_those_of_the_plain_model(plan: An
         assert same_bits(handle.full_state_dict(), train(Job(steps=2), plan, rank).weights)
         return handle.comm_log
 
-    expect_same_logs(run_ranks(check, 2))
+    for logs in zip(*run_ranks(in_turn(check, PLANS), 2), strict=True):
+        expect_same_logs(logs)
 
 
 def test_between_step_and_forward_transforms_wait_for_the_weights() -> None:

@@ -26,6 +26,7 @@ from tests.outside.common import (
     expect_same_bits,
     in_fp64,
 )
+from tests.together import in_turn
 from zeroshard.exchange import export
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
@@ -91,12 +92,11 @@ class Albert(nn.Module):
         return nn.functional.cross_entropy(x, y)
 
 
-@pytest.mark.parametrize("shard_size", [2, 1])
-def test_one_layer_in_a_loop(shard_size: int) -> None:
+def test_one_layer_in_a_loop() -> None:
     """TestZero3RepeatForwardLoop; with `mics`, which shards within groups only: a mesh of replicas."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, shard_size: int) -> None:
         mesh = init_device_mesh("cpu", (2 // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
         torch.manual_seed(0)
         twins = Twins(Albert(), zeroshard.ZERO3, Adam, shard={"units": nn.Linear, "mesh": mesh}, lr=1e-3)
@@ -107,7 +107,7 @@ def test_one_layer_in_a_loop(shard_size: int) -> None:
             twins.step()
             twins.expect_equal()
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [2, 1]), 2)
 
 
 class Uneven(Layers):
@@ -270,11 +270,10 @@ class Vector(nn.Module):
         return x * self.param
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_one_large_parameter_on_four_ranks(on_meta: bool) -> None:
+def test_one_large_parameter_on_four_ranks() -> None:
     """TestZero3ParamPartitioningLargeParam: all ranks get rank 0's values, and backwards without a reduction add up."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, on_meta: bool) -> None:
         values = torch.arange(8100) // 2025 if rank == 0 else torch.full((8100,), -1)
 
         def init(module: nn.Module) -> None:
@@ -297,11 +296,10 @@ def test_one_large_parameter_on_four_ranks(on_meta: bool) -> None:
         with handle.unsharded():
             assert torch.equal(model.param.detach(), torch.arange(8100) // 2025 - 3.0)
 
-    run_ranks(check, 4)
+    run_ranks(in_turn(check, [False, True]), 4)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_many_parameters_and_a_list_of_activations(on_meta: bool) -> None:
+def test_many_parameters_and_a_list_of_activations() -> None:
     """TestZero3ParamPartitioningManyParams."""
 
     class Many(nn.Module):
@@ -316,7 +314,7 @@ def test_many_parameters_and_a_list_of_activations(on_meta: bool) -> None:
                 activations.append(x)
             return activations
 
-    def check(rank: int) -> None:
+    def check(rank: int, on_meta: bool) -> None:
         model = Many()
         if on_meta:
             values = {id(layer): layer.weight.detach()[0].item() for layer in model.layers}
@@ -336,7 +334,7 @@ def test_many_parameters_and_a_list_of_activations(on_meta: bool) -> None:
             assert handle.gradient("layers.39.weight").eq(2.0**-21).all()
             optimizer.step()
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [False, True]), 2)
 
 
 def test_a_parent_that_fills_its_childs_weights() -> None:
@@ -493,11 +491,10 @@ def test_frozen_weights_between_trained_ones() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_nothing_of_full_size_is_held_between_two_phases(training: bool) -> None:
+def test_nothing_of_full_size_is_held_between_two_phases() -> None:
     """TestZeroPartitionCache: `empty_partition_cache()` there, `park()` here. Also for a model without an optimizer."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, training: bool) -> None:
         model = Layers(10, 2)
         handle = zeroshard.shard(model, "zero3")
         if training:
@@ -513,7 +510,7 @@ def test_nothing_of_full_size_is_held_between_two_phases(training: bool) -> None
         handle.unpark()
         assert torch.isfinite(model(*batch(10, rank, 3)))
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [True, False]), 2)
 
 
 def test_a_param_group_may_be_empty() -> None:

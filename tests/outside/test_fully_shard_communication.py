@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -30,6 +29,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
+from tests.together import in_turn
 from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -48,14 +48,13 @@ def transformer(layers: int = 4, kind: str = "") -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("kind", ["", "utils", "reentrant"])
-def test_how_often_and_in_which_order(kind: str) -> None:
+def test_how_often_and_in_which_order() -> None:
     """test_fully_shard_communication_count, test_fully_shard_backward_prefetch,
     test_set_modules_to_forward_prefetch, ..._backward_prefetch: forward gathers in its order, backward in the
     reverse one, each unit is reduced once; the same with recomputation. Units are prefetched in the order of the last
     step."""
 
-    def check(rank: int) -> Any:
+    def check(rank: int, kind: str) -> Any:
         model = transformer(kind=kind)
         handle = zeroshard.shard(model, "zero3", units=Block)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
@@ -71,15 +70,15 @@ def test_how_often_and_in_which_order(kind: str) -> None:
             optimizer.step()
         return handle.comm_log
 
-    expect_same_logs(run_ranks(check, 2))
+    for logs in zip(*run_ranks(in_turn(check, ["", "utils", "reentrant"]), 2), strict=True):
+        expect_same_logs(logs)
 
 
-@pytest.mark.parametrize(("kept", "again"), [(True, 0), (["layers.0", "layers.1"], 0), (["layers.1"], 1), ((), 2)])
-def test_units_that_keep_their_weights_are_not_gathered_again(kept: Any, again: int) -> None:
+def test_units_that_keep_their_weights_are_not_gathered_again() -> None:
     """test_set_reshard_after_forward, test_fully_shard_communication_count with `reshard_after_forward=False`, of
     all units or of some. Parameters are absent between forward and backward in any case."""
 
-    def check(rank: int) -> Any:
+    def check(rank: int, kept: Any, again: int) -> Any:
         model = transformer()
         handle = zeroshard.shard(model, "zero3", units=Block, keep_gathered=kept)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
@@ -94,7 +93,9 @@ def test_units_that_keep_their_weights_are_not_gathered_again(kept: Any, again: 
             optimizer.step()
         return handle.comm_log
 
-    expect_same_logs(run_ranks(check, 2))
+    cases = [(True, 0), (["layers.0", "layers.1"], 0), (["layers.1"], 1), ((), 2)]
+    for logs in zip(*run_ranks(in_turn(check, cases), 2), strict=True):
+        expect_same_logs(logs)
 
 
 def test_groups_of_modules_are_gathered_and_reduced_as_one() -> None:

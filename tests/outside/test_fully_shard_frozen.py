@@ -25,6 +25,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
+from tests.together import in_turn
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -172,12 +173,11 @@ def test_the_norm_is_torchs_and_so_is_the_step(mesh: str, norm_type: float) -> N
     run_ranks(check, 2 if mesh == "one axis" else 4)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_torchs_own_utilities_clip(foreach: bool) -> None:
+def test_torchs_own_utilities_clip() -> None:
     """test_clip_grad_norm_1d calls `torch.nn.utils.clip_grad_norm_`, and so may a training loop here."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, foreach: bool) -> None:
         states = []
         for plan in PLANS:
             torch.manual_seed(0)
@@ -194,7 +194,7 @@ def test_torchs_own_utilities_clip(foreach: bool) -> None:
             states.append(twins.expect_equal())
         expect_same_bits(states)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [False, True]), 2)
 
 
 def test_gradients_of_zero_are_left_alone() -> None:

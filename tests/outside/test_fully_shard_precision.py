@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.outside.common import MLP, PLANS, expect_same_bits, numbers
+from tests.together import in_turn
 from zeroshard.testing import run_ranks
 
 Adam, bf16, fp16, fp32 = torch.optim.Adam, torch.bfloat16, torch.float16, torch.float32
@@ -62,15 +63,11 @@ class ByHand:
                 compute.copy_(main)
 
 
-@pytest.mark.parametrize(
-    ("param", "grad", "wire"),
-    [(bf16, bf16, bf16), (fp16, fp16, fp16), (bf16, fp32, fp32), (bf16, bf16, fp32), (fp32, fp32, fp32)],
-)
-def test_compute_and_reduction_each_in_their_dtype(param: torch.dtype, grad: torch.dtype, wire: torch.dtype) -> None:
+def test_compute_and_reduction_each_in_their_dtype() -> None:
     """test_compute_dtype, test_reduce_dtype (fp32 reduction), test_default_gradient_dtype: losses and fp32 weights
     equal those of the loop by hand, and the bytes sent are those of the chosen wire dtype."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, param: torch.dtype, grad: torch.dtype, wire: torch.dtype) -> None:
         states = []
         for plan in PLANS:
             model = stack()
@@ -92,7 +89,8 @@ def test_compute_and_reduction_each_in_their_dtype(param: torch.dtype, grad: tor
             states.append(main)
         expect_same_bits(states)
 
-    run_ranks(check, 2)
+    cases = [(bf16, bf16, bf16), (fp16, fp16, fp16), (bf16, fp32, fp32), (bf16, bf16, fp32), (fp32, fp32, fp32)]
+    run_ranks(in_turn(check, cases), 2)
 
 
 def test_a_reduction_narrower_than_the_gradients() -> None:
@@ -272,11 +270,10 @@ def test_structures_between_units(precision: str, kind: str) -> None:
 # Norms ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("param", [bf16, fp16])
-def test_norms_in_16_bits_or_kept_in_fp32(param: torch.dtype) -> None:
+def test_norms_in_16_bits_or_kept_in_fp32() -> None:
     """test_norm_modules_bf16, test_norm_modules_fp16: layer norm, batch norm of 1 and 2 dimensions."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, param: torch.dtype) -> None:
         models: list[tuple[nn.Module, Tensor, tuple[type[nn.Module], ...]]] = [
             (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)), numbers(32, rank), ()),
             (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)), numbers(32, rank), (nn.LayerNorm,)),
@@ -300,18 +297,17 @@ def test_norms_in_16_bits_or_kept_in_fp32(param: torch.dtype) -> None:
             assert optimizer.step().applied
             handle.close()
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [bf16, fp16]), 2)
 
 
 # Scaling -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overflow", [False, True])
-def test_a_scaler_skips_where_one_rank_overflows(overflow: bool) -> None:
+def test_a_scaler_skips_where_one_rank_overflows() -> None:
     """TestFullyShardGradientScaler.test_gradient_scaler: torch's GradScaler is refused, and says what to use; then an
     infinity on rank 1 alone skips the step on all ranks and halves the scale, and without it nothing is skipped."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, overflow: bool) -> None:
         for plan in PLANS:
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
@@ -333,7 +329,7 @@ def test_a_scaler_skips_where_one_rank_overflows(overflow: bool) -> None:
             assert optimizer.scaling.default is not None
             assert optimizer.scaling.default.scale == (1.0 if overflow else 2.0)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [False, True]), 2)
 
 
 # Forward-mode derivatives --------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
+from tests.together import in_turn
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -228,12 +229,11 @@ def test_which_meshes_are_refused() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("kind", ["group", "mesh from a group", "mesh of a mesh"])
-def test_a_group_of_some_ranks(kind: str) -> None:
+def test_a_group_of_some_ranks() -> None:
     """TestFullyShardProcessGroupInit.test_1d_process_group_init: ranks 0 and 2, ranks 1 and 3, each pair its own
     model."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, kind: str) -> None:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         mesh: Any = groups[rank % 2]
@@ -253,7 +253,7 @@ def test_a_group_of_some_ranks(kind: str) -> None:
             optimizer.step()
         expect_same_on_all_ranks(handle.full_state_dict(), groups[rank % 2])
 
-    run_ranks(check, 4)
+    run_ranks(in_turn(check, ["group", "mesh from a group", "mesh of a mesh"]), 4)
 
 
 def test_two_groups_make_a_mesh_of_replicas() -> None:
@@ -306,8 +306,7 @@ def test_replicas_start_with_rank_0s_values() -> None:
 # From the meta device ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_built_on_the_meta_device(precision: str | None) -> None:
+def test_built_on_the_meta_device() -> None:
     """TestFullyShardMetaDeviceInit.test_meta_device_1d_init: even, uneven and almost empty shards, a buffer; every
     value comes from `reset_parameters`, and a step works."""
 
@@ -321,7 +320,7 @@ def test_built_on_the_meta_device(precision: str | None) -> None:
         if isinstance(module, Buffered):
             module.buffer.fill_(2.0)
 
-    def check(rank: int) -> None:
+    def check(rank: int, precision: str | None) -> None:
         for dim in (8, 3, 1):
             for plan in PLANS:
                 torch.manual_seed(0)
@@ -336,7 +335,7 @@ def test_built_on_the_meta_device(precision: str | None) -> None:
                 optimizer.step()
                 expect_same_on_all_ranks(handle.full_state_dict(main=True))
 
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, [None, "bf16"]), 3)
 
 
 def test_a_model_on_the_meta_device_without_values_is_refused() -> None:

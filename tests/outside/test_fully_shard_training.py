@@ -28,6 +28,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
+from tests.together import in_turn
 from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
@@ -49,12 +50,11 @@ def test_a_model_without_inputs() -> None:
     under_all_plans(lambda rank, plan: Twins(Square(), plan).train(lambda model, step: model().sum()))
 
 
-@pytest.mark.parametrize("units", [None, nn.Linear])
-def test_parameters_are_whole_where_the_plan_says_so(units: Any) -> None:
+def test_parameters_are_whole_where_the_plan_says_so() -> None:
     """TestFullyShardRegisteredParams: after forward and after backward parameters are sharded again (here: absent)
     under ZERO3, and whole, with their values, under the others; inside `unsharded` they are the original ones."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, units: Any) -> None:
         for plan in PLANS:
             torch.manual_seed(0)
             model = nn.Sequential(MLP(3), MLP(3))
@@ -78,7 +78,7 @@ def test_parameters_are_whole_where_the_plan_says_so(units: Any) -> None:
             loss.backward()
             expect_at_rest()
 
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, [None, nn.Linear]), 3)
 
 
 def test_a_cast_after_shard_is_refused_before_it_is_right() -> None:

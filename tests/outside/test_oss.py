@@ -8,9 +8,9 @@ from there (`test_state_dict`, `test_lr_scheduler`, `test_step...`, `test_zero_g
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.outside.common import average_gradients, expect_close, expect_same_on_all_ranks, in_fp64, numbers, state_of
+from tests.together import in_turn
 from zeroshard.testing import run_ranks
 
 SGD = torch.optim.SGD
@@ -91,13 +92,12 @@ def test_rewound_by_state_dicts_the_same_losses_come_again() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_clipping_is_torchs(norm_type: float) -> None:
+def test_clipping_is_torchs() -> None:
     """test_gradient_clipping: the same norm as torch's utility, and the step takes the clipped gradient; twice in a
     row."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, norm_type: float) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 10), nn.Linear(10, 5))
         plain = copy.deepcopy(model)
@@ -115,7 +115,7 @@ def test_clipping_is_torchs(norm_type: float) -> None:
             optimizer.step(), plain_optimizer.step()
             expect_close(state_of(model), state_of(plain))
 
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, [1.0, 2.0, float("inf")]), 3)
 
 
 def test_a_run_that_is_saved_and_loaded_follows_one_that_is_not() -> None:
@@ -154,16 +154,12 @@ def test_a_run_that_is_saved_and_loaded_follows_one_that_is_not() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("change_what_trains", [False, True])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, SGD])
-def test_with_ddp_groups_may_be_interleaved_and_parameters_freeze(
-    optimizer_class: type[torch.optim.Optimizer], change_what_trains: bool
-) -> None:
+def test_with_ddp_groups_may_be_interleaved_and_parameters_freeze() -> None:
     """test_ddp_parity (marked "broken at head" there): groups that are not in the order of the model, a first parameter
     that stops and begins to require grad, checkpoints of either loaded into the other."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, change_what_trains: bool, optimizer_class: type[torch.optim.Optimizer]) -> None:
         torch.manual_seed(rank)
         trunk = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 5))
         trunk.register_buffer("of_rank", torch.ones(1) * rank)
@@ -204,4 +200,4 @@ def test_with_ddp_groups_may_be_interleaved_and_parameters_freeze(
         step(7)
         expect_same_on_all_ranks({name: p.detach() for name, p in model.named_parameters()})
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, itertools.product([False, True], [torch.optim.Adam, SGD])), 2)

@@ -8,6 +8,7 @@ is no wrapper: the model remains the same object.
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -28,6 +29,7 @@ from tests.outside.common import (
     state_of,
     tokens,
 )
+from tests.together import in_turn
 from zeroshard.testing import run_ranks
 
 SGD = torch.optim.SGD
@@ -66,12 +68,11 @@ def indices(rank: int, step: int, micro_batch: int = 0) -> Tensor:
     return torch.randint(32, (8, 2), generator=generator)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_models_are_equal_on_all_ranks_at_first_and_after_each_step(accumulate: bool) -> None:
+def test_models_are_equal_on_all_ranks_at_first_and_after_each_step() -> None:
     """test_step, CPU and gloo: a frozen first parameter, a buffer that differs between ranks, gradient accumulation."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, accumulate: bool) -> None:
         for plan in PLANS:
             torch.manual_seed(rank)
             model = mlp()
@@ -90,7 +91,7 @@ def test_models_are_equal_on_all_ranks_at_first_and_after_each_step(accumulate: 
                 expect_same_on_all_ranks(after)
                 assert [torch.equal(before[n], after[n]) for n in before].count(True) == 2  # frozen weight, buffer
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [False, True]), 2)
 
 
 def test_buffers_are_made_equal_when_asked() -> None:
@@ -297,14 +298,12 @@ def test_a_process_group_of_some_ranks() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_parity_with_ddp(accumulate: bool, twice: bool) -> None:
+def test_parity_with_ddp() -> None:
     """test_ddp_parity, without amp (fp16 needs a GPU there): three micro-batches, a head that runs twice, the first
     parameter frozen at first and trained from the second step on, and the norm that clips."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, twice: bool, accumulate: bool) -> None:
         weights = []
         for plan in PLANS:
             torch.manual_seed(0)
@@ -331,4 +330,4 @@ def test_parity_with_ddp(accumulate: bool, twice: bool) -> None:
             weights.append(twins.handle.full_state_dict())
         expect_same_bits(weights)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, itertools.product([False, True], [False, True])), 2)

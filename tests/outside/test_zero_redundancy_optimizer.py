@@ -29,6 +29,7 @@ from tests.outside.common import (
     state_of,
     under_all_plans,
 )
+from tests.together import in_turn
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -387,13 +388,12 @@ def test_a_process_group_of_some_ranks() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, AdamW, SGD])
-def test_under_ddp_a_sharded_optimizer_is_the_local_one(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_under_ddp_a_sharded_optimizer_is_the_local_one() -> None:
     """test_local_optimizer_parity, with and without `maximize`: a parameter stops and begins to require grad in
     between, and each loads the other's state."""
 
     @in_fp64
-    def check(rank: int) -> None:
+    def check(rank: int, optimizer_class: type[torch.optim.Optimizer]) -> None:
         for maximize in (False, True):
             torch.manual_seed(rank)
             model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3))
@@ -422,7 +422,7 @@ def test_under_ddp_a_sharded_optimizer_is_the_local_one(optimizer_class: type[to
             local_optimizer.load_state_dict(theirs), optimizer.load_state_dict(ours)
             step(21)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [torch.optim.Adam, AdamW, SGD]), 2)
 
 
 def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:

@@ -8,6 +8,8 @@ return their input, weights were off by 0.07 to 0.88 after a few steps, without 
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,17 +85,22 @@ JOBS: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> None:
-    job = JOBS[name]
-    expected = run_ranks(lambda rank: train_reference(job, 2), 1)[0]
+@functools.cache
+def run_all() -> tuple[dict[str, list[Outcome]], list[dict[str, list[Outcome]]]]:
+    """The outcomes of one process by job, and those of each rank by job and plan."""
+    expected = run_ranks(lambda rank: {name: train_reference(job, 2) for name, job in JOBS.items()}, 1)[0]
 
-    def run(rank: int) -> list[Outcome]:
-        return [train(job, plan, rank) for plan in PLANS]
+    def run(rank: int) -> dict[str, list[Outcome]]:
+        return {name: [train(job, plan, rank) for plan in PLANS] for name, job in JOBS.items()}
 
     with backward_on_threads():
-        found = run_ranks(run, 2)
-    for outcomes, truth in zip(found, expected, strict=True):
+        return expected, run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> None:
+    expected, found = run_all()
+    for outcomes, truth in zip((of_rank[name] for of_rank in found), expected[name], strict=True):
         for plan, outcome in zip(PLANS, outcomes, strict=True):
             assert outcome.losses == truth.losses, plan
             assert same_bits(outcome.weights, truth.weights), plan

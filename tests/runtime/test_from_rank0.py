@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.together import in_turn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.testing import run_ranks
 
@@ -54,9 +55,8 @@ def step(model: Any, optimizer: Any, rank: int, number: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer_class", CLASSES)
-def test_it_goes_on_as_where_all_ranks_have_it(optimizer_class: Any) -> None:
-    def check(rank: int) -> None:
+def test_it_goes_on_as_where_all_ranks_have_it() -> None:
+    def check(rank: int, optimizer_class: Any) -> None:
         model, handle, optimizer = start(zeroshard.ZERO2, optimizer_class, 0)
         for number in range(2):
             step(model, optimizer, rank, number)
@@ -80,7 +80,7 @@ def test_it_goes_on_as_where_all_ranks_have_it(optimizer_class: Any) -> None:
         for mine, theirs in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
             assert all(torch.equal(mine[key], value) for key, value in theirs.items())
 
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, CLASSES), 3)
 
 
 def test_no_rank_gets_more_than_a_unit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

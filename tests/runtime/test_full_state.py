@@ -14,6 +14,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.together import in_turn
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
@@ -53,9 +54,8 @@ def test_on_rank_0_alone_and_on_the_cpu() -> None:
         expect_same_logs(logs)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
-def test_what_rank_0_has_becomes_everyones(precision: str) -> None:
-    def check(rank: int) -> None:
+def test_what_rank_0_has_becomes_everyones() -> None:
+    def check(rank: int, precision: str) -> None:
         for plan in PLANS:
             _, source, kept = start(plan, rank, precision)
             state, main = source.full_state_dict(), source.full_state_dict(main=True, rank0_only=True, device="cpu")
@@ -75,14 +75,13 @@ def test_what_rank_0_has_becomes_everyones(precision: str) -> None:
             assert same_bits(handle.full_state_dict(), state), plan
             del kept, optimizer
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, ["bf16", "bf16-remainder"]), 2)
 
 
-@pytest.mark.parametrize("from_rank0", [False, True])
-def test_a_part_with_strict_off(from_rank0: bool) -> None:
+def test_a_part_with_strict_off() -> None:
     """Missing parameters keep their values, unexpected names are ignored, and both are returned, as in torch."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, from_rank0: bool) -> None:
         for plan in PLANS:
             _, handle, optimizer = start(plan, rank)
             before = handle.full_state_dict(main=True)
@@ -104,7 +103,7 @@ def test_a_part_with_strict_off(from_rank0: bool) -> None:
             assert same_bits(handle.full_state_dict(main=True), {**before, **part}), plan
             del optimizer
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [False, True]), 2)
 
 
 def test_the_optimizers_state_on_rank_0_alone() -> None:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
 from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
+from tests.together import in_turn
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
 
@@ -99,11 +100,10 @@ def expect_read(read: Callable[[], object], name: object = "") -> None:
     assert "blocks[1].up" in line_of(error.value), name
 
 
-@pytest.mark.parametrize("how", ["training", "evaluation", "inference"])
-def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(how: str) -> None:
+def test_a_forward_that_reads_what_is_not_there_raises_at_its_line() -> None:
     """In the first call, and on a branch that only a later call takes."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, how: str) -> None:
         model = make(Reads)
         handle = zeroshard.shard(model.train(how == "training"), "zero3", units=Block)
         before = handle.full_state_dict()
@@ -115,7 +115,7 @@ def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(how: str) -> 
                 assert model(TOKENS).isfinite().all()
         assert same_bits(handle.full_state_dict(), before)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, ["training", "evaluation", "inference"]), 2)
 
 
 def test_so_does_a_read_outside_of_forward() -> None:

@@ -5,6 +5,7 @@ inner optimizer.)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, largest_difference, loss_of_tokens, make, same_bits
+from tests.together import in_turn
 from zeroshard.reference import nearest_bf16_ties_away
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -82,10 +84,10 @@ def train(model: Any, optimizer: Any, weights: Callable[[], Any], loss_of: Calla
     return seen
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", "bf16-remainder"])
-@pytest.mark.parametrize("elementwise", [None, False], ids=["pieces", "whole"])
-def test_methods_of_the_class_reach_the_weights(precision: str | None, elementwise: bool | None) -> None:
-    def check(rank: int) -> Any:
+def test_methods_of_the_class_reach_the_weights() -> None:
+    """With pieces of parameters, and (`elementwise=False`) with whole ones."""
+
+    def check(rank: int, precision: str | None, elementwise: bool | None) -> Any:
         logs, found = [], []
         for plan in PLANS:
             model = make(partial(Net, blocks=1))
@@ -115,9 +117,11 @@ def test_methods_of_the_class_reach_the_weights(precision: str | None, elementwi
                 assert largest_difference(a, b) < 1e-5
         return logs
 
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        if elementwise is None:
-            expect_same_logs(logs)
+    cases = list(itertools.product((None, "bf16", "bf16-remainder"), (None, False)))
+    for (_, elementwise), *of_ranks in zip(cases, *run_ranks(in_turn(check, cases), 3), strict=True):
+        for logs in zip(*of_ranks, strict=True):
+            if elementwise is None:
+                expect_same_logs(logs)
 
 
 def test_what_is_not_a_method_and_what_comes_at_the_wrong_time() -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.together import in_turn
 from zeroshard.optim import Lamb
 from zeroshard.storage.main_weights import follow_weights, join_remainder
 from zeroshard.testing import run_ranks
@@ -50,9 +51,8 @@ class Plain(nn.Module):
         self.masters = dict(zip(dict(self.model.named_parameters()), masters, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
-def test_what_is_written_is_stepped_from(precision: str) -> None:
-    def check(rank: int) -> None:
+def test_what_is_written_is_stepped_from() -> None:
+    def check(rank: int, precision: str) -> None:
         expected, found = Plain(4, 2).masters, []
         for plan in PLANS[:3]:
             model = make(Net)
@@ -74,7 +74,7 @@ def test_what_is_written_is_stepped_from(precision: str) -> None:
             error = (found[0][name] - value).abs().max()
             assert error <= 1e-6 if precision == "bf16" else error <= BOUND * 2**-7, (name, error)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, ["bf16", "bf16-remainder"]), 2)
 
 
 def test_without_looking_the_write_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +83,10 @@ def test_without_looking_the_write_is_undone(monkeypatch: pytest.MonkeyPatch) ->
         test_what_is_written_is_stepped_from("bf16")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
-def test_owners_of_whole_parameters_see_it(precision: str) -> None:
+def test_owners_of_whole_parameters_see_it() -> None:
     """Also in fp32, as owners keep copies of the parameters that they step."""
 
-    def check(rank: int) -> None:
+    def check(rank: int, precision: str) -> None:
         found = []
         for plan in PLANS[:3]:
             model = make(Net)
@@ -103,7 +102,7 @@ def test_owners_of_whole_parameters_see_it(precision: str) -> None:
             found.append(main)
         assert all(same_bits(one, found[0]) for one in found)
 
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, ["fp32", "bf16", "bf16-remainder"]), 3)
 
 
 def test_under_torchs_ddp_and_into_a_checkpoint(tmp_path: Path) -> None:

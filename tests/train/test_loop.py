@@ -19,6 +19,7 @@ import torch
 import zeroshard
 from tests.checkpoint.faults import disk_with
 from tests.patience import AT_ONCE
+from tests.together import in_turn
 from zeroshard.checkpoint import Reader, steps
 from zeroshard.cli.main import run as run_command
 from zeroshard.comm import watch
@@ -143,22 +144,32 @@ def test_reducing_every_micro_batch_is_the_same_up_to_rounding(shared_text: Path
     assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("plan", "precision"),
-    [("zero3", "fp32"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp16"), ("zero3", "bf16-remainder")],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(shared_text: Path, tmp_path: Path, plan: str, precision: str) -> None:
-    def config(out: str) -> Config:
-        return tiny(shared_text, tmp_path / out, parallel__plan=plan, parallel__precision=precision)
+RESUMED = [("zero3", "fp32"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp16"), ("zero3", "bf16-remainder")]
 
-    _, stopped, _ = run_ranks(
-        train_in_turn, 2, [(config("whole"),), (config("parts"), None, 4), (config("parts"), tmp_path / "parts")]
-    )[0]
+
+@pytest.fixture(scope="module")
+def resumed(shared_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]]:
+    """For each of `RESUMED`, a whole run, and one in two parts. Also the outcomes of the first parts."""
+    folder, runs = tmp_path_factory.mktemp("resumed"), []
+    for plan, precision in RESUMED:
+        whole, parts = (
+            tiny(shared_text, folder / f"{plan}-{precision}" / out, parallel__plan=plan, parallel__precision=precision)
+            for out in ("whole", "parts")
+        )
+        runs += [(whole,), (parts, None, 4), (parts, Path(parts.run.out))]
+    return folder, run_ranks(train_in_turn, 2, runs)[0][1::3]
+
+
+@pytest.mark.parametrize(("plan", "precision"), RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(resumed: tuple[Path, list[Outcome]], plan: str, precision: str) -> None:
+    folder, outcomes = resumed
+    stopped = outcomes[RESUMED.index((plan, precision))]
+    whole, parts = (folder / f"{plan}-{precision}" / out for out in ("whole", "parts"))
     assert (stopped.step, stopped.validation_loss) == (4, None)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert rows(tmp_path / "parts", "validation") == rows(tmp_path / "whole", "validation")
-    assert equal_states(tmp_path / "parts", tmp_path / "whole")
-    applied = [row for out in ("parts", "whole") for row in rows(tmp_path / out, "step") if row["applied"]]
+    assert losses(parts) == losses(whole)
+    assert rows(parts, "validation") == rows(whole, "validation")
+    assert equal_states(parts, whole)
+    applied = [row for out in (parts, whole) for row in rows(out, "step") if row["applied"]]
     assert {row["engine_bytes"] for row in applied} == {applied[0]["planned_bytes"]}
 
 
@@ -443,10 +454,10 @@ def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp
         (tiny(shared_text, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
         (tiny(shared_text, tmp_path / "run" / "config.toml"), None, "cannot write into"),
     ]
-    for config, resume, message in cases:
-        found = run_ranks(refused, 2, config, resume)
-        assert message in found[0]
-        assert found[0] == found[1]
+    first, second = run_ranks(in_turn(refused, [case[:2] for case in cases]), 2)
+    assert first == second
+    for (*_, message), found in zip(cases, first, strict=True):
+        assert message in found
     assert not (tmp_path / "x").exists()
 
 
