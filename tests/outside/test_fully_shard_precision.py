@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -219,38 +220,43 @@ def parts(value: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (value.inner.x, value.inner.y, value.z) if isinstance(value, Outer) else (value.x, value.y, value.y)
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "nested", "namedtuple"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_structures_between_units(precision: str, kind: str) -> None:
+class Into(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return structure(self.kind, x, x.clone(), x.clone())
+
+
+class Between(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(8, 8)
+
+    def forward(self, value: Any) -> Any:
+        return structure(self.kind, *map(self.layer, parts(value)))
+
+
+class Out(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        x, y, z = parts(value)
+        return x + y + z
+
+
+def test_structures_between_units() -> None:
     """test_structured_input_output."""
 
-    class Into(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return structure(kind, x, x.clone(), x.clone())
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, value: Any) -> Any:
-            return structure(kind, *map(self.layer, parts(value)))
-
-    class Out(nn.Module):
-        def forward(self, value: Any) -> Tensor:
-            x, y, z = parts(value)
-            return x + y + z
-
-    def check(rank: int) -> None:
+    def check(rank: int, precision: str, kind: str) -> None:
         param = bf16 if precision == "bf16" else fp32
         states = []
         for plan in PLANS:
             torch.manual_seed(0)
-            model = nn.Sequential(Into(), Layer(), Layer(), Out())
+            model = nn.Sequential(Into(kind), Between(kind), Between(kind), Out())
             by_hand = ByHand(copy.deepcopy(model), param, grad=fp32, wire=fp32)
             for parameter in by_hand.compute.parameters():
                 parameter.grad_dtype = fp32  # uses of a weight within one backward add up in fp32
-            handle = zeroshard.shard(model, plan, units=Layer, precision=precision)
+            handle = zeroshard.shard(model, plan, units=Between, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2, foreach=False)
             for step in range(2):
                 x = numbers(8, rank, step)
@@ -264,7 +270,7 @@ def test_structures_between_units(precision: str, kind: str) -> None:
             states.append(main)
         expect_same_bits(states)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, itertools.product(["fp32", "bf16"], ["dataclass", "nested", "namedtuple"])), 2)
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Items that are no tensors were dropped (strings, None) or changed (False became 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, make
+from tests.together import in_turn
 from zeroshard.exchange import export_dcp, import_dcp
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
@@ -76,11 +78,9 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_state_of_single_elements_goes_round_through_dicts(name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-
-    def compare(rank: int, model_of: Callable[[], nn.Module]) -> None:
+def test_state_of_single_elements_goes_round_through_dicts() -> None:
+    def check(rank: int, name: str, model_of: Callable[[], nn.Module]) -> None:
+        optimizer_class, options = CLASSES[name]
         expected = plain_run(model_of, optimizer_class, 3, 4, **options)[0].state_dict()
         half, plain = plain_run(model_of, optimizer_class, 3, 2, **options)
         for plan in PLANS:
@@ -100,11 +100,7 @@ def test_state_of_single_elements_goes_round_through_dicts(name: str) -> None:
                 shapes = [{k: v.shape for k, v in one.items() if isinstance(v, Tensor)} for one in (of_plain, of_ours)]
                 assert shapes[0] == shapes[1]
 
-    def check(rank: int) -> None:
-        for model_of in (Small, Single):
-            compare(rank, model_of)
-
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, itertools.product(CLASSES, (Small, Single))), 3)
 
 
 @pytest.mark.parametrize("name", ["adam", "whole"])

@@ -15,6 +15,7 @@ import torch
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.together import in_turn
 from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -40,11 +41,13 @@ def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
-def test_it_reads_as_the_state_dict_says(optimizer_class: Any) -> None:
-    options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
+CLASSES = [torch.optim.AdamW, Lamb]
+"""One is stepped in pieces, the other as a whole."""
 
-    def check(rank: int) -> Any:
+
+def test_it_reads_as_the_state_dict_says() -> None:
+    def check(rank: int, optimizer_class: Any) -> Any:
+        options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
         logs = []
         for plan in (*PLANS, None):
             model, optimizer = build(plan, optimizer_class, **options)
@@ -67,16 +70,14 @@ def test_it_reads_as_the_state_dict_says(optimizer_class: Any) -> None:
             logs.append(optimizer.handle.comm_log)
         return logs
 
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        if optimizer_class is torch.optim.AdamW:  # with Lamb, owners send different numbers of bytes
-            expect_same_logs(logs)
+    of_pieces, _of_whole = zip(*run_ranks(in_turn(check, CLASSES), 3), strict=True)
+    for logs in zip(*of_pieces, strict=True):  # with Lamb, owners send different numbers of bytes
+        expect_same_logs(logs)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
-def test_clearing_begins_anew(optimizer_class: Any) -> None:
-    options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
-
-    def check(rank: int) -> None:
+def test_clearing_begins_anew() -> None:
+    def check(rank: int, optimizer_class: Any) -> None:
+        options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
         for plan in (*PLANS, None):
             model, optimizer = build(plan, optimizer_class, **options)
             params = list(model.parameters())
@@ -90,15 +91,14 @@ def test_clearing_begins_anew(optimizer_class: Any) -> None:
             optimizer.state = dict(zip(params, first.values(), strict=True))
             assert all(same_bits(dict(optimizer.state[p]), first[i]) for i, p in enumerate(params))
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, CLASSES), 2)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lamb], ids=["pieces", "whole"])
-def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
+def test_one_parameters_state_is_set_and_deleted() -> None:
     """Training continues with the same bits under every plan."""
-    options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
 
-    def check(rank: int) -> None:
+    def check(rank: int, optimizer_class: Any) -> None:
+        options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
         found = []
         for plan in PLANS:
             model, optimizer = build(plan, optimizer_class, **options)
@@ -122,7 +122,7 @@ def test_one_parameters_state_is_set_and_deleted(optimizer_class: Any) -> None:
             found.append(optimizer.handle.full_state_dict())
         assert all(same_bits(one, found[0]) for one in found)
 
-    run_ranks(check, 3)
+    run_ranks(in_turn(check, CLASSES), 3)
 
 
 def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
