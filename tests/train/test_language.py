@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.train.test_loop import equal_states, losses, rows, tiny, train_in_turn
-from zeroshard.cli.models import described_by_the_trainer
+from zeroshard.cli.models import describe
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import Config, ModelConfig, UserError, resolve
 from zeroshard.train.data import open_corpus, prepare
@@ -96,7 +96,7 @@ def test_it_is_planned_and_refused_before_anything_runs(sources: Path, shared_te
     config = config_of(sources, shared_text, tmp_path / "run")
     toml = tmp_path / "config.toml"
     toml.write_text(f'[model]\nconfig = "{sources}"\ncontext = 32\n[data]\ntokenizer = "{sources}"\n')
-    described, _ = described_by_the_trainer(toml)
+    described = describe(str(toml))
     assert {one.__name__ for one in described.units} == {"LlamaDecoderLayer"}  # type: ignore[union-attr]
     assert all(parameter.is_meta for parameter in described.model.parameters())
 
