@@ -1,0 +1,165 @@
+"""No operation of the engine touches bytes that a collective in flight reads or writes: gathers, reductions, the taking
+over of pool buffers, scratch, parking, and what a checkpoint copies. The detector finds each wait that is removed.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.grids import grid
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.planning.test_dry_run import alone
+from tests.streams import Streams, simulated_streams
+from zeroshard.checkpoint.contents import model_items, optimizer_items
+from zeroshard.comm import native_transport
+from zeroshard.comm.pending import Pending
+from zeroshard.planning import dry_run
+from zeroshard.precision import MixedPrecision
+from zeroshard.storage.weights import Weights
+
+PRECISIONS: dict[str, Any] = {
+    "fp32": None,
+    "narrow wire": MixedPrecision(grad=torch.float32, reduce=torch.bfloat16),
+    "wide wire": MixedPrecision(grad=torch.bfloat16, reduce=torch.float32),
+}
+MESHES = ((3, 1), (4, 2))  # ranks, replicas
+CASES = grid(PLANS, PRECISIONS, MESHES, (False, True))
+
+
+def train(plan: Any, precision: str, mesh: tuple[int, int], frozen: bool) -> Streams:
+    """Two steps with all that surrounds them, as one rank in a dry run."""
+    with dry_run(mesh[0], replicas=mesh[1], rank=1) as device_mesh, simulated_streams() as streams:
+        model = make(lambda: Net(tied=True, blocks=3))
+        if frozen:
+            model.blocks[0].requires_grad_(False)
+            model.blocks[1].up.requires_grad_(False)
+        handle = zeroshard.shard(model, plan, units=Block, precision=PRECISIONS[precision], mesh=device_mesh)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", loss_scale=1.0)
+        for step in range(2):
+            with handle.no_sync():
+                optimizer.backward(loss_of_tokens(model, 1, 0, step))
+            for number in (1, 2):
+                optimizer.backward(loss_of_tokens(model, 1, number, step))
+            if plan is PLANS[0]:
+                model.blocks[1].norm.weight.grad.sum()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        items = [*model_items(handle.engine), *optimizer_items(optimizer)]
+        assert len([item.copied() for item in items]) > 10
+        with handle.unsharded(), torch.no_grad():
+            loss_of_tokens(model, 1, 0, 3)
+        for follow in (handle.full_state_dict, lambda: (handle.park(), handle.unpark()), optimizer.state_dict):
+            optimizer.backward(loss_of_tokens(model, 1, 0, 3))
+            optimizer.step()
+            follow()
+        handle.close()
+        gc.collect()
+    return streams
+
+
+def test_every_access_is_ordered() -> None:
+    def check() -> None:
+        for case in CASES:
+            streams = train(*case)
+            assert not streams.races, (case, streams.races[:3])
+            assert streams.num_collectives > 40
+
+    alone(check)
+
+
+def drop_waits(patch: pytest.MonkeyPatch, text: str) -> list[str]:
+    """Collectives whose name contains the text are not waited for. Returns the names of those that were dropped."""
+    wait, dropped = Pending.wait, list[str]()
+
+    def wait_unless(self: Pending, *, stale: bool = False) -> None:
+        if self.at is not None and text in self.at.text:
+            dropped.append(self.at.text)
+            self._works = ()
+        wait(self, stale=stale)
+
+    patch.setattr(Pending, "wait", wait_unless)
+    return dropped
+
+
+WAITS = [
+    (PLANS[3], "fp32", "all_gather of unit blocks.1 (forward)"),
+    (PLANS[3], "fp32", "all_gather of unit blocks.0 (backward)"),
+    (PLANS[3], "fp32", "all_gather of unit blocks.1 (unshard)"),
+    (PLANS[1], "fp32", "all_gather of unit blocks.1 (step)"),
+    (PLANS[0], "fp32", "all_gather of unit root (backward)"),  # the mean
+    # The root unit is reduced last. A wait for it is a wait for all reductions before it, as they are on one stream.
+    (PLANS[1], "fp32", "reduce_scatter of unit root"),
+    (PLANS[2], "fp32", "reduce_scatter of unit root"),
+    (PLANS[2], "wide wire", "reduce_scatter of unit blocks.1"),  # its scratch is taken over by the next unit
+    (PLANS[3], "fp32", "exchange"),
+]
+
+
+def test_each_wait_that_is_removed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        for plan, precision, text in WAITS:
+            with monkeypatch.context() as patch:
+                dropped = drop_waits(patch, text)
+                races = train(plan, precision, (3, 1), False).races
+            assert dropped and races, (plan, precision, text, dropped[:1])
+
+    alone(check)
+
+
+def test_a_write_to_what_a_gather_reads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And memory that is freed while a gather writes to it."""
+    gather = Weights.gather
+
+    def then_write(self: Weights, *arguments: Any, **named: Any) -> None:
+        gather(self, *arguments, **named)
+        self.buffer.shard.add_(1e-3)
+
+    def then_free(self: Weights, *arguments: Any, **named: Any) -> None:
+        gather(self, *arguments, **named)
+        self.full.untyped_storage().resize_(self.full.untyped_storage().nbytes())
+
+    def check() -> None:
+        for plan, fault, words in ((PLANS[1], then_write, "aten.add_"), (PLANS[3], then_free, "resize_ writes")):
+            with monkeypatch.context() as patch:
+                patch.setattr(Weights, "gather", fault)
+                races = train(plan, "fp32", (3, 1), False).races
+            assert any(race.startswith(words) for race in races), races[:3]
+
+    alone(check)
+
+
+def test_intervals_streams_and_events() -> None:
+    """Two collectives of a group run one after the other. Neighbouring bytes do not conflict, and two reads
+    do not."""
+
+    def check() -> None:
+        with dry_run(2), simulated_streams() as streams:
+            full = torch.zeros(8)
+            other = dist.new_group([0, 1])
+            reduce_scatter, all_gather = native_transport._reduce_scatter, native_transport._all_gather
+            works = [reduce_scatter(full[:2], full[:4], group=dist.group.WORLD, async_op=True) for _ in range(2)]
+            full[4:].add_(1)
+            assert not streams.races
+            full[3:5].clone()
+            assert len(streams.races) == 1 and "aten.clone" in streams.races[0]
+            works[0].wait()
+            full[:4].clone()
+            assert len(streams.races) == 2
+            works[1].wait()
+            full[:4].add_(1)
+            assert len(streams.races) == 2
+            gather = all_gather(torch.zeros(4), full[4:6], group=dist.group.WORLD, async_op=True)
+            all_gather(torch.zeros(4), full[4:6], group=other, async_op=True).wait()
+            full[4:6].clone()
+            assert len(streams.races) == 2
+            full[4:6].add_(1)
+            assert len(streams.races) == 3
+            gather.wait()
+
+    alone(check)
