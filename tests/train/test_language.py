@@ -83,6 +83,18 @@ def test_a_model_of_transformers_is_trained_resumed_and_released(
     assert last["bits_per_byte"] < last["loss"] / 0.6931 / 2  # a token has more than two bytes
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_sample_has_only_tokens_of_the_tokenizer(sources: Path) -> None:
+    """A model may have more, for example padded to a multiple of 64. They were sampled, and no text stands for them."""
+    pytest.importorskip("transformers")
+    language = build_language(ModelConfig(config=str(sources), context=32), 256)
+    output = language.model.get_output_embeddings()  # type: ignore[operator]
+    with torch.no_grad():
+        output.weight[299] = 100 * torch.ones(32)
+    assert language.model(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.shape[-1] == 300
+    assert language.logits(torch.zeros(1, 2, dtype=torch.int64)).shape == (1, 2, 256)
+
+
 def loss_of_windows(model: nn.Module, tokens: torch.Tensor) -> float:
     inputs = tokens[: (len(tokens) - 1) // 32 * 32].view(-1, 32)
     targets = tokens[1 : inputs.numel() + 1].view(-1, 32)

@@ -25,12 +25,14 @@ class Language:
 
     Attributes:
         units: how `shard` divides it.
+        vocabulary: tokens of the tokenizer; the model may have more, of which none is ever written.
         flops_per_token: operations of forward and backward.
         hf_config: its configuration, if it is a model of transformers.
     """
 
     model: nn.Module
     units: UnitPolicy
+    vocabulary: int
     flops_per_token: float
     hf_config: Any = None
 
@@ -47,7 +49,7 @@ class Language:
     def logits(self, tokens: Tensor) -> Tensor:
         """fp32 [B, T, vocabulary]."""
         output = self.model(tokens) if self.hf_config is None else self.model(input_ids=tokens, use_cache=False).logits
-        logits: Tensor = output.float()
+        logits: Tensor = output[..., : self.vocabulary].float()
         return logits
 
     @property
@@ -66,14 +68,14 @@ def build_language(config: ModelConfig, vocabulary: int) -> Language:
         flops = flops_per_token(
             model, layers=config.layers, width=config.width, context=config.context, tied=config.tied
         )
-        return Language(model, Block, flops)
+        return Language(model, Block, vocabulary, flops)
     try:
         found = read_config(Path(config.config))
         _expect_room(found, config, vocabulary)
         other = build(found)
     except (InvalidValue, ModuleNotFoundError) as error:
         raise UserError(f"model.config: {error}") from error
-    return Language(other, units_of(other), _flops_of(other, found, config.context), found)
+    return Language(other, units_of(other), vocabulary, _flops_of(other, found, config.context), found)
 
 
 def _expect_room(found: Any, config: ModelConfig, vocabulary: int) -> None:
