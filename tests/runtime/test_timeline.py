@@ -75,7 +75,9 @@ def expect_in_order(timeline: Timeline) -> None:
         if wait.kind == "wait" and wait.name in OPS:
             of_wait = wait.name, wait.unit, wait.phase
             around = [f for f in flights if of_wait == (f.name, f.unit, f.phase) and f.host[0] <= wait.host[0]]
-            assert any(wait.host[1] <= flight.host[1] for flight in around), wait
+            # Where messages are sent, weights of ZERO1 and ZERO2 arrive in the forward after the step that gathers.
+            begun_before = wait.phase == "step" and not around
+            assert begun_before or any(wait.host[1] <= flight.host[1] for flight in around), wait
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
