@@ -161,7 +161,9 @@ def with_rounding(
             patch.setattr(MainWeights, "write", write)
             patch.setattr(MainWeights, "set", set_ties_away)
             patch.setattr(MainWeights, "follow", lambda self, piece, held=None: None)  # it rounds ties to even
-            patch.setattr(MainWeights, "rounded", lambda self, value: nearest_bf16_ties_away(value))
+            patch.setattr(
+                MainWeights, "round_into", lambda self, view, value: view.copy_(nearest_bf16_ties_away(value))
+            )
         return run_ranks(check, 2)
 
 
