@@ -163,9 +163,10 @@ def expect_failures(timeline: Timeline, plan: Plan) -> None:
     for wrong in ([*events, flights[0]], [e for e in events if e is not flights[-1]]):
         with pytest.raises(AssertionError):
             expect_logged(wrong, log)
-    (root, *_) = [event for event in events if event.kind == "forward"]
+    root, inner, *_ = [event for event in events if event.kind == "forward"]
+    assert root.host[0] <= inner.host[0] < inner.host[1] <= root.host[1]
     for event, moved in (
-        (root, replace(root, host=(root.host[0], root.host[1] - root.seconds / 4))),
+        (root, replace(root, host=(root.host[0], sum(inner.host) / 2))),
         (flights[0], replace(flights[0], host=(flights[0].host[0],) * 2)),
     ):
         timeline._events = tuple(moved if one is event else one for one in events)
