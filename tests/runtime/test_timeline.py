@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.model.test_graphs import Checkpointed, Reentrant
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
 from zeroshard.runtime.timeline import Timeline
@@ -28,22 +28,6 @@ from zeroshard.testing import run_ranks
 
 OPS = ("all_gather", "reduce_scatter", "all_to_all", "exchange")
 UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
-
-
-class Checkpointed(Net):
-    """Blocks are recomputed in backward."""
-
-    reentrant = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
 
 
 def expect_nested(spans: Sequence[tuple[float, float]]) -> None:
