@@ -35,9 +35,9 @@ DOCUMENTED = re.compile(
     "Every rank must run the same units in the same order|are not here, as no module of its unit runs|"
     "got a second gradient in one backward"
 )
-LEFT_ALONE = re.compile("Timed out waiting|Connection closed by peer|Connection reset by peer")
-"""Errors of ranks that wait for a rank that has refused. (In a real run that rank would end, and the watch report
-it.)"""
+LEFT_ALONE = re.compile("timed out waiting|connection closed by|connection reset by", re.IGNORECASE)
+"""Errors of ranks that wait, over gloo or a pipe, for a rank that has refused. (In a real run that rank would end, and
+the watch report it.)"""
 NUM_CASES = 2000
 IN_A_FORK = 50
 TOLERANCE = 1e-8
