@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -321,3 +322,34 @@ def test_a_step_may_be_given_by_its_own_folder(tmp_path: Path) -> None:
             zeroshard.load(tmp_path, handle)
 
     run_ranks(check, 2)
+
+
+def test_folders_that_the_ranks_do_not_share_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    """On machines without a common file system: every rank raised "No such file or directory"."""
+
+    def check(rank: int) -> list[str]:
+        model = nn.Linear(4, 4)
+        handle = zeroshard.shard(model, "zero3")
+        own, said = tmp_path / f"host-{rank}", []
+        for background in (False, True):
+            with pytest.raises(zeroshard.checkpoint.CheckpointError) as caught:
+                zeroshard.save(own, handle, step=1, background=background).wait()
+            said.append(str(caught.value))
+        assert steps(own) == {} and (rank or os.listdir(own) == [])
+        zeroshard.save(tmp_path / "shared", handle, step=1)
+        if rank == 0:
+            shutil.copytree(tmp_path / "shared", own, dirs_exist_ok=True)
+        with pytest.raises(zeroshard.checkpoint.CheckpointError) as caught:
+            zeroshard.load(own, handle)
+        if rank:
+            shutil.copytree(tmp_path / "shared", own)
+        zeroshard.load(own, handle)
+        return [*said, str(caught.value)]
+
+    for said in run_ranks(check, 2):
+        for text in said:
+            assert re.search(
+                r"rank 1\)?: .*/step-1.*, which rank 0 has (made|found), does not exist on \S+: "
+                "checkpoints need a folder on a file system that all machines share",
+                text,
+            ), text

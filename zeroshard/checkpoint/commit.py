@@ -56,6 +56,7 @@ class Job:
         """
         failure: BaseException | None = None
         try:
+            folders.expect_shared(self.folder, "made")
             file = file_name(self.meeting.rank)
             entry, digests = write_file(self.folder / file, self.plan, self.meeting.beat)
             self.meeting.report(_part(self.plan, entry, digests))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError, digest
 from zeroshard.errors import InvalidValue
 
 LATEST = "latest"
+ON_SHARED_FILES = "checkpoints need a folder on a file system that all machines share"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})(?:\.old-[0-9a-f]+)?")
 _LEFT_OVER = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+|\.trash-.+|\.latest\.tmp-[0-9a-f]+")
 
@@ -81,6 +83,18 @@ def find(directory: Path, step: int | None) -> Path:
         raise CheckpointError(f"{directory} holds no step {chosen}{why}; it has the steps {sorted(known)}")
     assert chosen is not None
     return known[chosen]
+
+
+def expect_shared(path: Path, how: str) -> None:
+    """Called on every rank with a path that exists on rank 0. `how`: what rank 0 has done with it, for the message.
+
+    Raises:
+        CheckpointError: this rank's host does not have it.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}, which rank 0 has {how}, does not exist on {socket.gethostname()}: {ON_SHARED_FILES}"
+        )
 
 
 def _why_none(directory: Path) -> str:

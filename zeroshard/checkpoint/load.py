@@ -129,6 +129,7 @@ class _Load:
 
             @phase("load: compare")
             def compare_here() -> tuple[tuple[Reader, Compatibility], str]:
+                folders.expect_shared(folder, "found")
                 reader = stack.enter_context(Reader(folder))
                 reader.manifest = under_names_here(reader.manifest, self.engine)
                 found = compare(reader.manifest, self.engine, self.optimizers, self.extra, allow_rounding)
@@ -137,7 +138,9 @@ class _Load:
 
             opened, ids = on_all_ranks(self.engine, "load", compare_here)
             if len(set(ids)) > 1:
-                raise CheckpointError(f"load: the ranks see different folders under the name {folder}")
+                raise CheckpointError(
+                    f"load: the ranks see different folders under the name {folder}: {folders.ON_SHARED_FILES}"
+                )
             yield opened
 
     def restore_sharded(self, reader: Reader, meeting: Meeting) -> None:
