@@ -50,10 +50,13 @@ def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, p
     here, there = ("node0", "node1") if store_on == 0 else ("node1", "node0")
     ranks = r"\(rank 2\)" if store_on == 0 else r"\(ranks 0, 1\)"
     likely = "is the likely cause, not a process"
-    heard = rf"no heartbeat from {there} {ranks} for \d+ s: the network between {here} and {there} {likely}"
+    network = f"the network between {here} and {there}, or {there} itself, {likely}"
+    heard = rf"no heartbeat from {there} {ranks} for \d+ s: {network}"
     store = rf"the store of the process group at 10.77.0.1{store_on}:\d+ has not answered for \d+ s"
     assert re.search(heard, ended.said), ended.said
-    assert re.search(rf"{store}: the network between {there} and its host {likely}", ended.said), ended.said
+    assert re.search(
+        rf"{store}: the network between {there} and its host, or that host itself, {likely}", ended.said
+    ), ended.said
     assert "stands still" not in ended.said
 
 
@@ -74,8 +77,12 @@ def who(host: str, name: str, pid: int = 999_999_999) -> Who:
 def test_who_is_blamed_when_ranks_are_silent() -> None:
     everybody = {0: who(HERE, "a"), 1: who(ELSEWHERE, "b"), 2: who(ELSEWHERE, "b"), 3: who("third", "c")}
     network = blame(0, everybody, {1: seen(9.0), 2: seen(8.4), 3: seen(0.2)})
-    likely = "the network between a and b is the likely cause, not a process"
+    likely = "the network between a and b, or b itself, is the likely cause, not a process"
     assert network == [f"no heartbeat from b (ranks 1, 2) for 8 s: {likely}"]
+    # The rank of a host with one rank is killed: no other rank sees its process end. The network was blamed for it.
+    killed = blame(0, everybody, {1: seen(0.2), 2: seen(0.4), 3: seen(1.7)}, closed=True)
+    why = "its processes were killed (possibly out of memory), or the host was shut down"
+    assert killed == [f"no heartbeat from c (rank 3) for 2 s, and a connection was closed: {why}"]
     process = blame(0, everybody, {1: seen(9.0), 2: seen(0.3), 3: seen(0.2)})
     assert process == ["rank 1 (process 999999999 on b) has stopped (no heartbeat), last seen at train.py:3 in main"]
     nobody = blame(0, everybody, {1: seen(0.1), 2: seen(0.3), 3: seen(0.2)})

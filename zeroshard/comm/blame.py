@@ -13,6 +13,7 @@ from zeroshard.comm.processes import Who
 
 GIVING_UP = "giving up"
 OUTSIDE = "outside of the program's own lines"
+KILLED = "its processes were killed (possibly out of memory), or the host was shut down"
 STILL_SECONDS = 1.5
 """A rank without a new heartbeat for this long has stopped, or cannot be reached."""
 COLLECTIVE = (
@@ -59,9 +60,15 @@ class Seen:
         return self.silent_seconds >= STILL_SECONDS
 
 
-def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list[str]:
+def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen], *, closed: bool = False) -> list[str]:
     """A line for each rank that has left, ended or stopped, and for each host without heartbeats; if there is none, a
-    line for each rank that says where it is. `rank`: this rank."""
+    line for each rank that says where it is.
+
+    Args:
+        rank: this rank.
+        closed: whether the wait of this rank ended because a connection was closed. That is what a host does for a
+            process that has ended. A host that is off, or cut off, does not do it.
+    """
     me, lines, elsewhere, unheard = who[rank], [], [], dict[tuple[str, str], list[int]]()
     for other, seen in others.items():
         theirs = who[other]
@@ -79,10 +86,9 @@ def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen]) -> list
             elsewhere.append(f"{name} is {seen.where}")
     for (_, name), ranks in unheard.items():
         seconds = min(others[one].silent_seconds for one in ranks)
-        lines.append(
-            f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s: the network between {me.name} "
-            f"and {name} is the likely cause, not a process"
-        )
+        heard = f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s"
+        network = f"the network between {me.name} and {name}, or {name} itself, is the likely cause, not a process"
+        lines.append(f"{heard}, and a connection was closed: {KILLED}" if closed else f"{heard}: {network}")
     return lines or elsewhere
 
 

@@ -120,8 +120,9 @@ class Peers:
         """Whether a rank is silent or has left: then no longer look is needed to name the cause."""
         return any(seen.is_silent or seen.left for seen in self._seen.values())
 
-    def blame(self) -> list[str]:
-        return blame(self._rank, self._who, self._seen)
+    def blame(self, *, closed: bool) -> list[str]:
+        """See `comm/blame.py`."""
+        return blame(self._rank, self._who, self._seen, closed=closed)
 
     def stopped(self) -> dict[int, Who]:
         """The ranks on this host that are stopped by a signal."""

@@ -60,6 +60,9 @@ _OF_OTHERS = re.compile(
     r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
 )
 """Matches messages of errors that another rank's end may have caused."""
+_CLOSED = re.compile(r"closed by|reset by peer|broken pipe", re.IGNORECASE)
+"""Matches messages of errors that a connection raises once the other side has closed it."""
+_HOLDER_ENDED = "the launcher or rank 0, whichever held it, has ended, or its host has been shut down"
 _TAG = 31_333
 """A tag that no rank sends with (see `interrupt_gloo`)."""
 _PREFIX = "zeroshard/watch"
@@ -178,7 +181,7 @@ class Watch:
         self._reported = True
         mine = Cause(self.rank, f"failed: {_in_one_line(error)}")
         follows = is_of_others(error)
-        lost = error if isinstance(error, LostPeer) else self.what_happened() if follows else None
+        lost = error if isinstance(error, LostPeer) else self.what_happened(error) if follows else None
         cause = lost.cause if lost is not None else self._hear()
         if cause is None:
             found = lost.found if lost is not None else []
@@ -201,15 +204,15 @@ class Watch:
             self._say(cause)
 
     @waits_in_vain
-    def what_happened(self) -> LostPeer:
+    def what_happened(self, error: BaseException | None = None) -> LostPeer:
         """Why a wait of this rank failed: the cause, if a rank has failed or ended; else where all ranks are. Returns
-        within a few seconds."""
+        within a few seconds. `error`: what the wait has raised."""
         cause = self._hear(patience=2 * BEAT_SECONDS)
         if cause is None and not self._may_look():  # another rank reads all heartbeats, and will announce the cause
             cause = self._hear(patience=_OTHERS_PATIENCE)
         if cause is not None:
             return LostPeer.because(cause)
-        found = self._whom_to_blame()
+        found = self._whom_to_blame(closed=error is not None and bool(_CLOSED.search(str(error))))
         with suppress(Silent):
             self.line.ask(self._notices.has_looked, PATIENCE_SECONDS)
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
@@ -373,7 +376,7 @@ class Watch:
             return True
 
     @waits_in_vain
-    def _whom_to_blame(self) -> list[str]:
+    def _whom_to_blame(self, *, closed: bool) -> list[str]:
         """The lines of `blame`. Collects heartbeats for two seconds, or until one rank is clearly the cause."""
         end = time.monotonic() + 4 * BEAT_SECONDS
         with suppress(Silent):
@@ -385,16 +388,19 @@ class Watch:
             except Silent:
                 return [self._on_silence()]
             if time.monotonic() >= end or self._peers.is_clear:
-                return self._peers.blame()
+                return self._peers.blame(closed=closed)
             time.sleep(BEAT_SECONDS / 2)
 
     def _on_silence(self) -> str:
+        store = f"the store of the process group{_address(self.of_store)}"
+        if self.line.gone:
+            return f"{store} has closed its connections: {_HOLDER_ENDED}"
         stopped = [f"rank {rank} ({who})" for rank, who in self._peers.stopped().items()]
-        why = f"the network between {self._peers.me.name} and its host is the likely cause, not a process"
+        network = f"the network between {self._peers.me.name} and its host, or that host itself"
+        why = f"{network}, is the likely cause, not a process"
         if stopped:
             why = f"{' and '.join(stopped)} has stopped (no heartbeat)"
-        store, seconds = _address(self.of_store), self.line.silent_for()
-        return f"the store of the process group{store} has not answered for {seconds:.0f} s: {why}"
+        return f"{store} has not answered for {self.line.silent_for():.0f} s: {why}"
 
 
 def start() -> None:
@@ -442,7 +448,7 @@ def explain(error: BaseException) -> LostPeer | None:
     rank has no watch, or the error is its own."""
     if _current is None or isinstance(error, LostPeer) or not is_of_others(error):
         return None
-    lost = _current.what_happened()
+    lost = _current.what_happened(error)
     wait = HERE.wait
     text = f"failed while waiting{f' in {wait.text}' if wait is not None else ''}: {lost}"
     return LostPeer(text, lost.cause, lost.found)
