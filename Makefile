@@ -3,6 +3,8 @@
 # make test   the tests, JOBS at a time; lint and types are two of them
 # make test-settings   the tests under every setting that makes torch choose other kernels, and once with all cores busy
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
+# make test-hosts      torchrun on two to four hosts, which are namespaces of this machine: slow, lossy and broken networks,
+#             hosts that are killed, restarts. Needs root, iproute2 and /dev/net/tun, and is skipped where they are missing
 # make test-gpu        everything that needs a GPU, in one report; with the python3 that is there, which needs only torch
 #             2.11 or newer with CUDA, numpy and pytest: GPU_PYTHON=/path/to/python PIECES="one-rank memory" REPORT=file.md
 # make lint   lint and types only
@@ -25,7 +27,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 7 ] && n=7; echo $$((n + 1)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: env train test test-everything test-faults test-gpu test-settings lint docs
+.PHONY: env train test test-everything test-faults test-gpu test-hosts test-settings lint docs
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -78,6 +80,9 @@ test-everything: $(STAMP)
 		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py tests/runtime/test_replicated_reads.py \
 		tests/runtime/test_losses.py tests/runtime/test_large.py tests/outside/test_deepspeed_zero.py \
 		tests/storage/test_memory_bounds.py tests/parity/test_wild.py
+
+test-hosts: $(STAMP)
+	$(BIN)/python -m pytest -m hosts -s tests/hosts
 
 # The fault tests with their full counts, whose figures docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)

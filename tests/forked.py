@@ -22,10 +22,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -38,19 +39,30 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 class Forked(subprocess.Popen):
     """`args` begin with this interpreter, followed by `-m module` or a script, and its arguments."""
 
-    def __init__(self, args: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """`before`: called in the fork, first."""
         interpreter, *rest = args
         while rest[:1] == ["-u"]:
             rest.pop(0)
         assert interpreter == sys.executable and rest[0] != "-c", args
         # preexec_fn runs between fork and exec. `_become` never returns, so there is no exec.
-        super().__init__(args, preexec_fn=partial(_become, rest, dict(os.environ if env is None else env)), **options)
+        environment = dict(os.environ if env is None else env)
+        super().__init__(args, preexec_fn=partial(_become, rest, environment, before), **options)
 
 
-def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+def _become(arguments: list[str], environment: dict[str, str], before: Callable[[], None] | None) -> NoReturn:
     status = 1
     try:
         gc.freeze()
+        if before is not None:
+            before()
         _own_streams()
         os.environ.clear()
         os.environ.update(environment)
@@ -95,6 +107,7 @@ def _as_an_interpreter_starts() -> None:
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _print_warning
     random.seed()
+    tempfile.tempdir = None  # found anew, from this program's TMPDIR
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.examples import FOLDER, run_example
 from tests.failures.hosts import on_hosts
+from tests.hosts.namespaces import SHARED
 from zeroshard.testing import run_ranks
 
 KEPT = {
@@ -113,6 +114,6 @@ def test_every_example_is_run_somewhere() -> None:
 
 def test_two_machines_give_the_losses_of_one(tmp_path: Path) -> None:
     """Two simulated hosts with a network of their own between them."""
-    apart = on_hosts(resumed, [0, 1], [str(tmp_path / "apart")])
+    apart = on_hosts(resumed, [0, 1], [str(SHARED / "apart")])
     assert apart.statuses == [0, 0], apart.said
     assert apart.values == run_ranks(resumed, 2, [str(tmp_path / "together")])

@@ -26,6 +26,7 @@ def train_all(rank: int) -> tuple[int, bool, list[Outcome]]:
 
 def test_in_containers_with_equal_process_numbers_ranks_train_together() -> None:
     alone = on_hosts(train_all, [0, 1])
+    assert alone.statuses == [0, 0], alone.said
     together = run_ranks(train_all, 2)
     (pid, shared, outcomes), (other_pid, _, others) = alone.values
     assert pid == other_pid and not shared, alone
