@@ -1,7 +1,6 @@
 """What all tests share: one torch thread, separate folders, hypothesis settings that give the same examples each time.
 
-Only tests and fixtures import torch, not this file: the xdist process that distributes tests runs none, and its workers
-wait until it has started.
+With xdist, workers are forked after everything has been imported (`tests/workers.py`).
 """
 
 import gc
@@ -9,6 +8,7 @@ import importlib
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.huge_pages import collapse
+from tests.workers import fork_workers
 
 with suppress(ImportError):  # a GPU machine may have only torch and pytest (`make test-gpu`)
     import hypothesis
@@ -39,6 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Each run has its own temporary folder. (pytest numbers its folders, and later runs delete all but three.)"""
     if config.option.basetemp is None:
         config.option.basetemp = config.stash[_OWN_FOLDER] = tempfile.mkdtemp(prefix="zeroshard-tests-")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
+    fork_workers(config, len(specs))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -108,6 +114,20 @@ def _warm(_one_thread: None, _device: None) -> None:
     optimizer.zero_grad()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def _compiler(_warm: None) -> None:
+    """Do once what torch imports and prepares at a first compilation (a second), so that ranks need not do it."""
+    import torch
+
+    from tests.kit import Net, loss_of_tokens, make
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer looks at the grad of tensors that are no leaves
+        for backend in ("eager", "aot_eager"):
+            loss_of_tokens(torch.compile(make(Net), backend=backend), 0, 0, 0).backward()
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,10 +4,11 @@
 
 is `subprocess.Popen`, except that a fork of this process, which has imported everything, runs the module or script in
 place of a new interpreter. The fork has its own standard streams, environment and process id, and default signal
-handlers. The processes that it starts by `Popen` are forked in the same way, so a launcher's ranks are its children.
-What depends on an interpreter's start or end is tested with real ones (`test_core_works_without_the_extras`,
-`test_a_rank_that_dies_ends_the_run`, `test_ordinary_scripts_under_torchrun`,
-`test_it_is_finished_before_the_process_ends`).
+handlers. A launcher's ranks are its children: forked in the same way, or, with `ranks=subprocess.Popen`, interpreters.
+What depends on an interpreter's start or end is tested with real ones
+(`test_five_lines_and_the_command_in_an_empty_environment`, `test_neither_trainer_nor_process_group`,
+`test_it_is_finished_before_the_process_ends`; the ranks of `test_a_rank_that_dies_ends_the_run` and
+`test_ordinary_scripts_under_torchrun`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 
 class Forked(subprocess.Popen):
-    """`args` begin with this interpreter, followed by `-m module` or a script, and its arguments."""
+    """`args` begin with this interpreter, followed by `-m module` or a script, and its arguments. `ranks`: how
+    torch's launcher starts its ranks; None: forked."""
 
     def __init__(
         self,
         args: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
+        ranks: type[subprocess.Popen[Any]] | None = None,
         before: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
@@ -52,23 +55,32 @@ class Forked(subprocess.Popen):
         while rest[:1] == ["-u"]:
             rest.pop(0)
         assert interpreter == sys.executable and rest[0] != "-c", args
-        # preexec_fn runs between fork and exec. `_become` never returns, so there is no exec.
+        # preexec_fn runs between fork and exec. `become` never returns, so there is no exec.
         environment = dict(os.environ if env is None else env)
-        super().__init__(args, preexec_fn=partial(_become, rest, environment, before), **options)
+        program = partial(become, partial(_run, rest, ranks or Forked), environment, before=before)
+        super().__init__(args, preexec_fn=program, **options)
 
 
-def _become(arguments: list[str], environment: dict[str, str], before: Callable[[], None] | None) -> NoReturn:
+def become(
+    program: Callable[[], int],
+    environment: Mapping[str, str],
+    *,
+    before: Callable[[], None] | None = None,
+    old_stdout: int = 1,
+) -> NoReturn:
+    """Run `program` in this forked process as if an interpreter had started for it; it returns the exit status.
+    `before`: called first. `old_stdout`: the descriptor to which the stdout object that was there before the fork
+    writes now."""
     status = 1
     try:
         gc.freeze()
         if before is not None:
             before()
-        _own_streams()
+        _own_streams(old_stdout)
         os.environ.clear()
         os.environ.update(environment)
         _as_an_interpreter_starts()
-        subprocess_handler.Popen = Forked
-        status = _run(arguments)
+        status = program()
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
@@ -79,13 +91,14 @@ def _become(arguments: list[str], environment: dict[str, str], before: Callable[
         os._exit(status)
 
 
-def _own_streams() -> None:
+def _own_streams(old_stdout: int) -> None:
     """Make descriptors 0 to 2 this program's streams. The old stream objects (loggers hold them) write there, too."""
     kept = {0, 1, 2}
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+    for stream, number in ((sys.stdout, old_stdout), (sys.stderr, 2)):
         with suppress(AttributeError, OSError, ValueError, io.UnsupportedOperation):
-            os.dup2(number, stream.fileno())
-            kept.add(stream.fileno())
+            if stream.fileno() > 2:
+                os.dup2(number, stream.fileno())
+                kept.add(stream.fileno())
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in kept:
             with suppress(OSError):
@@ -115,8 +128,9 @@ def _print_warning(message: Any, category: Any, filename: str, line: int, file: 
     print(warnings.formatwarning(message, category, filename, line, text), end="", file=file or sys.stderr)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], ranks: type[subprocess.Popen[Any]]) -> int:
     """Run the module or script; returns the exit status that the interpreter would return."""
+    subprocess_handler.Popen = ranks
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -31,14 +31,15 @@ SMALL = [
 
 
 def start(
-    *arguments: str, launcher: tuple[str, ...] = (), program: type[subprocess.Popen[str]] = Forked
+    *arguments: str, launcher: tuple[str, ...] = (), ranks: type[subprocess.Popen[str]] | None = None
 ) -> subprocess.Popen[str]:
-    return program(
+    return Forked(
         [sys.executable, *launcher, "-m", "zeroshard", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ranks=ranks,
     )
 
 
@@ -154,38 +155,6 @@ def test_a_tokenizer_is_made_and_nothing_is_replaced_unasked(
     assert out.read_bytes() != before
 
 
-WITHOUT_EXTRAS = """
-import sys, warnings
-warnings.simplefilter("ignore")
-sys.modules.update(dict.fromkeys(["click", "pydantic", "rich", "psutil", "safetensors", "numpy"]))
-import torch, zeroshard
-zeroshard.init("gloo")
-handle = zeroshard.shard(torch.nn.Linear(3, 3), "zero3")
-zeroshard.save(sys.argv[1], handle, step=1)
-print(zeroshard.load(sys.argv[1], handle).step)
-torch.distributed.destroy_process_group()
-
-del sys.modules["click"]
-sys.argv[1:] = ["train"]
-import zeroshard.__main__
-zeroshard.__main__.main()
-"""
-
-
-@pytest.mark.long
-def test_core_works_without_the_extras(tmp_path: Path) -> None:
-    """Where only torch is installed, `import zeroshard` works, checkpoints can be written and read, and `train` names
-    the extra that it needs. (In a fresh interpreter.)"""
-    command = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path / "steps")], capture_output=True, text=True
-    )
-    assert (command.returncode, command.stdout) == (2, "1\n"), command.stderr
-    assert command.stderr == (
-        "zeroshard: error: `zeroshard train` needs the package pydantic, which comes with the extra 'train': "
-        "pip install 'zeroshard[train]'\n"
-    )
-
-
 @pytest.mark.long
 def test_own_launcher_is_told_to_stop_and_torchrun_goes_on(text_folder: Path, tmp_path: Path) -> None:
     """One run: started with --nproc, stopped by SIGTERM, finished under torchrun. (SIGINT is handled by the same
@@ -227,7 +196,7 @@ def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> Non
     out = tmp_path / "run"
     arguments = ["train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL]
     # Real interpreters: forked ranks would end at the same time, and the launcher might name either of them.
-    process = start(*arguments, program=subprocess.Popen)
+    process = start(*arguments, ranks=subprocess.Popen)
     wait_until(lambda: len(steps(out)) >= 3 or process.poll() is not None)
     psutil.Process(process.pid).children()[-1].kill()
     code, _, err = finish(process)

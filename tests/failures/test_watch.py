@@ -262,13 +262,15 @@ def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
     ]
     with open(tmp_path / "said", "w+") as said:
         orphans = Forked([*launcher, "go on", str(tmp_path / "on")], stdout=said, stderr=subprocess.STDOUT)
-        done = subprocess.run([*launcher, "raise", str(tmp_path / "raise")], capture_output=True, text=True)
+        raising, pipe = [*launcher, "raise", str(tmp_path / "raise")], subprocess.PIPE
+        done = Forked(raising, ranks=subprocess.Popen, stdout=pipe, stderr=pipe, text=True)
+        out, err = done.communicate()
         ended = time.time()
         assert done.returncode == 1
-        assert ended - float(done.stdout.split("at ")[1]) < AT_ONCE
-        first = done.stderr.index("zeroshard: rank 1 of 2 failed first:")
-        assert "ValueError: no such file: data/7" in done.stderr[first:]
-        ours = done.stderr.split("torch/distributed/elastic")[0]  # the rest is the launcher's output
+        assert ended - float(out.split("at ")[1]) < AT_ONCE
+        first = err.index("zeroshard: rank 1 of 2 failed first:")
+        assert "ValueError: no such file: data/7" in err[first:]
+        ours = err.split("torch/distributed/elastic")[0]  # the rest is the launcher's output
         assert ours.count("Traceback (most recent call last)") == 1
 
         wait_until(lambda: len(list(tmp_path.glob("on-*"))) == 2 or orphans.poll() is not None)

@@ -364,15 +364,6 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
 # Compilation ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def _compiler() -> None:
-    """Do once what torch imports and prepares at a first compilation (a second), so that ranks need not do it."""
-    for backend in ("eager", "aot_eager"):
-        model = torch.compile(make(partial(Net, blocks=1)), backend=backend)
-        loss_of_tokens(model, 0, 0, 0).backward()
-    torch._dynamo.reset()
-
-
 SMALL = Net if EVERYTHING else partial(Net, blocks=2)
 """Each block is compiled by itself."""
 COMPILED: dict[str, Any] = {

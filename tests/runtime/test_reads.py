@@ -292,6 +292,7 @@ def test_a_class_of_the_users_stays_what_it_is() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("how", ["model", "function"])
 def test_compiled_models_raise_as_well(how: str) -> None:
     def check(rank: int) -> None:
