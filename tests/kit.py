@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import EVERYTHING
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.packets import PACKET
 from zeroshard.placement import Plan
@@ -36,6 +37,18 @@ CANCELLED = 1e-4
 the rounding error that is left becomes a visible part of a step. A real fault moves weights by whole steps."""
 
 State = dict[str, Tensor]
+
+
+def plans_of(number: int) -> tuple[Plan, ...]:
+    """The plans of one of many cases: DDP and ZERO2, or ZERO1 and ZERO3, in turn. So each plan has half of the cases,
+    and each case a plan with weights in full or gathered, and with gradients in full or sharded. With `make
+    test-everything` each case has all plans."""
+    return PLANS if EVERYTHING else PLANS[number % 2 :: 2]
+
+
+def with_plans(cases: Iterable[Any]) -> list[tuple[Any, Plan]]:
+    """Each case with each of its plans (`plans_of`)."""
+    return [(case, plan) for number, case in enumerate(cases) for plan in plans_of(number)]
 
 
 class Block(nn.Module):

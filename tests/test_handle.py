@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference
+from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference, with_plans
 from tests.patience import give_up_after
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
@@ -126,7 +126,7 @@ def test_main_values_are_the_references() -> None:
 
     def check(rank: int) -> Any:
         mains = {}
-        for precision, plan in itertools.product((*jobs, "fp16"), PLANS):
+        for precision, plan in with_plans((*jobs, "fp16")):
             model = make(Net)
             handle, _ = started(plan, rank, model, precision)
             weights, main = handle.full_state_dict(), handle.full_state_dict(main=True)
@@ -145,7 +145,7 @@ def test_main_values_are_the_references() -> None:
 
 def test_loaded_weights_are_what_training_goes_on_with() -> None:
     def check(rank: int) -> None:
-        for precision, plan in itertools.product((None, "bf16", "bf16-remainder"), PLANS):
+        for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
             what = (precision, plan)
             source, target = make(Net), make(Net, 1)
             expected, _ = started(plan, rank, source, precision, steps=1)
@@ -322,7 +322,7 @@ def test_close_gives_frozen_units_back_that_took_turns_in_a_place() -> None:
 
 def test_close_gives_a_plain_model_back() -> None:
     def check(rank: int) -> None:
-        for precision, plan in itertools.product((None, "bf16", "bf16-remainder"), PLANS):
+        for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
             model = make(WithBuffers if precision is None else Net)
             names = {name: id(p) for name, p in model.named_parameters()}
             handle, optimizer = started(plan, rank, model, precision, steps=1)
@@ -428,7 +428,7 @@ def test_messages_and_shared_memory_move_the_same_bits(monkeypatch: pytest.Monke
 
     def run(rank: int, shared: bool) -> Any:
         assert (Collectives(Mesh.of(None), CommLog()).shared is not None) == shared
-        return [train(job, plan, rank) for job in jobs for plan in PLANS]
+        return [train(job, plan, rank) for job, plan in with_plans(jobs)]
 
     shared = run_ranks(run, 3, hasattr(os, "memfd_create"))
     monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train, train_reference
+from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train, train_reference, with_plans
 from zeroshard.reference import Reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -132,7 +132,7 @@ def test_param_groups_schedulers_and_changed_hyper_parameters_take_effect() -> N
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for name, plan in itertools.product(list(RATES)[2:], PLANS):
+        for name, plan in with_plans(list(RATES)[2:]):
             groups, between, precision = RATES[name]
             model = make(small)
             optimizer = sharded(model, plan, groups, precision=precision)
@@ -277,7 +277,7 @@ def test_a_plain_optimizers_state_goes_in_and_comes_out() -> None:
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for precision, plan in itertools.product(precisions, PLANS):
+        for precision, plan in with_plans(precisions):
             half = halves[precision]
             model = make(small, 1)
             optimizer = sharded(model, plan, by_dim, precision=precision)

@@ -33,17 +33,20 @@ class Together:
     the first has used and released. With `make test-everything` they train for three.
 
     `on_three`: names of jobs that run on three ranks, because their sizes, or which rank leaves out what, make a
-    difference there; the others run on two. `plans`: for all jobs. With `make test-everything` all jobs run on both."""
+    difference there; the others run on two. `plans`: for all jobs; if empty, each job runs under ZERO3, where weights
+    come and go, and under one of the other plans, in turn. With `make test-everything` all jobs run on both numbers of
+    ranks and under all plans."""
 
     def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
         assert set(on_three) <= jobs.keys(), on_three
         self.jobs = {name: replace(job, micro_batches=2, steps=_steps(job)) for name, job in jobs.items()}
         self.ranks = {name: (2, 3) if EVERYTHING else (3,) if name in on_three else (2,) for name in jobs}
-        self.plans = plans or PLANS
+        turns = [PLANS if EVERYTHING else (PLANS[index % 3], PLANS[3]) for index in range(len(jobs))]
+        self.plans = {name: plans or of_turn for name, of_turn in zip(jobs, turns, strict=True)}
         self._errors: dict[tuple[str, int], AssertionError | None] = {}
 
     def expect_reference(self, name: str) -> None:
-        """Under all plans, losses and weights of the job equal those of one process to the bit, and all ranks' logs
+        """Under its plans, losses and weights of the job equal those of one process to the bit, and all ranks' logs
         agree."""
         for num_ranks in self.ranks[name]:
             if (name, num_ranks) not in self._errors:
@@ -59,14 +62,14 @@ class Together:
         by_rank = run_ranks(lambda rank: [self._under_its_plans(name, rank) for name in names], num_ranks)
         for name, truth, *found in zip(names, expected, *by_rank, strict=True):
             try:
-                _compare(self.plans, found, truth)
+                _compare(self.plans[name], found, truth)
                 self._errors[name, num_ranks] = None
             except AssertionError as error:
                 self._errors[name, num_ranks] = error
 
     def _under_its_plans(self, name: str, rank: int) -> list[Outcome]:
         try:
-            return [train(self.jobs[name], plan, rank) for plan in self.plans]
+            return [train(self.jobs[name], plan, rank) for plan in self.plans[name]]
         except BaseException as error:
             error.add_note(f"in the job {name!r}, which runs with others")
             raise

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests.kit import plans_of
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -203,15 +204,20 @@ class Twins:
                 torch.testing.assert_close(self.handle.gradient(name), parameter.grad)
 
 
-def under_all_plans(train: Callable[[int, Plan], State], num_ranks: int = 2) -> None:
-    """Check that `train(rank, plan)`, in fp64, returns weights with the same bits under all plans."""
+def under_all_plans(
+    train: Callable[..., State], num_ranks: int = 2, cases: Iterable[tuple[Any, ...]] | None = None
+) -> None:
+    """Check that `train(rank, plan)`, in fp64, returns weights with the same bits under all plans. With `cases`:
+    `train(rank, plan, *case)` for each case, under the case's plans (`plans_of`)."""
+    runs = [((), PLANS)] if cases is None else [(case, plans_of(number)) for number, case in enumerate(cases)]
 
     @in_fp64
     def check(rank: int) -> None:
-        states = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            states.append(train(rank, plan))
-        expect_same_bits(states)
+        for case, plans in runs:
+            states = []
+            for plan in plans:
+                torch.manual_seed(0)
+                states.append(train(rank, plan, *case))
+            expect_same_bits(states)
 
     run_ranks(check, num_ranks)

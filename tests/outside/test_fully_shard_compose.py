@@ -95,15 +95,8 @@ def test_activation_checkpointing() -> None:
         expect_close(weights, state_of(plain))
         return weights
 
-    def train(rank: int, plan: Plan) -> State:
-        kinds = [("composable", False), ("composable", True), ("wrapper", False), ("utils", True), ("reentrant", False)]
-        result = {}
-        for kind, tied in kinds:
-            weights = of_kind(rank, plan, kind, tied)
-            result.update({f"{kind} {tied} {name}": value for name, value in weights.items()})
-        return result
-
-    under_all_plans(train)
+    kinds = [("composable", False), ("composable", True), ("wrapper", False), ("utils", True), ("reentrant", False)]
+    under_all_plans(of_kind, cases=kinds)
 
 
 # Tied weights --------------------------------------------------------------------------------------------------------
@@ -221,15 +214,8 @@ def test_a_head_that_runs_alone_chunk_by_chunk() -> None:
             twins.step()
         return twins.expect_equal()
 
-    def train(rank: int, plan: Plan) -> State:
-        every = (None, (nn.Embedding, nn.Linear, nn.RMSNorm), [("embed",), ("body",), ("norm", "head")])
-        result = {}
-        for tie, units in itertools.product((False, True), every):
-            weights = of_units(rank, plan, tie, units)
-            result.update({f"{tie} {units} {name}": value for name, value in weights.items()})
-        return result
-
-    under_all_plans(train)
+    every = (None, (nn.Embedding, nn.Linear, nn.RMSNorm), [("embed",), ("body",), ("norm", "head")])
+    under_all_plans(of_units, cases=itertools.product((False, True), every))
 
 
 def test_two_partial_forwards_before_one_backward() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests.kit import plans_of
 from tests.outside.common import MLP, PLANS, expect_same_bits, numbers
 from tests.together import in_turn
 from zeroshard.testing import run_ranks
@@ -68,9 +69,9 @@ def test_compute_and_reduction_each_in_their_dtype() -> None:
     """test_compute_dtype, test_reduce_dtype (fp32 reduction), test_default_gradient_dtype: losses and fp32 weights
     equal those of the loop by hand, and the bytes sent are those of the chosen wire dtype."""
 
-    def check(rank: int, param: torch.dtype, grad: torch.dtype, wire: torch.dtype) -> None:
+    def check(rank: int, param: torch.dtype, grad: torch.dtype, wire: torch.dtype, plans: Any) -> None:
         states = []
-        for plan in PLANS:
+        for plan in plans:
             model = stack()
             by_hand = ByHand(copy.deepcopy(model), param, grad=grad, wire=wire)
             precision = MixedPrecision(param=param, grad=grad, reduce=wire, main=fp32)
@@ -91,7 +92,7 @@ def test_compute_and_reduction_each_in_their_dtype() -> None:
         expect_same_bits(states)
 
     cases = [(bf16, bf16, bf16), (fp16, fp16, fp16), (bf16, fp32, fp32), (bf16, bf16, fp32), (fp32, fp32, fp32)]
-    run_ranks(in_turn(check, cases), 2)
+    run_ranks(in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)]), 2)
 
 
 def test_a_reduction_narrower_than_the_gradients() -> None:
@@ -247,10 +248,10 @@ class Out(nn.Module):
 def test_structures_between_units() -> None:
     """test_structured_input_output."""
 
-    def check(rank: int, precision: str, kind: str) -> None:
+    def check(rank: int, precision: str, kind: str, plans: Any) -> None:
         param = bf16 if precision == "bf16" else fp32
         states = []
-        for plan in PLANS:
+        for plan in plans:
             torch.manual_seed(0)
             model = nn.Sequential(Into(kind), Between(kind), Between(kind), Out())
             by_hand = ByHand(copy.deepcopy(model), param, grad=fp32, wire=fp32)
@@ -270,7 +271,8 @@ def test_structures_between_units() -> None:
             states.append(main)
         expect_same_bits(states)
 
-    run_ranks(in_turn(check, itertools.product(["fp32", "bf16"], ["dataclass", "nested", "namedtuple"])), 2)
+    cases = itertools.product(["fp32", "bf16"], ["dataclass", "nested", "namedtuple"])
+    run_ranks(in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)]), 2)
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------

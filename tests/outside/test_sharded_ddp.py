@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests.kit import plans_of
 from tests.outside.common import (
     PLANS,
     Transformer,
@@ -303,9 +305,9 @@ def test_parity_with_ddp() -> None:
     parameter frozen at first and trained from the second step on, and the norm that clips."""
 
     @in_fp64
-    def check(rank: int, twice: bool, accumulate: bool) -> None:
+    def check(rank: int, twice: bool, accumulate: bool, plans: Any) -> None:
         weights = []
-        for plan in PLANS:
+        for plan in plans:
             torch.manual_seed(0)
             model = WithEmbedding(twice)
             model.register_buffer("of_rank", torch.ones(1))
@@ -330,4 +332,5 @@ def test_parity_with_ddp() -> None:
             weights.append(twins.handle.full_state_dict())
         expect_same_bits(weights)
 
-    run_ranks(in_turn(check, itertools.product([False, True], [False, True])), 2)
+    cases = itertools.product([False, True], [False, True])
+    run_ranks(in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)]), 2)

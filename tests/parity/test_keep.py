@@ -34,11 +34,11 @@ PRECISIONS = {
 
 
 def tied() -> nn.Module:
-    return Net(tied=True, blocks=2)
+    return Net(tied=True, blocks=1)
 
 
 def untied() -> nn.Module:
-    return Net(blocks=2)
+    return Net(blocks=1)
 
 
 def half() -> nn.Module:
@@ -59,7 +59,7 @@ def jobs() -> list[Job]:
             units=units,
             micro_batches=k,
             scale=scale_for(precision),
-            steps=3,
+            steps=2,
             **options,
         )
         for precision, (model, units, k, options) in itertools.product(

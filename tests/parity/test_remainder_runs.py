@@ -25,7 +25,7 @@ from zeroshard.storage.main_weights import MainWeights
 from zeroshard.testing import run_ranks
 
 EVERYTHING = bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING"))
-STEPS = 200 if EVERYTHING else 40
+STEPS, MOMENT = (200, 20) if EVERYTHING else (20, 10)
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False, "weight_decay": 0.1}),
     "adamw fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -61,7 +61,7 @@ def masters(
             generator = torch.Generator().manual_seed(1000 * step + rank)
             model(torch.randn(37, 29, generator=generator), torch.randn(401, generator=generator)).backward()
             optimizer.step()
-            if step % 20 == 19:
+            if step % MOMENT == MOMENT - 1:
                 moments.append(handle.full_state_dict(main=True))
         result.append(moments)
         logs.append(handle.comm_log)
@@ -80,7 +80,7 @@ def test_the_master_is_bit_identical_step_by_step_on_the_same_gradients(name: st
         cases = ((PLANS[first], BOTH), (PLANS[first + 2], BOTH_16))
         for plan, precisions in cases if name in ("adamw", "sgd") else cases[1:]:
             (remainder, master), logs = masters(rank, plan, name, precisions)
-            assert len(master) == STEPS // 20
+            assert len(master) == STEPS // MOMENT
             for a, b in zip(remainder, master, strict=True):
                 assert same_bits(a, b) and next(iter(a.values())).dtype == torch.float32
             assert not same_bits(master[0], master[1])

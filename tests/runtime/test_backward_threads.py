@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.backward_threads import backward_on_threads
-from tests.kit import PLANS, Block, Job, Net, Outcome, same_bits, train, train_reference
+from tests.kit import Block, Job, Net, Outcome, plans_of, same_bits, train, train_reference
 from tests.model.test_graphs import Skips, one_loss
 from zeroshard.testing import run_ranks
 
@@ -91,7 +91,8 @@ def run_all() -> tuple[dict[str, list[Outcome]], list[dict[str, list[Outcome]]]]
     expected = run_ranks(lambda rank: {name: train_reference(job, 2) for name, job in JOBS.items()}, 1)[0]
 
     def run(rank: int) -> dict[str, list[Outcome]]:
-        return {name: [train(job, plan, rank) for plan in PLANS] for name, job in JOBS.items()}
+        jobs = enumerate(JOBS.items())
+        return {name: [train(job, plan, rank) for plan in plans_of(number)] for number, (name, job) in jobs}
 
     with backward_on_threads():
         return expected, run_ranks(run, 2)
@@ -101,7 +102,7 @@ def run_all() -> tuple[dict[str, list[Outcome]], list[dict[str, list[Outcome]]]]
 def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> None:
     expected, found = run_all()
     for outcomes, truth in zip((of_rank[name] for of_rank in found), expected[name], strict=True):
-        for plan, outcome in zip(PLANS, outcomes, strict=True):
+        for plan, outcome in zip(plans_of(list(JOBS).index(name)), outcomes, strict=True):
             assert outcome.losses == truth.losses, plan
             assert same_bits(outcome.weights, truth.weights), plan
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.comm.orders import Orders
 from zeroshard.comm.shared_memory import Probe
@@ -121,8 +122,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_all_plans_agree_and_all_ranks_end_alike() -> None:
-    """Under all plans all ranks end with the same weights, also where a rank has no input at all."""
+    """Under all plans all ranks end with the same weights, also where a rank has no input at all: by default in every
+    other case."""
     cases = list(itertools.product(CASES, [(3, 1, 2), (0, 2, 3)]))
+    if not EVERYTHING:
+        cases = [case for number, case in enumerate(cases) if number % 4 in (0, 3)]
 
     def run(rank: int) -> list[list[Any]]:
         return [[joined(rank, steps[rank], plan, **CASES[case]) for plan in PLANS] for case, steps in cases]

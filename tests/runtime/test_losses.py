@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import grid
-from tests.kit import CANCELLED, PLANS, State, largest_difference, make, same_bits
+from tests.kit import CANCELLED, PLANS, State, largest_difference, make, plans_of, same_bits
 from tests.parity.common import FP16, FP32, expect_equal_logs
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
@@ -90,7 +90,7 @@ def test_each_scaler_adjusts_on_its_own_overflow(num_ranks: int) -> None:
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(num_ranks):
             model = make(TwoHeads)
             handle = zeroshard.shard(model, plan, units=nn.Linear, precision="fp16")
             scalers = [scaler(2.0**8), scaler(2.0**4)]
@@ -215,7 +215,7 @@ def test_two_optimizers_over_disjoint_parameters(units: Any) -> None:
     def check(rank: int) -> list[Any]:
         expected = plain_two(3, 5, [1.0, 1.0, 1.0])
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(units is None):
             model = make(TwoHeads)
             handle = zeroshard.shard(model, plan, units=units)
             trunk, heads = two_optimizers(model)

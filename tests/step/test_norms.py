@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.kit import LAST_BITS, PLANS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, same_bits
+from tests.kit import LAST_BITS, PLANS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, plans_of, same_bits
 from tests.parity.common import expect_equal_logs
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
@@ -71,9 +71,9 @@ def test_global_norms_and_clipping_are_torchs(num_ranks: int, shape: Any) -> Non
     def check(rank: int) -> list[Any]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
         logs = []
-        for (norm_type, limit), (expected, weights) in zip(NORMS.items(), truths, strict=True):
+        for number, ((norm_type, limit), (expected, weights)) in enumerate(zip(NORMS.items(), truths, strict=True)):
             clipped = []
-            for plan in PLANS:
+            for plan in plans_of(number + num_ranks):
                 model = make(tied)
                 handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
                 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, **SGD)
@@ -118,9 +118,9 @@ def test_clipping_by_value_and_both_kinds_in_one(num_ranks: int, max_norms: list
 
     def check(rank: int) -> None:
         for max_norm in max_norms:
-            for precision in ("fp32", "bf16-remainder"):
+            for number, precision in enumerate(("fp32", "bf16-remainder")):
                 results = []
-                for plan in PLANS:
+                for plan in plans_of(number + num_ranks):
                     model = make(tied)
                     handle = zeroshard.shard(model, plan, units=Block, precision=precision)
                     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, loss_scale=2.0**6, **SGD)
@@ -264,7 +264,7 @@ def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_bat
         for weighted in (True, False):
             results = []
             # The unweighted run is the negative control; it needs no loss scale.
-            for plan, scale in itertools.product(PLANS, (None, 2.0**8) if weighted else (None,)):
+            for scale, plan in itertools.product((None, 2.0**8) if weighted else (None,), plans_of(num_ranks)):
                 model = make(tied)
                 handle = zeroshard.shard(model, plan, units=Block)
                 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, loss_scale=scale, **SGD)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits
 from tests.together import in_turn
 from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -49,7 +49,7 @@ def test_it_reads_as_the_state_dict_says() -> None:
     def check(rank: int, optimizer_class: Any) -> Any:
         options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
         logs = []
-        for plan in (*PLANS, None):
+        for plan in (*plans_of(CLASSES.index(optimizer_class)), None):
             model, optimizer = build(plan, optimizer_class, **options)
             params = list(model.parameters())
             assert not optimizer.state and params[0] not in optimizer.state and dict(optimizer.state[params[0]]) == {}
@@ -78,7 +78,7 @@ def test_it_reads_as_the_state_dict_says() -> None:
 def test_clearing_begins_anew() -> None:
     def check(rank: int, optimizer_class: Any) -> None:
         options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
-        for plan in (*PLANS, None):
+        for plan in (*plans_of(CLASSES.index(optimizer_class)), None):
             model, optimizer = build(plan, optimizer_class, **options)
             params = list(model.parameters())
             train(model, optimizer, rank, range(2))
@@ -100,7 +100,7 @@ def test_one_parameters_state_is_set_and_deleted() -> None:
     def check(rank: int, optimizer_class: Any) -> None:
         options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
         found = []
-        for plan in PLANS:
+        for plan in plans_of(CLASSES.index(optimizer_class)):
             model, optimizer = build(plan, optimizer_class, **options)
             params = list(model.parameters())
             train(model, optimizer, rank, range(2))
