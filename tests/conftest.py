@@ -54,8 +54,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+LARGE = ("tests/exchange/", "tests/integrations/", "tests/real_models/")
+"""These tests import large libraries: they come last, as each rank is forked with all that has been imported."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, item.nodeid.startswith(LARGE)))
     if os.environ.get("ZEROSHARD_TEST_BACKEND"):
         for item in items:
             if item.get_closest_marker("by_gloo"):

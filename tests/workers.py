@@ -25,14 +25,6 @@ import pytest
 
 from tests.huge_pages import collapse
 
-SLOW = (
-    "torch._decomp.decompositions_for_jvp",
-    "torch._dynamo.backends.common",
-    "torch.distributed.optim",
-    "torch.utils.tensorboard",
-)
-"""What torch or tests import inside of functions. Each rank that needs one would import it again."""
-
 
 def fork_workers(config: pytest.Config, count: int) -> None:
     """Import what these workers will collect, and fork `count` processes, which execnet uses as its interpreters."""
@@ -60,9 +52,9 @@ def _import(config: pytest.Config) -> None:
     names = [_name(file, config.rootpath) for file in sorted(files)]
     folders = {name.rpartition(".")[0] for name in names if name}
     with _stderr_dropped():
-        for name in (*SLOW, *sorted(f"{folder}.conftest" for folder in folders), *filter(None, names)):
+        for name in (*sorted(f"{folder}.conftest" for folder in folders), *filter(None, names)):
             with warnings.catch_warnings(), suppress(Exception, pytest.skip.Exception):
-                warnings.simplefilter("ignore" if name in SLOW else "error")
+                warnings.simplefilter("error")
                 importlib.import_module(name)
 
 

@@ -10,7 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,14 +22,20 @@ from tests.checkpoint.common import FULL, Awkward, Kind, Run, make, muon_and_ada
 from tests.checkpoint.faults import faulty
 from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
-from tests.real_models.real import ROWS, Row
+from tests.late import late
 from zeroshard.checkpoint import Reader, folders, newest_good
 from zeroshard.exchange import export, import_model
 from zeroshard.io.tensor_file import open_model
 from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
 
+if TYPE_CHECKING:
+    from tests.real_models.real import ROWS, Row
+
 NAMES = ("Llama", "GPT-2", "T5")
+
+
+_late = late(globals(), {"tests.real_models.real": "ROWS"})
 
 
 def logits(row: Row, model: Any) -> torch.Tensor:

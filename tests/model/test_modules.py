@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -366,6 +367,13 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
 
 SMALL = Net if EVERYTHING else partial(Net, blocks=2)
 """Each block is compiled by itself."""
+
+
+def small(how: str, backend: str | None) -> Callable[[], nn.Module]:
+    """The model to compile: with one block where the whole model is compiled, or kernels are generated."""
+    return SMALL if EVERYTHING or ("blocks" in how and backend != "inductor") else partial(Net, blocks=1)
+
+
 COMPILED: dict[str, Any] = {
     "blocks in place": lambda model, backend: [block.compile(backend=backend) for block in model.blocks],
     "model in place": lambda model, backend: model.compile(backend=backend),
@@ -382,7 +390,7 @@ def compiled(model: nn.Module, how: str, backend: str) -> Any:
 def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_shard: bool) -> Outcome:
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # as happened when hooks were compiled for each class
-    model = make(SMALL)
+    model = make(small(how, backend))
     called: Any = compiled(model, how, backend) if backend and before_shard else model
     handle = zeroshard.shard(model, plan, units=Block)
     if backend and not before_shard:
@@ -597,10 +605,10 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     def one_process(rank: int) -> list[tuple[Any, State]]:
         """Losses and weights with the data of ranks 0 and 1, and, as a control, with those of 0 and 2."""
         torch._dynamo.reset()
-        model = make(SMALL)
+        model = make(small(how, "inductor"))
         called, results = compiled(model, how, "inductor"), []
         for ranks in ([0, 1], [0, 2]):
-            model.load_state_dict(make(SMALL).state_dict())
+            model.load_state_dict(make(small(how, "inductor")).state_dict())
             reference = Reference(model, torch.optim.AdamW, num_ranks=2, lr=1e-2, foreach=False)
             losses = [
                 reference.step(lambda _, at, __, s=s, of=ranks: loss_of_tokens(called, of[at], 0, s)).losses

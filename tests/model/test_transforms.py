@@ -7,6 +7,7 @@ doesn't have storage".)
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -85,6 +86,12 @@ OF_INPUTS: dict[str, Callable[[Any], Any]] = {
 def same(a: Any, b: Any) -> bool:
     leaves = list(zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
     return all(torch.equal(x.detach(), y.detach()) for x, y in leaves)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """The first `jvp` of a process imports this, which takes half a second: once, before ranks are forked."""
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 def test_where_weights_are_here_transforms_are_those_of_the_plain_model() -> None:

@@ -78,10 +78,11 @@ def test_under_torchs_ddp_it_is_the_plain_optimizer(num_ranks: int) -> None:
 
 
 def test_it_is_torchs_zero_redundancy_optimizer_with_balanced_state() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.distributed.optim compiles functions
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow: once, before ranks are forked
+
     def check(rank: int) -> int:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch.distributed.optim compiles functions
-            from torch.distributed.optim import ZeroRedundancyOptimizer
         options = {"lr": 1e-2, "foreach": False}
         expected, _ = run(rank, lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.AdamW, **options))
         found, ours = run(rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.AdamW, **options))

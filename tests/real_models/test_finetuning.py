@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
 from tests.examples import run_example
 from tests.kit import PLANS, Job, make, plans_of, same_bits, train, train_reference
-from tests.real_models.real import ROWS, llama, text
+from tests.late import late
 from zeroshard.testing import run_ranks
 
+if TYPE_CHECKING:
+    import transformers as hf
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    from tests.real_models.real import ROWS, llama, text
+
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+_late = late(
+    globals(),
+    {
+        "tests.real_models.real": "hf ROWS llama text",
+        "transformers.models.llama.modeling_llama": "LlamaDecoderLayer",
+    },
+)
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------

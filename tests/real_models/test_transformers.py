@@ -9,43 +9,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
-from transformers.models.switch_transformers.modeling_switch_transformers import (
-    SwitchTransformersDenseActDense,
-    SwitchTransformersTop1Router,
-)
 
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, make, same_bits, train, train_reference
-from tests.real_models.real import (
-    OTHERS,
-    PAD,
-    ROWS,
-    Row,
-    bert,
-    generator,
-    gpt2,
-    llama,
-    mixtral,
-    nllb,
-    resnet,
-    t5,
-    text,
-    tokens,
-    vit,
-)
+from tests.late import late
 from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
+
+if TYPE_CHECKING:
+    import transformers as hf
+    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
+    from transformers.models.switch_transformers.modeling_switch_transformers import (
+        SwitchTransformersDenseActDense,
+        SwitchTransformersTop1Router,
+    )
+
+    from tests.real_models.real import (
+        OTHERS,
+        PAD,
+        ROWS,
+        Row,
+        bert,
+        generator,
+        gpt2,
+        llama,
+        mixtral,
+        nllb,
+        resnet,
+        t5,
+        text,
+        tokens,
+        vit,
+    )
 
 pytestmark = [
     pytest.mark.timeout(300),  # many jobs may share the cores
@@ -55,8 +59,30 @@ pytestmark = [
 STEPS = 5 if EVERYTHING else 3
 """The second step uses optimizer state, and the third one buffers that the second has used and released."""
 
-KEEP_ROUTERS = zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
-"""Switch's routers cast their own weights to fp32 in forward, so the weights must be fp32."""
+MODELS = ("Llama", "GPT-2", "BERT", "T5", "Mixtral", "Switch", "ViT")
+
+
+_late = late(
+    globals(),
+    {
+        "tests.real_models.real": "hf OTHERS PAD ROWS bert generator gpt2 llama mixtral nllb resnet t5 text tokens vit",
+        "transformers.models.llama.modeling_llama": "LlamaMLP",
+        "transformers.models.mixtral.modeling_mixtral": "MixtralExperts",
+        "transformers.models.nllb_moe.modeling_nllb_moe": "NllbMoeTop2Router",
+        "transformers.models.switch_transformers.modeling_switch_transformers": (
+            "SwitchTransformersDenseActDense SwitchTransformersTop1Router"
+        ),
+    },
+)
+
+
+def test_each_model_has_its_tests() -> None:
+    assert list(MODELS) == list(ROWS)
+
+
+def keep_routers() -> zeroshard.MixedPrecision:
+    """Switch's routers cast their own weights to fp32 in forward, so the weights must be fp32."""
+    return zeroshard.MixedPrecision(keep=(SwitchTransformersTop1Router,))
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -106,10 +132,10 @@ def two_plans(name: str, job: int) -> tuple[Plan, ...]:
     return PLANS if EVERYTHING else (PLANS[first], PLANS[second])
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_step_is_that_of_one_process(name: str) -> None:
     row = ROWS[name]
-    bf16 = KEEP_ROUTERS if name == "Switch" else "bf16"
+    bf16 = keep_routers() if name == "Switch" else "bf16"
     plans = [two_plans(name, job) for job in range(4)]
     jobs_of_two = [row.job(steps=STEPS), row.job(steps=STEPS, precision=bf16, units=None)]
     with_default_units = [row.job(steps=STEPS, units=None)] if name in ("Llama", "T5", "Switch") else []

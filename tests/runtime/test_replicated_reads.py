@@ -86,7 +86,7 @@ CASES = grid(RUNS, ("shared", "messages"), (2, 3))
 def test_edits_after_a_step_are_those_of_ddp(ranks: int) -> None:
     def check(rank: int) -> None:
         for number, (name, way) in enumerate(at(CASES, ranks)):
-            plans = PLANS if EVERYTHING else (PLANS[0], PLANS[1 + number % 3])
+            plans = PLANS if EVERYTHING else (PLANS[0], PLANS[1 + number % 2])
             with pytest.MonkeyPatch.context() as patch:
                 if way == "messages":
                     patch.setattr(Probe, "answer", lambda self, cards: False)
