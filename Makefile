@@ -2,6 +2,8 @@
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   the tests, JOBS at a time; lint and types are two of them
 # make test-settings   the tests under every setting that makes torch choose other kernels, and once with all cores busy
+# make test-timings  the suites that exchange data, over a backend that is neither gloo nor NCCL, which completes each
+#             collective as early or as late as allowed, or at random: TIMINGS="random-7" (a seed), TIMED=tests/comm
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts
 # make test-hosts      torchrun on two to four hosts, which are namespaces of this machine: slow, lossy and broken networks,
 #             hosts that are killed, restarts. Needs root, iproute2 and /dev/net/tun, and is skipped where they are missing
@@ -27,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 7 ] && n=7; echo $$((n + 1)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: env train test test-everything test-faults test-gpu test-hosts test-settings lint docs
+.PHONY: env train test test-everything test-faults test-gpu test-hosts test-settings test-timings lint docs
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -62,6 +64,14 @@ test: $(STAMP)
 
 test-settings: $(STAMP)
 	$(BIN)/python -m tests.settings $(SETTINGS) -- $(SIDE_BY_SIDE) $(TESTS)
+
+# All timings run, also after one has failed. Tests about gloo itself are skipped (the marker by_gloo).
+TIMINGS ?= early late random
+TIMED ?= tests/parity tests/model tests/step tests/comm tests/storage tests/runtime
+test-timings: $(STAMP)
+	@failed=; for timing in $(TIMINGS); do echo "timing: $$timing"; \
+		ZEROSHARD_TEST_BACKEND=$$timing $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TIMED) || failed="$$failed $$timing"; \
+		done; test -z "$$failed" || { echo "failed with the timings:$$failed" >&2; exit 1; }
 
 # Not with .venv: its torch has no CUDA.
 GPU_PYTHON ?= python3

@@ -394,6 +394,7 @@ def no_pipes_on_the_last_rank(rank: int, num_ranks: int) -> None:
         Pipes.__init__ = without_numbers  # type: ignore[method-assign]
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_in_shared_memory_hands_nothing_to_gloo_and_is_the_same_with_and_without_pipes(num_ranks: int) -> None:
     job = Job(steps=2)
@@ -420,6 +421,7 @@ def test_training_in_shared_memory_hands_nothing_to_gloo_and_is_the_same_with_an
             expect_same_logs(logs([outcomes[plan] for outcomes, *_ in by_rank]))
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("plan", [zeroshard.ZERO1, zeroshard.ZERO2])
 def test_a_rank_may_end_right_after_its_last_step_while_a_slower_one_still_reads(plan: Plan) -> None:
     """The slower one failed in its last step: it could not confirm to the other that it had read its weights."""

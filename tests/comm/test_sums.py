@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard
@@ -75,7 +76,9 @@ def test_sums_over_ranks_short_and_long() -> None:
             assert torch.equal(numbers, torch.arange(count) * (rank + 1)), "what is passed stays"
             events = [event.bytes for event in collectives.log.entries]
             collectives.log.clear()
-            assert events == [2 * size for size in packet_sizes(count)]
+            # Messages: twice the packet. A native all-reduce: what a ring sends, on three ranks two thirds of that.
+            share = 1.0 if dist.get_backend() == "gloo" else 2 / 3
+            assert events == [int(2 * size * share) for size in packet_sizes(count)]
         assert collectives.are_alike({"a": 1}) and not collectives.are_alike(rank // 2)
         assert collectives.count(rank) == 3
         with pytest.raises(RuntimeError, match="a test: rank 0 brings 8 bytes, rank 1 16"):

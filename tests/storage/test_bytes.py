@@ -152,6 +152,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@pytest.mark.by_gloo  # the other backend's copies of inputs would be counted
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_step_needs_the_planned_scratch_and_nothing_else(num_ranks: int) -> None:
     """With optimizers that work in place (fused Adam, SGD), a step allocates no tensor. That includes clipping, the

@@ -62,6 +62,7 @@ def test_per_parameter_the_bytes_approach_the_table() -> None:
     run_ranks(check, 3)
 
 
+@pytest.mark.by_gloo  # the other backend's copies of inputs would be counted
 def test_a_storage_that_nobody_accounts_for_is_seen() -> None:
     def check(rank: int) -> None:
         gc.freeze()
