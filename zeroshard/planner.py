@@ -20,11 +20,12 @@ from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import BATCH_NUMEL, Pattern, count, most_in_a_batch
 from zeroshard.layout.interval import Interval
-from zeroshard.layout.layout import BufferLayout, Slot
+from zeroshard.layout.layout import BufferLayout, Slot, numel_multiple
 from zeroshard.layout.owners import balance, cost
 from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
+from zeroshard.model.small_units import with_small_ones_merged
 from zeroshard.model.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan, as_plan
 from zeroshard.runtime.reductions import IN_FLIGHT
@@ -65,8 +66,8 @@ def plan_memory(
         peak: True: the bytes of `handle.memory(peak=True)`: for each kind the most that is held at once in a step.
     """
     plan = as_plan(plan)
-    specs = choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered)
     topology = Topology(world_size, num_replicas, transport_named(transport), device_type)
+    specs = topology.units(choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered))
     optimizer = OptimizerNeeds(state_bytes_per_element, state_scalars, group_of, whole_state_bytes)
     training = Training.of(specs, plan, topology, optimizer, rank)
     return asdict(training.held(peak=peak, no_sync=no_sync))
@@ -121,6 +122,10 @@ class Topology:
     def of(cls, collectives: Collectives) -> Topology:
         mesh = collectives.mesh
         return cls(mesh.shard.size, mesh.replicate.size, type(collectives.transport), collectives.device.type)
+
+    def units(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The units on so many ranks: see `small_units.py`."""
+        return with_small_ones_merged(specs, numel_multiple(self.num_shards, self.num_replicas))
 
 
 @dataclass(frozen=True)

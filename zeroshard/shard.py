@@ -168,9 +168,10 @@ def _choose_units(
 ) -> list[UnitSpec]:
     """The units, within `max_transient_bytes` if it is given."""
     limit = options.max_transient_bytes
-    choose = partial(
-        choose_units, model, precision=options.precision, managed=managed, keep_gathered=options.keep_gathered
-    )
+
+    def choose(units: UnitPolicy) -> list[UnitSpec]:
+        return topology.units(choose_units(model, units, options.precision, managed, options.keep_gathered))
+
     if options.units is None and limit is not None:
         return fit_units(choose, limit, plan, topology)
     specs = choose(options.units)

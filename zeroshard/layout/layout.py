@@ -36,6 +36,12 @@ differently if a weight starts at an odd element, and GPUs load it in smaller pi
 same kernels as in the plain model, where the allocator aligns each tensor."""
 
 
+def numel_multiple(num_shards: int, num_replicas: int = 1) -> int:
+    """Full buffers are padded to a multiple of this many elements, so that each shard, and under a 2-D mesh each
+    replica's part of it, is a multiple of ALIGNMENT."""
+    return ALIGNMENT * num_shards * num_replicas
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One parameter's place in the full buffer."""

@@ -70,7 +70,7 @@ class OutsideGraphs(NotCopied, partial[Any]):
 
 
 _MOST_VISITS = 8
-"""At most this many visits per unit are remembered until a backward."""
+"""At most this many visits of each module that needs units are remembered until a backward."""
 
 
 @dataclass(eq=False)
@@ -327,7 +327,7 @@ class Schedule(NotCopied):
         visits = [Visit(unit) for unit in free]
         if self._trains:
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
-            if len(self._visits) > _MOST_VISITS * len(self.gatherer.units):  # forwards without a backward
+            if len(self._visits) > _MOST_VISITS * len(self._needs):  # forwards without a backward
                 self._visits.clear()
         for leaf in _differentiable(output):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
