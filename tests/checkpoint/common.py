@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
 from zeroshard.checkpoint import Reader
+from zeroshard.checkpoint.index import digest_of
+from zeroshard.checkpoint.manifest import MANIFEST_NAME
 from zeroshard.loss_scale import DynamicScale
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
@@ -120,6 +123,36 @@ def read_all(step: Path) -> State:
         return {name: reader.tensor(name) for name in reader.manifest.tensors if not name.startswith("rank/")}
 
 
+def signed(body: bytes) -> bytes:
+    """A manifest with this body and the right digest of it."""
+    return b'{"digest": "' + digest_of(body).encode() + b'", "manifest": ' + body + b"}\n"
+
+
+def into_format_1(step: Path) -> None:
+    """Rewrite a step's manifest in format 1, and remove the indices, which that did not have."""
+    with Reader(step) as reader:
+        manifest = reader.manifest
+        found = {
+            name: [[file, c.offset, c.interval.start, c.interval.stop, c.digests] for file, c in reader.chunks(entry)]
+            for name, entry in manifest.tensors.items()
+        }
+    for chunks in found.values():
+        for chunk in chunks:
+            chunk[4] = [chunk[4][at : at + 32] for at in range(0, len(chunk[4]), 32)]
+    entries = []
+    for file in manifest.files:
+        index = json.loads((step / file.index_name).read_text())
+        of_header = {"header_bytes": index["header_bytes"], "digest": index["digest"]}
+        entries.append({"name": file.name, "bytes": file.num_bytes, **of_header})
+        (step / file.index_name).unlink()
+    body = json.loads((step / MANIFEST_NAME).read_text())["manifest"]
+    for name, entry in body["tensors"].items():
+        del entry["runs"]
+        entry["chunks"] = found[name]
+    text = json.dumps({**body, "format": 1, "files": entries})
+    (step / MANIFEST_NAME).write_bytes(signed(text.encode()))
+
+
 __all__ = [
     "FULL",
     "PLANS",
@@ -128,9 +161,11 @@ __all__ = [
     "Kind",
     "Net",
     "Run",
+    "into_format_1",
     "make",
     "muon_and_adamw",
     "read_all",
     "same_bits",
     "seed_all",
+    "signed",
 ]

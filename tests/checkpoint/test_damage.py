@@ -21,11 +21,23 @@ from safetensors import safe_open
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.common import FULL, Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
+from tests.checkpoint.common import (
+    FULL,
+    Awkward,
+    Kind,
+    Run,
+    into_format_1,
+    muon_and_adamw,
+    read_all,
+    same_bits,
+    seed_all,
+    signed,
+)
 from tests.checkpoint.test_faults import SEED
 from tests.patience import AT_ONCE
 from zeroshard.checkpoint import reader
-from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME, digest_of
+from zeroshard.checkpoint.index import digest_of
+from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from zeroshard.testing import run_ranks
 
 PREFIX, MIDDLE = b'{"digest": "', b'", "manifest": '
@@ -79,7 +91,10 @@ def test_files_are_read_by_the_safetensors_library(saved: Path) -> None:
 
 
 def test_nothing_is_pickled_and_the_manifest_is_json(saved: Path) -> None:
-    assert sorted(os.listdir(saved / "step-2")) == [MANIFEST_NAME, "rank-00000.safetensors", "rank-00001.safetensors"]
+    files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
+    indices = [f"{name}.index.json" for name in files]
+    assert sorted(os.listdir(saved / "step-2")) == sorted([MANIFEST_NAME, *files, *indices])
+    assert json.loads((saved / "step-2" / indices[1]).read_text())["tensors"]["model/embed.weight"]
     body = json.loads((saved / "step-2" / MANIFEST_NAME).read_text())["manifest"]
     assert body["step"] == 2 and set(body["versions"]) == {"zeroshard", "torch", "python"}
     assert body["tensors"]["model/embed.weight"]["dtype"] == "F32"
@@ -125,8 +140,8 @@ def test_what_changes_between_two_readings_is_found(saved: Path, tmp_path: Path)
     with reader.Reader(step) as opened:
         first = opened.tensor(name)
         assert torch.equal(opened.tensor(name), first)
-        chunk = opened.entry(name).chunks[0]
-        path = step / opened.manifest.files[chunk.file].name
+        number, chunk = next(opened.chunks(opened.entry(name)))
+        path = step / opened.manifest.files[number].name
         flip(path, chunk.offset)
         with pytest.raises(zeroshard.CheckpointError, match=path.name):
             opened.tensor(name)
@@ -243,9 +258,10 @@ def test_a_step_under_the_name_of_another_is_refused(saved: Path, tmp_path: Path
 # Enemies --------------------------------------------------------------------------------------------------------------
 
 
-def signed(body: bytes) -> bytes:
-    """A manifest with this body and the right digest of it."""
-    return PREFIX + digest_of(body).encode() + MIDDLE + body + b"}\n"
+CHANGES_OF_A_CHUNK = [(0, 99), (0, -1), (1, 0), (1, 1 << 61), (1, -8), (2, 1), (3, 1 << 47), (3, 0), (4, []),
+                      (4, "x"), (4, ["0" * 32] * 9), (4, ["g" * 32]), (0, True), (1, None), (2, "0")]  # fmt: skip
+CHANGES_OF_A_RUN = [(0, 99), (0, -1), (0, 1), (0, True), (1, 1), (1, -1), (1, 1 << 47), (2, 0), (2, 1 << 47), (2, -8),
+                    (3, 0), (3, 2), (3, 1 << 47), (3, None), (2, "0"), (1, 0.5)]  # fmt: skip
 
 
 def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
@@ -260,7 +276,8 @@ def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     for name in ("../secret", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "link", "pipe", "x" * 500, "a\0b", "a\\b",
                  "manifest.json", "rank-00009.safetensors", "folder", 7, None, ["a"]):  # fmt: skip
         yield f"file {name!r}", changed(lambda body, name=name: body["files"][0].update(name=name))
-    for key in ("bytes", "header_bytes"):
+    sizes = {1: ("bytes", "header_bytes"), 2: ("bytes", "index_bytes")}[valid["format"]]
+    for key in sizes:
         for number in (-1, 0, 7, 1 << 62, 1 << 63, 10**400, 1.5, True, "8", None):
             yield (
                 f"{key} {number!r:.20}",
@@ -270,17 +287,14 @@ def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
         yield f"shape {shape!r:.30}", changed(lambda body, shape=shape: body["tensors"][first].update(shape=shape))
     for dtype in ("F31", "", None, 3, "O", "PICKLE", "I8"):
         yield f"dtype {dtype!r}", changed(lambda body, dtype=dtype: body["tensors"][first].update(dtype=dtype))
-    for part, value in ((0, 99), (0, -1), (1, 0), (1, 1 << 61), (1, -8), (2, 1), (3, 1 << 47), (3, 0), (4, []),
-                        (4, "x"), (4, ["0" * 32] * 9), (4, ["g" * 32]), (0, True), (1, None), (2, "0")):  # fmt: skip
+    key, changes = {1: ("chunks", CHANGES_OF_A_CHUNK), 2: ("runs", CHANGES_OF_A_RUN)}[valid["format"]]
+    for part, value in changes:
         yield (
-            f"chunk part {part} {value!r:.30}",
-            changed(lambda body, part=part, value=value: body["tensors"][first]["chunks"][0].__setitem__(part, value)),
+            f"{key} part {part} {value!r:.30}",
+            changed(lambda body, part=part, value=value: body["tensors"][first][key][0].__setitem__(part, value)),
         )
-    yield (
-        "chunk twice",
-        changed(lambda body: body["tensors"][first]["chunks"].append(body["tensors"][first]["chunks"][0])),
-    )
-    yield "no chunks", changed(lambda body: body["tensors"][first].update(chunks=[]))
+    yield f"{key} twice", changed(lambda body: body["tensors"][first][key].append(body["tensors"][first][key][0]))
+    yield f"no {key}", changed(lambda body: body["tensors"][first].update({key: []}))
     yield "overlap", changed(lambda body: body["tensors"].update(other=body["tensors"][first]))
     yield "tensor left out", changed(lambda body: body["tensors"].pop(first))
     yield "file twice", changed(lambda body: body["files"].append(body["files"][0]))
@@ -291,7 +305,8 @@ def hostile(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
                 yield f"{key} {value!r}", changed(lambda body, key=key, value=value: body.update({key: value}))
     for tied in ([], "x", None, {"a": 1}, {"a": None}, {"a": "nowhere"}, {"embed.weight": "gain"}, {"gain": "gain"}):
         yield f"tied {tied!r}", changed(lambda body, tied=tied: body["values"].update(tied=tied))
-    yield "format 2", changed(lambda body: body.update(format=2))
+    yield "the other format", changed(lambda body: body.update(format=3 - body["format"]))
+    yield "format 3", changed(lambda body: body.update(format=3))
     text = json.dumps(valid).encode()
     yield "duplicate key", signed(text[:-1] + b', "step": 9}')
     yield "deep", signed(b'{"format": 1, "values": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
@@ -336,13 +351,21 @@ def opened_by(work: Callable[[], Any]) -> list[str]:
     return list(_OPENED)
 
 
-def test_hostile_manifests_made_by_hand(saved: Path, trap: Path) -> None:
-    valid = json.loads((saved / "step-2" / MANIFEST_NAME).read_text())["manifest"]
+@pytest.mark.parametrize("number", [1, 2])
+def test_hostile_manifests_made_by_hand(trap: Path, number: int) -> None:
+    if number == 1:
+        into_format_1(trap)
+    valid = json.loads((trap / MANIFEST_NAME).read_text())["manifest"]
+    assert valid["format"] == number and refused(trap, "") != ""
+    expect_refused(trap, hostile(valid), lambda data: (trap / MANIFEST_NAME).write_bytes(data))
 
+
+def expect_refused(trap: Path, cases: Iterator[tuple[str, bytes]], put: Callable[[bytes], object]) -> None:
+    """Each case is refused; nothing outside the folder is opened, and memory stays in proportion."""
     bad, count = [], 0
     tracemalloc.start()
-    for what, data in hostile(valid):
-        (trap / MANIFEST_NAME).write_bytes(data)
+    for what, data in cases:
+        put(data)
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
         outcome: list[str] = []
@@ -353,13 +376,71 @@ def test_hostile_manifests_made_by_hand(saved: Path, trap: Path) -> None:
             bad.append(f"{what}: {outcome} {outside} {used} bytes")
         count += 1
     tracemalloc.stop()
-    print(f"{count} hostile manifests: {len(bad)} bad")
-    assert bad == [] and count > 100
+    print(f"{count} made by hand: {len(bad)} bad")
+    assert bad == [] and count > 50
+
+
+def hostile_indices(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Indices made by hand: (description, bytes)."""
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> bytes:
+        body = json.loads(json.dumps(valid))
+        change(body)
+        return json.dumps(body).encode()
+
+    first = "model/embed.weight"
+    for size in (-1, 0, 7, 8, 1 << 62, 10**400, 1.5, True, "8", None):
+        yield f"header of {size!r:.20}", changed(lambda body, size=size: body.update(header_bytes=size))
+    for digest in ("", "0" * 31, "0" * 32, "g" * 32, "0" * 64, None, 3, ["0" * 32]):
+        yield f"digest {digest!r}", changed(lambda body, digest=digest: body.update(digest=digest))
+    for tensors in (None, [], "x", {}, {first: []}, {first: None}, {first: [[]]}, {first: [None]}, {"other": []}):
+        yield f"tensors {tensors!r}", changed(lambda body, tensors=tensors: body.update(tensors=tensors))
+    for part, value in ((0, 0), (0, 8), (0, -8), (0, 1 << 61), (0, True), (1, 1), (1, -1), (1, 1 << 61), (2, 0),
+                        (2, 1 << 47), (2, None), (3, ""), (3, "0" * 33), (3, "g" * 32), (3, ["0" * 32]),
+                        (3, "0" * 32), (3, "0" * 64)):  # fmt: skip
+        yield (
+            f"chunk part {part} {value!r:.30}",
+            changed(lambda body, part=part, value=value: body["tensors"][first][0].__setitem__(part, value)),
+        )
+    yield "chunk twice", changed(lambda body: body["tensors"][first].append(body["tensors"][first][0]))
+    yield "tensor left out", changed(lambda body: body["tensors"].pop(first))
+    yield "tensor of nobody", changed(lambda body: body["tensors"].update(other=body["tensors"].pop(first)))
+    yield "tensor of another", changed(lambda body: body["tensors"].update(moved(body["tensors"], first)))
+    text = json.dumps(valid).encode()
+    yield "duplicate key", text[:-1] + b', "digest": ""}'
+    yield "deep", b'{"tensors": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    yield "NaN", text[:-1] + b', "more": NaN}'
+    yield "not UTF-8", text[:-1] + b', "\xff": 1}'
+    yield "a list", b"[]"
+    yield "pickle", b"\x80\x04cos\nsystem\n(S'touch /tmp/owned'\ntR."
+    yield "empty", b""
+    yield "half", text[: len(text) // 2]
+
+
+def moved(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+    """The chunks of two tensors, exchanged."""
+    other = next(key for key in tensors if key != name)
+    return {name: tensors[other], other: tensors[name]}
+
+
+def put_index(step: Path, data: bytes) -> None:
+    """Replace the index of file 0, with its right size and digest in the manifest."""
+    body = json.loads((step / MANIFEST_NAME).read_text())["manifest"]
+    body["files"][0] |= {"index_bytes": len(data), "index_digest": digest_of(data)}
+    (step / MANIFEST_NAME).write_bytes(signed(json.dumps(body).encode()))
+    (step / "rank-00000.safetensors.index.json").write_bytes(data)
+
+
+def test_hostile_indices_made_by_hand(trap: Path) -> None:
+    text = (trap / "rank-00000.safetensors.index.json").read_bytes()
+    put_index(trap, text + b" ")
+    zeroshard.verify(trap)  # the control: a change that does not matter
+    expect_refused(trap, hostile_indices(json.loads(text)), lambda data: put_index(trap, data))
 
 
 def test_links_in_place_of_files_are_refused(saved: Path, tmp_path: Path) -> None:
     directory = copied(saved, tmp_path)
-    for name in ("rank-00000.safetensors", MANIFEST_NAME):
+    for name in ("rank-00000.safetensors", "rank-00000.safetensors.index.json", MANIFEST_NAME):
         os.rename(directory / "step-2" / name, directory / name)
         os.symlink(directory / name, directory / "step-2" / name)
         assert refused(directory / "step-2", name) == ""
@@ -393,14 +474,39 @@ def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
     return rng.choice(odd)
 
 
-def test_fuzzed_manifests(saved: Path, trap: Path) -> None:
+def outcome_of(step: Path, values: dict[str, Any]) -> str:
+    try:
+        zeroshard.verify(step)
+        # Names, shapes with the same number of elements and other values may differ: anyone can compute the digest.
+        now = read_all(step)
+    except zeroshard.CheckpointError:
+        return "refused"
+    same = [k for k in now if k in values and now[k].dtype == values[k].dtype]
+    return "whole" if len(same) > len(values) - 3 else "other"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_fuzzed_manifests(saved: Path, trap: Path, number: int) -> None:
     """Manifests with a random change and a right digest: refused, or, where the change does not matter, read as
-    before."""
+    before. In format 2 a half of the changes are in an index."""
     rng = random.Random(SEED)
-    text = (saved / "step-2" / MANIFEST_NAME).read_bytes()
+    if number == 1:
+        into_format_1(trap)
+    path = trap / "rank-00000.safetensors.index.json"
+    index = path.read_bytes() if number == 2 else b""
+    text = (trap / MANIFEST_NAME).read_bytes()
     valid, values = json.loads(text)["manifest"], read_all(saved / "step-2")
-    count, outcomes, bad = 5000 if FULL else 200, {"refused": 0, "whole": 0, "other": 0}, []
+    count, outcomes, bad = 5000 if FULL else 150, {"refused": 0, "whole": 0, "other": 0}, []
     for trial in range(count):
+        if index and trial % 2:
+            (trap / MANIFEST_NAME).write_bytes(text)
+            put_index(trap, json.dumps(mutated(rng, json.loads(index))).encode())
+            try:
+                outcomes[outcome_of(trap, values)] += 1
+            except Exception as error:
+                bad.append(f"trial {trial}, index: {error!r}")
+            path.write_bytes(index)
+            continue
         if trial % 5:
             data = signed(json.dumps(mutated(rng, valid)).encode())
         else:
@@ -410,13 +516,7 @@ def test_fuzzed_manifests(saved: Path, trap: Path) -> None:
             data = signed(bytes(body))
         (trap / MANIFEST_NAME).write_bytes(data)
         try:
-            zeroshard.verify(trap)
-            # Names, shapes with the same number of elements and other values may differ: anyone can compute the digest.
-            now = read_all(trap)
-            same = [k for k in now if k in values and now[k].dtype == values[k].dtype]
-            outcomes["whole" if len(same) > len(values) - 3 else "other"] += 1
-        except zeroshard.CheckpointError:
-            outcomes["refused"] += 1
+            outcomes[outcome_of(trap, values)] += 1
         except Exception as error:
             bad.append(f"trial {trial}: {error!r}")
     print(f"{count} fuzzed manifests: {outcomes}, {len(bad)} other errors")

@@ -166,8 +166,8 @@ def test_an_export_that_fails_leaves_nothing_and_one_that_is_there_stays(trained
     for path in step.iterdir():
         (damaged / path.name).write_bytes(path.read_bytes())
     with Reader(step) as reader:
-        chunk = reader.entry("model/transformer.h.2.mlp.c_proj.weight").chunks[-1]
-        path = damaged / reader.manifest.files[chunk.file].name
+        *_, (number, chunk) = reader.chunks(reader.entry("model/transformer.h.2.mlp.c_proj.weight"))
+        path = damaged / reader.manifest.files[number].name
     data = bytearray(path.read_bytes())
     data[chunk.offset] ^= 1
     path.write_bytes(data)

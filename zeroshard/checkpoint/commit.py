@@ -1,6 +1,6 @@
 """Writes the files of a step into a temporary folder and commits it by a rename; on an error, removes the folder.
 
-    every rank   write the own file, fsync it, report its entry and digests
+    every rank   write the own file and its index, fsync them, report their sizes, the index's digest, and the own parts
     rank 0       gather the reports -> manifest.json, last, fsync -> fsync the folder -> rename it to step-N
                  -> fsync the parent -> replace `latest` -> tell the others
 
@@ -13,7 +13,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,32 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import files, folders
+from zeroshard.checkpoint.index import DIGEST_LENGTH
 from zeroshard.checkpoint.manifest import (
-    BLOCK_BYTES,
     MANIFEST_NAME,
     CheckpointError,
     FileEntry,
     Manifest,
+    Run,
+    decode_file,
     decode_tensor,
+    encode_file,
+    encode_run,
     encode_tensor,
     expect_readable,
+    joined,
 )
 from zeroshard.checkpoint.meeting import Meeting, Stopped
-from zeroshard.checkpoint.writer import FilePlan, write_file
+from zeroshard.checkpoint.writer import FilePlan, write_with_index
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.together import in_words
+
+Sizes = tuple[int, int, int]
+"""Bytes of a rank's file, of its index, and of its part of the manifest (by itself; the whole is smaller than the sum).
+They are known before anything is written."""
+
+Part = dict[str, Any]
+"""{"files": [[rank, entry], ...], "tensors": {name: entry}}, with entries as in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,8 @@ class Job:
         try:
             folders.expect_shared(self.folder, "made")
             file = file_name(self.meeting.rank)
-            entry, digests = write_file(self.folder / file, self.plan, self.meeting.beat)
-            self.meeting.report(_part(self.plan, entry, digests))
+            entry = write_with_index(self.folder / file, self.plan, self.meeting.beat)
+            self.meeting.report(part_of(self.plan, entry, self.meeting.rank))
         except Stopped:
             self.meeting.report()
         except BaseException as error:
@@ -130,18 +142,19 @@ def discard(folder: Path) -> str:
     return ""
 
 
-def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sequence[int]]) -> int | None:
+def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int | None:
     """Make a new temporary folder for a step, and return the lock on it. Called on rank 0.
 
     Args:
-        sizes: for each rank: bytes of its file, and of its part of the manifest.
+        sizes: for each rank: bytes of its file, of its index, and of its part of the manifest.
 
     Raises:
-        CheckpointError: there is not enough space; the message has the exact numbers.
+        CheckpointError: there is not enough space; the message has the numbers.
     """
     files.make_folders(directory)
     folders.sweep(directory)
-    of_files = [*(num_bytes for num_bytes, _ in sizes), len(base.encode()) + sum(part for _, part in sizes)]
+    of_files = [size for num_bytes, index_bytes, _ in sizes for size in (num_bytes, index_bytes)]
+    of_files.append(len(base.encode()) + sum(part for *_, part in sizes))
     free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in of_files)
     if needed > free:
         raise CheckpointError(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
@@ -159,36 +172,67 @@ def temporary_folder(directory: Path, base: Manifest) -> Path:
     return directory / folders.temporary_name(base.step, base.id)
 
 
-def least_size(base: Manifest, file_sizes: Iterable[int]) -> int:
-    """A lower bound for the bytes of the manifest: one quoted digest and a comma for each block of the files."""
-    return len(base.encode()) + 36 * sum(size // BLOCK_BYTES for size in file_sizes)
+def least_size(base: Manifest, sizes: Iterable[Sizes]) -> int:
+    """A lower bound for the bytes of the manifest: all of it but the tensors."""
+    entries = (entry_of(rank, num_bytes, index_bytes) for rank, (num_bytes, index_bytes, _) in enumerate(sizes))
+    return len(replace(base, files=tuple(entries)).encode())
 
 
-def size_of_part(plan: FilePlan, file: int) -> int:
-    """Bytes of this rank's part of the manifest. Known before anything is written, as all digests have one length."""
-    entry = FileEntry(file_name(file), plan.num_bytes, len(plan.header), "0" * 32)
-    return len(Manifest(0, "", (entry,), plan.entries(["0" * 32] * plan.num_digests), {}, {}).encode())
+def sizes_of(plan: FilePlan, rank: int) -> Sizes:
+    """See `Sizes`.
+
+    Raises:
+        CheckpointError: no reader would take the index.
+    """
+    index_bytes = plan.index_bytes
+    expect_readable(index_bytes, f"the index of {file_name(rank)} would have")
+    entry = entry_of(rank, plan.num_bytes, index_bytes)
+    part = Manifest(0, "", (entry,), plan.entries(rank), {}, {})
+    return plan.num_bytes, index_bytes, len(part.encode())
 
 
-def merged(base: Manifest, parts: Iterable[Any]) -> Manifest:
-    """The manifest, merged from the parts of all ranks, and checked as a reader checks it.
+def entry_of(rank: int, num_bytes: int, index_bytes: int) -> FileEntry:
+    """An entry as long as that of the file will be: all digests have one length."""
+    return FileEntry(file_name(rank), num_bytes, index_bytes, "0" * DIGEST_LENGTH)
+
+
+def part_of(plan: FilePlan, entry: FileEntry, rank: int) -> Part:
+    """What a rank reports for the manifest, and `combined` makes of several."""
+    tensors = {name: encode_tensor(tensor) for name, tensor in plan.entries(rank).items()}
+    return {"files": [[rank, encode_file(entry)]], "tensors": tensors}
+
+
+def combined(parts: Iterable[Part]) -> Part:
+    """The parts of several ranks as one. Runs that follow each other become one, so that it hardly grows with the
+    number of ranks.
+
+    Raises:
+        CheckpointError: the ranks disagree on a tensor.
+    """
+    files: list[Any] = []
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        files += part["files"]
+        for name, entry in part["tensors"].items():
+            known = tensors.setdefault(name, {**entry, "runs": []})
+            if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
+                raise CheckpointError(f"the ranks disagree on the shape or dtype of {name}")
+            known["runs"] += entry["runs"]
+    for entry in tensors.values():
+        entry["runs"] = [encode_run(run) for run in joined(Run(*run) for run in entry["runs"])]
+    return {"files": sorted(files), "tensors": tensors}
+
+
+def merged(base: Manifest, parts: Iterable[Part]) -> Manifest:
+    """The manifest, made of the parts of all ranks, and checked as a reader checks it.
 
     Raises:
         CheckpointError: the parts do not fit together: an element is stored twice, or is missing.
     """
-    entries: list[FileEntry] = []
-    tensors: dict[str, Any] = {}
-    for file, of_rank in parts:
-        entries.append(FileEntry(**file))
-        for name, entry in of_rank.items():
-            known = tensors.setdefault(name, {**entry, "chunks": []})
-            if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
-                raise CheckpointError(f"the ranks disagree on the shape or dtype of {name}")
-            known["chunks"] += entry["chunks"]
-    for entry in tensors.values():
-        entry["chunks"].sort(key=lambda chunk: chunk[2])
-    whole = {name: decode_tensor(name, tensors[name]) for name in sorted(tensors)}
-    return replace(base, files=tuple(entries), tensors=whole)
+    whole = combined(parts)
+    entries = tuple(decode_file(entry) for _, entry in whole["files"])
+    tensors = {name: decode_tensor(name, whole["tensors"][name], len(entries)) for name in sorted(whole["tensors"])}
+    return replace(base, files=entries, tensors=tensors)
 
 
 def versions() -> dict[str, str]:
@@ -198,7 +242,3 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:  # a checkout that is not installed
         own = "unknown"
     return {"zeroshard": own, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _part(plan: FilePlan, entry: FileEntry, digests: list[str]) -> list[Any]:
-    return [asdict(entry), {name: encode_tensor(tensor) for name, tensor in plan.entries(digests).items()}]

@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
+from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups, saved_optimizers
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -71,14 +72,15 @@ def compare(
     return result
 
 
-def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
-    """The manifest with tied parameters under the engine's names. A parameter with several names may be stored under
-    any or all of them.
+def under_names_here(reader: Reader, engine: Engine) -> Manifest:
+    """The manifest of an open step, with tied parameters under the engine's names. A parameter with several names may
+    be stored under any or all of them.
 
     Raises:
         CheckpointError: names that are one parameter here have different values in the checkpoint.
     """
-    here, tensors, values = engine.tied(), dict(manifest.tensors), manifest.values
+    here, manifest = engine.tied(), reader.manifest
+    tensors, values = dict(manifest.tensors), manifest.values
     if not here:
         return manifest
     state = saved_entries(manifest)
@@ -86,7 +88,7 @@ def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
         prefixes = ["model", *(f"{one.kind}/{one.key}" for one in state.get(alias, []))]
         for prefix in prefixes:
             moved = tensors.pop(f"{prefix}/{alias}", None)
-            if moved is not None and not _same(tensors.setdefault(f"{prefix}/{name}", moved), moved):
+            if moved is not None and not _same(reader, tensors.setdefault(f"{prefix}/{name}", moved), moved):
                 raise CheckpointError(f"{alias} and {name} are one parameter here, and two different ones in it")
     if optimizers := saved_optimizers(manifest):
         renamed = [
@@ -97,10 +99,12 @@ def under_names_here(manifest: Manifest, engine: Engine) -> Manifest:
     return replace(manifest, tensors=tensors, values=values)
 
 
-def _same(a: TensorEntry, b: TensorEntry) -> bool:
+def _same(reader: Reader, one: TensorEntry, other: TensorEntry) -> bool:
     """Whether two entries have equal values, by their digests."""
-    digests = [[(chunk.interval, chunk.digests) for chunk in entry.chunks] for entry in (a, b)]
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and digests[0] == digests[1]
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    digests = [[(chunk.interval, chunk.digests) for _, chunk in reader.chunks(entry)] for entry in (one, other)]
+    return digests[0] == digests[1]
 
 
 def model_entries(engine: Engine) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

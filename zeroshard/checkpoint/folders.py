@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError, digest_of
+from zeroshard.checkpoint.index import digest_of
+from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError
 from zeroshard.errors import InvalidValue
 
 LATEST = "latest"

@@ -131,7 +131,7 @@ class _Load:
             def compare_here() -> tuple[tuple[Reader, Compatibility], str]:
                 folders.expect_shared(folder, "found")
                 reader = stack.enter_context(Reader(folder))
-                reader.manifest = under_names_here(reader.manifest, self.engine)
+                reader.manifest = under_names_here(reader, self.engine)
                 found = compare(reader.manifest, self.engine, self.optimizers, self.extra, allow_rounding)
                 found.expect(str(folder), strict=strict)
                 return (reader, found), reader.manifest.id

@@ -1,108 +1,149 @@
-"""The manifest of a checkpoint: its tensors and where they lie, as frozen records; encoded as JSON, and checked.
+"""The manifest of a checkpoint: its files, and which file has which part of which tensor, as frozen records; encoded as
+JSON, and checked.
 
     {"digest": "<of the text after it>", "manifest": {
-        "format": 1, "step": 12, "id": "...", "versions": {...},
-        "files":   [{"name": "rank-00000.safetensors", "bytes": ..., "header_bytes": ..., "digest": ...}, ...],
+        "format": 2, "step": 12, "id": "...", "versions": {...},
+        "files":   [{"name": "rank-00000.safetensors", "bytes": ..., "index_bytes": ..., "index_digest": ...}, ...],
         "tensors": {"model/embed.weight": {"shape": [...], "dtype": "F32",
-                                           "chunks": [[file, offset, start, stop, digests], ...]}, ...},
+                                           "runs": [[file, start, numel, count], ...]}, ...},
         "values":  {...}}}
 
-A chunk is an interval of a flattened tensor: elements [start, stop), at `offset` bytes in the file of that number, with
-one digest for each BLOCK_BYTES. The chunks of a tensor are disjoint and cover it. Every byte of every file belongs to
-its header or to one chunk, so the digests cover everything; the manifest's own digest covers them.
+A run is a row of files that hold equal parts: `count` files from number `file` on have `numel` elements each of the
+flattened tensor, beginning with element `start`. The runs of a tensor are disjoint and cover it. As shards are equal, a
+parameter has about three runs on any number of ranks. Where in a file the elements lie, and their digests, is in the
+file's index (`index.py`), so that nobody has to write or read all of it.
 
 The bytes read here may be damaged, or made by an attacker: they are either valid, or raise a CheckpointError.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.index import DIGEST_LENGTH, Index, digest_of, expect_digests
 from zeroshard.io.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
 from zeroshard.io.checked import CheckpointError as CheckpointError
 from zeroshard.io.tensor_file import DTYPE_NAMES as DTYPE_NAMES
-from zeroshard.io.tensor_file import DTYPES, MAX_HEADER_BYTES, expect_file_name
+from zeroshard.io.tensor_file import DTYPES, expect_file_name
 from zeroshard.layout.interval import Interval
 
-FORMAT = 1
-BLOCK_BYTES = 1 << 20
+FORMAT = 2
 MAX_MANIFEST_BYTES = 256 << 20
+"""The most bytes of a manifest, and of an index."""
 MANIFEST_NAME = "manifest.json"
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"digest": "', b'", "manifest": ', b"}\n"
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
-def expect_readable(num_bytes: int, what: str = "has") -> None:
-    """Called before a manifest is written, so that no manifest is committed that `Reader` would refuse.
+def expect_readable(num_bytes: int, what: str = "the manifest has") -> None:
+    """Called before a manifest or an index is written, so that none is committed that `Reader` would refuse.
 
     Raises:
         CheckpointError: it is too large.
     """
     if num_bytes > MAX_MANIFEST_BYTES:
         raise CheckpointError(
-            f"the manifest {what} {num_bytes} bytes, and no reader takes more than {MAX_MANIFEST_BYTES}: a digest for "
-            "each MiB, an entry for each tensor, and the plain values of extra=. Put large values into tensors or "
-            "files of their own; save a model of more than 7 TB in parts"
+            f"{what} {num_bytes} bytes, and no reader takes more than {MAX_MANIFEST_BYTES}: a manifest has an entry "
+            "for each file and each tensor, and the plain values of extra=; an index has a digest for each MiB of its "
+            "file. Put large values into tensors or files of their own; save on more ranks"
         )
-
-
-def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """The first 128 bits of SHA-256, as 32 hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def digest_in(data: bytes) -> str:
     """The digest that an encoded manifest contains."""
-    return data[len(_PREFIX) : len(_PREFIX) + 32].decode()
+    return data[len(_PREFIX) : len(_PREFIX) + DIGEST_LENGTH].decode()
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A safetensors file. `header_bytes`: including the eight bytes of its length. `digest`: of these bytes."""
+    """A safetensors file. Format 1 has no files with indices: there `index_bytes` is 0."""
 
     name: str
     num_bytes: int
-    header_bytes: int
-    digest: str
+    index_bytes: int = 0
+    index_digest: str = ""
+
+    @property
+    def index_name(self) -> str:
+        return f"{self.name}.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Elements `interval` of a flattened tensor, from byte `offset` of file number `file`."""
+class Run:
+    """See the module's note."""
 
     file: int
-    offset: int
-    interval: Interval
-    digests: tuple[str, ...]
+    start: int
+    numel: int
+    count: int = 1
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel * self.count
+
+    def parts(self, wanted: Interval) -> Iterator[tuple[int, Interval]]:
+        """(file, interval) of each file whose interval intersects `wanted`."""
+        first = max(0, wanted.start - self.start) // self.numel
+        for number in range(first, self.count):
+            start = self.start + number * self.numel
+            if start >= wanted.stop:
+                return
+            yield self.file + number, Interval(start, start + self.numel)
+
+
+def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The same parts in as few runs as possible, by their starts."""
+    found: list[Run] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        last = found[-1] if found else None
+        if last and (last.file + last.count, last.stop, last.numel) == (run.file, run.start, run.numel):
+            found[-1] = replace(last, count=last.count + run.count)
+        else:
+            found.append(run)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A whole tensor, with its chunks in order."""
+    """A whole tensor. `stored`: its name in the indices, also if the program has another name for it."""
 
+    stored: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    runs: tuple[Run, ...]
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def num_parts(self) -> int:
+        return sum(run.count for run in self.runs)
+
+    def parts(self, wanted: Interval) -> Iterator[tuple[int, Interval]]:
+        """(file, interval) of each part that intersects `wanted`, in order."""
+        if wanted:
+            first = bisect_right(self.runs, wanted.start, key=lambda run: run.stop)
+            for run in self.runs[first:]:
+                if run.start >= wanted.stop:
+                    return
+                yield from run.parts(wanted)
+
 
 @dataclass(frozen=True)
 class Manifest:
     """See the module's note. `values`: values that are no tensors (see `values.py`). The value "tied" is checked here:
-    further name of a parameter -> the name under which it is stored."""
+    further name of a parameter -> the name under which it is stored. `indices`: of all files, in format 1 (see
+    `formats.py`); else empty."""
 
     step: int
     id: str
@@ -110,6 +151,7 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     values: dict[str, Any]
     versions: dict[str, str]
+    indices: tuple[Index, ...] = ()
 
     @property
     def tied(self) -> dict[str, str]:
@@ -121,16 +163,37 @@ class Manifest:
         """Name of a parameter or buffer -> name of its tensor in the manifest."""
         return {name.removeprefix("model/"): name for name in self.tensors if name.startswith("model/")}
 
+    @cached_property
+    def num_parts(self) -> list[int]:
+        """How many parts of tensors each file has."""
+        changes = [0] * (len(self.files) + 1)
+        for entry in self.tensors.values():
+            for run in entry.runs:
+                changes[run.file] += 1
+                changes[run.file + run.count] -= 1
+        return list(accumulate(changes))[:-1]
+
+    def expect_fits(self, number: int, index: Index) -> None:
+        """Check that the index of file `number` has what the manifest says, and covers the file.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        found = list(index.parts())
+        for name, part in found:
+            if list(self.tensors[name].parts(part)) != [(number, part)]:
+                refuse(f"has elements {part.start} to {part.stop} of {short(name)}; the manifest says otherwise")
+        if len(found) != self.num_parts[number]:
+            refuse(f"has {len(found)} parts of tensors; the manifest says {self.num_parts[number]}")
+        index.expect_covers(self.files[number].num_bytes, self.tensors)
+
     def encode(self) -> bytes:
         body = {
             "format": FORMAT,
             "step": self.step,
             "id": self.id,
             "versions": self.versions,
-            "files": [
-                {"name": f.name, "bytes": f.num_bytes, "header_bytes": f.header_bytes, "digest": f.digest}
-                for f in self.files
-            ],
+            "files": [encode_file(file) for file in self.files],
             "tensors": {name: encode_tensor(entry) for name, entry in self.tensors.items()},
             "values": self.values,
         }
@@ -138,110 +201,133 @@ class Manifest:
         return b"".join([_PREFIX, digest_of(text).encode(), _MIDDLE, text, _SUFFIX])
 
     @classmethod
-    def decode(cls, data: bytes) -> Manifest:
-        """Raises:
-        CheckpointError: the bytes cannot be the result of `encode`."""
-        start = len(_PREFIX) + 32 + len(_MIDDLE)
-        text = data[start : len(data) - len(_SUFFIX)]
-        digest = data[len(_PREFIX) : len(_PREFIX) + 32]
-        framed = data.startswith(_PREFIX) and data[len(_PREFIX) + 32 : start] == _MIDDLE and data.endswith(_SUFFIX)
-        if not framed:
-            refuse("is not a manifest that zeroshard wrote")
-        if digest_of(text).encode() != digest:
-            refuse(f"has the digest {digest_of(text)}, and says {digest!r}: it is damaged")
-        return cls._checked(parse_json(text))
+    def checked(
+        cls,
+        body: dict[str, Any],
+        files: tuple[FileEntry, ...],
+        tensors: dict[str, TensorEntry],
+        indices: tuple[Index, ...] = (),
+    ) -> Manifest:
+        """
+        Args:
+            body: the decoded JSON.
+            files, tensors, indices: decoded from it.
 
-    @classmethod
-    def _checked(cls, body: Any) -> Manifest:
-        body = typed(body, dict, "the manifest")
-        if body.get("format") != FORMAT or isinstance(body.get("format"), bool):
-            refuse(f"has format {short(body.get('format'))}; this version of zeroshard reads format {FORMAT}")
-        files = tuple(_file(entry) for entry in typed(body.get("files"), list, "files"))
+        Raises:
+            CheckpointError: they do not fit together, or something else in the body is invalid.
+        """
         if len({file.name for file in files}) != len(files):
             refuse("names a file twice")
-        tensors = {
-            name: decode_tensor(name, entry) for name, entry in typed(body.get("tensors"), dict, "tensors").items()
-        }
-        _expect_covered(files, tensors)
         values = typed(body.get("values"), dict, "values")
         for alias, name in typed(values.get("tied", {}), dict, "tied").items():
             if f"model/{typed(name, str, 'a tied name')}" not in tensors or f"model/{alias}" in tensors:
                 refuse(f"ties {short(alias)} to {short(name)}: the first must not be stored, the second must")
-        return cls(
+        manifest = cls(
             step=integer(body.get("step"), "step", MAX_NUMEL),
             id=typed(body.get("id"), str, "id"),
             files=files,
             tensors=tensors,
             values=values,
             versions=typed(body.get("versions"), dict, "versions"),
+            indices=indices,
         )
+        for number, index in enumerate(indices):
+            manifest.expect_fits(number, index)
+        return manifest
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """The JSON of a manifest, after a check of its digest.
+
+    Raises:
+        CheckpointError: the bytes are no manifest, or are damaged.
+    """
+    start = len(_PREFIX) + DIGEST_LENGTH + len(_MIDDLE)
+    text = data[start : len(data) - len(_SUFFIX)]
+    digest = data[len(_PREFIX) : len(_PREFIX) + DIGEST_LENGTH]
+    framed = data.startswith(_PREFIX) and data[start - len(_MIDDLE) : start] == _MIDDLE and data.endswith(_SUFFIX)
+    if not framed:
+        refuse("is not a manifest that zeroshard wrote")
+    if digest_of(text).encode() != digest:
+        refuse(f"has the digest {digest_of(text)}, and says {digest!r}: it is damaged")
+    body: dict[str, Any] = typed(parse_json(text), dict, "the manifest")
+    return body
+
+
+# The parts of a manifest in JSON --------------------------------------------------------------------------------------
+
+
+def encode_file(file: FileEntry) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "bytes": file.num_bytes,
+        "index_bytes": file.index_bytes,
+        "index_digest": file.index_digest,
+    }
+
+
+def decode_file(entry: Any) -> FileEntry:
+    """Raises:
+    CheckpointError: a name, a size or a digest is invalid."""
+    entry = typed(entry, dict, "a file")
+    name, num_bytes = file_name_and_size(entry)
+    index_bytes = integer(entry.get("index_bytes"), f"the size of the index of {name}", MAX_MANIFEST_BYTES)
+    return FileEntry(name, num_bytes, index_bytes, expect_digests(entry.get("index_digest"), 1, "the index's digest"))
+
+
+def file_name_and_size(entry: dict[str, Any]) -> tuple[str, int]:
+    """Raises:
+    CheckpointError: the name leads out of the folder, or the size is no size."""
+    name = expect_file_name(entry.get("name"), reserved=MANIFEST_NAME)
+    return name, integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
 
 
 def encode_tensor(entry: TensorEntry) -> dict[str, Any]:
-    chunks = [[c.file, c.offset, c.interval.start, c.interval.stop, list(c.digests)] for c in entry.chunks]
-    return {"shape": list(entry.shape), "dtype": DTYPE_NAMES[entry.dtype], "chunks": chunks}
+    runs = [encode_run(run) for run in entry.runs]
+    return {"shape": list(entry.shape), "dtype": DTYPE_NAMES[entry.dtype], "runs": runs}
 
 
-def decode_tensor(name: str, entry: Any) -> TensorEntry:
+def encode_run(run: Run) -> list[int]:
+    return [run.file, run.start, run.numel, run.count]
+
+
+def decode_tensor(name: str, entry: Any, num_files: int) -> TensorEntry:
     """Raises:
-    CheckpointError: the shape, the dtype or a chunk is invalid."""
+    CheckpointError: the shape, the dtype or a run is invalid."""
     entry = typed(entry, dict, f"tensor {short(name)}")
-    shape = sizes(entry.get("shape"), f"tensor {short(name)}")
+    shape, dtype = shape_and_dtype(name, entry)
+    runs = tuple(_run(name, item, num_files) for item in typed(entry.get("runs"), list, "runs"))
+    expect_whole(name, shape, runs)
+    return TensorEntry(name, shape, dtype, runs)
+
+
+def shape_and_dtype(name: str, entry: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Raises:
+    CheckpointError: one of them is invalid."""
     dtype = DTYPES.get(typed(entry.get("dtype"), str, "dtype"))
     if dtype is None:
         refuse(f"tensor {short(name)} has the unknown dtype {short(entry['dtype'])}")
-    chunks = [_chunk(name, dtype, item) for item in typed(entry.get("chunks"), list, "chunks")]
+    return sizes(entry.get("shape"), f"tensor {short(name)}"), dtype
+
+
+def expect_whole(name: str, shape: tuple[int, ...], runs: Sequence[Run]) -> None:
+    """Raises:
+    CheckpointError: the runs leave a gap, overlap, or do not end with the tensor."""
     end = 0
-    for chunk in chunks:
-        if chunk.interval.start != end or not chunk.interval:
-            refuse(f"tensor {short(name)}: a chunk must start at {end}, found {chunk.interval}")
-        end = chunk.interval.stop
+    for run in runs:
+        if run.start != end:
+            refuse(f"tensor {short(name)}: a part must start at {end}, found {run.start}")
+        end = run.stop
     if end != math.prod(shape):
-        refuse(f"tensor {short(name)} has {math.prod(shape)} elements, its chunks end at {end}")
-    return TensorEntry(shape, dtype, tuple(chunks))
+        refuse(f"tensor {short(name)} has {math.prod(shape)} elements, its parts end at {end}")
 
 
-def num_blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES)
-
-
-def _chunk(name: str, dtype: torch.dtype, item: Any) -> Chunk:
-    item = typed(item, list, f"a chunk of {short(name)}")
-    if len(item) != 5:
-        refuse(f"tensor {short(name)}: a chunk has five parts, found {len(item)}")
-    file, offset, start, stop = (integer(n, f"a chunk of {short(name)}", 1 << 62) for n in item[:4])
-    if not start <= stop <= MAX_NUMEL:
-        refuse(f"tensor {short(name)}: a chunk from {start} to {stop}")
-    digests = typed(item[4], list, "digests")
-    expected = num_blocks((stop - start) * dtype.itemsize)
-    if len(digests) != expected or not all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in digests):
-        refuse(f"tensor {short(name)}: a chunk of {stop - start} elements needs {expected} digests")
-    return Chunk(file, offset, Interval(start, stop), tuple(digests))
-
-
-def _file(entry: Any) -> FileEntry:
-    entry = typed(entry, dict, "a file")
-    name = expect_file_name(entry.get("name"), reserved=MANIFEST_NAME)
-    num_bytes = integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
-    header_bytes = integer(entry.get("header_bytes"), f"the header of {name}", MAX_HEADER_BYTES)
-    if not 8 <= header_bytes <= num_bytes:
-        refuse(f"file {name} of {num_bytes} bytes cannot have a header of {header_bytes}")
-    digest = typed(entry.get("digest"), str, "digest")
-    if not _DIGEST.fullmatch(digest):
-        refuse(f"file {name} has the digest {short(digest)}")
-    return FileEntry(name, num_bytes, header_bytes, digest)
-
-
-def _expect_covered(files: Sequence[FileEntry], tensors: dict[str, TensorEntry]) -> None:
-    """Check that header and chunks cover each file without gaps and overlaps."""
-    parts: list[list[tuple[int, int]]] = [[(0, file.header_bytes)] for file in files]
-    for name, entry in tensors.items():
-        for chunk in entry.chunks:
-            if chunk.file >= len(files):
-                refuse(f"tensor {short(name)} lies in file number {chunk.file} of {len(files)}")
-            num_bytes = chunk.interval.numel * entry.dtype.itemsize
-            parts[chunk.file].append((chunk.offset, chunk.offset + num_bytes))
-    for file, of_file in zip(files, parts, strict=True):
-        of_file.sort()
-        if of_file[-1][1] != file.num_bytes or any(a[1] != b[0] for a, b in pairwise(of_file)):
-            refuse(f"the chunks in {file.name} overlap, or leave a gap, or do not end with the file")
+def _run(name: str, item: Any, num_files: int) -> Run:
+    if len(typed(item, list, f"a run of {short(name)}")) != 4:
+        refuse(f"tensor {short(name)}: a run has four parts, found {len(item)}")
+    file, start, numel, count = (integer(number, f"a run of {short(name)}", MAX_NUMEL) for number in item)
+    if not count or not numel or start + numel * count > MAX_NUMEL:
+        refuse(f"tensor {short(name)}: a run of {count} times {numel} elements from {start} on")
+    if file + count > num_files:
+        refuse(f"tensor {short(name)} lies in the files {file} to {file + count - 1} of {num_files}")
+    return Run(file, start, numel, count)

@@ -4,7 +4,8 @@
     rank 0    write ... report -> gather (all parts, or the first error) -> conclude -> announce
 
 It uses no collective, so that a background thread may run it while the main thread trains. With more than `_FOLLOWERS`
-ranks, the first rank of each `_FOLLOWERS` gathers their reports and passes them on as one. A waiting rank is woken by
+ranks, the first rank of each `_FOLLOWERS` gathers their reports and passes them on as one: combined, if the meeting can
+combine parts. A waiting rank is woken by
 the last rank that it waits for: that rank rings its bell (`comm/bell.py`). Without a watch there are no bells, and the
 waiting rank polls.
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,7 +59,10 @@ class Meeting:
     """The meeting of one save or load. `unique`: its name, the same on every rank and different for each meeting, as it
     is part of the store keys. Without `collectives`: for one process without a process group."""
 
-    def __init__(self, collectives: Collectives | None, unique: str) -> None:
+    def __init__(
+        self, collectives: Collectives | None, unique: str, combine: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        """`combine`: makes one part of several; whoever gathers the reports of others passes on one part."""
         self.rank, self.size, self._timeout = 0, 1, 0.0
         self._watch: watch.Watch | None = None
         self._ranks: tuple[int, ...] = (0,)
@@ -72,6 +78,7 @@ class Meeting:
         self._pace = max(BEAT_SECONDS, min(BEAT_SECONDS * slower, self._timeout / 4))
         self._mine = [f"beat-{self.rank}"]  # keys that this rank has set, for `forget`
         self._reports: list[Report] = []  # of this rank and of the ranks whose reports it gathers
+        self._combine = combine
 
     def beat(self) -> None:
         """Count a heartbeat, if one is due. Call it regularly while working.
@@ -94,6 +101,7 @@ class Meeting:
         self._reports = [[self.rank, part, error, False]]
         if self.rank % _FOLLOWERS == 0:
             self._take_reports(self._followers(self.rank))
+            self._pass_on_one()
         if self.rank:
             self._put(f"report-{self.rank}", self._reports)
             leads = self.rank % _FOLLOWERS == 0
@@ -169,6 +177,12 @@ class Meeting:
 
     # Reports ---------------------------------------------------------------------------------------------------------
 
+    def _pass_on_one(self) -> None:
+        """Combine the parts of this rank and its followers, unless one of them has none (it failed, or was stopped)."""
+        if self._combine is not None and all(part is not None for _, part, _, _ in self._reports):
+            parts = [part for _, part, _, _ in sorted(self._reports, key=lambda report: report[0])]
+            self._reports = [[self.rank, self._combine(parts), "", False]]
+
     def _take_reports(self, ranks: Sequence[int]) -> None:
         """Wait for the reports of these ranks, as long as they send heartbeats. After an error, for at most the grace
         period."""
@@ -238,9 +252,9 @@ class Meeting:
         return f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs"
 
     def _put(self, key: str, value: Any) -> None:
-        """Set a value, split into parts if it is long."""
+        """Set a value: compressed, as the names of tensors repeat, and split into parts if it is long."""
         # The first part, under `key`, contains the number of the others. It is set last: who finds it finds all.
-        text = json.dumps(value)
+        text = b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
         first, *others = [text[i : i + _PART] for i in range(0, len(text), _PART)]
         for index, part in enumerate(others):
             self._set(f"{key}/{index}", part)
@@ -253,4 +267,4 @@ class Meeting:
     def _get(self, key: str) -> Any:
         count, _, first = self._store.get(key).partition(b" ")
         others = [self._store.get(f"{key}/{index}") for index in range(int(count))]
-        return json.loads(b"".join([first, *others]))
+        return json.loads(zlib.decompress(b64decode(b"".join([first, *others]))))

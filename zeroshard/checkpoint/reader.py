@@ -1,32 +1,33 @@
-"""Reads a committed step: the manifest, and any interval of any tensor; every block is checked against its digest."""
+"""Reads a committed step: any interval of any tensor. Every block is checked against its digest, and of the indices
+only those of the files that are read are read."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint import files
+from zeroshard.checkpoint import files, formats
 from zeroshard.checkpoint.folders import step_of
+from zeroshard.checkpoint.index import BLOCK_BYTES, Chunk, Index, digest_of
 from zeroshard.checkpoint.manifest import (
-    BLOCK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     CheckpointError,
-    Chunk,
-    Manifest,
     TensorEntry,
     digest_in,
-    digest_of,
 )
 from zeroshard.io.checked import checking, reading, refuse
 from zeroshard.io.tensor_file import bytes_of, read_whole
 from zeroshard.layout.interval import Interval
+
+MAX_OPEN_FILES = 256
+"""A process may open about a thousand files; the step of a large run has more."""
 
 
 class Reader:
@@ -35,7 +36,7 @@ class Reader:
     Attributes:
         manifest: decoded and checked.
         digest: the manifest's own digest.
-        num_bytes: how many bytes of files (without the manifest) have been read.
+        num_bytes: how many bytes of files (without the manifest and the indices) have been read.
 
     Raises (in all methods):
         CheckpointError: names a file that is missing, damaged, of another size, or not a plain file.
@@ -45,6 +46,7 @@ class Reader:
         self.folder = folder = Path(folder)
         self.num_bytes = 0
         self._open: dict[int, int] = {}
+        self._indices: dict[int, Index] = {}
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         self._held: tuple[int, int] | None = None  # file and offset of the block in `_block`
         self._checked: dict[tuple[int, int], int] = {}  # file and offset -> a quick sum of each block that was verified
@@ -52,10 +54,11 @@ class Reader:
             if folder.is_symlink():
                 raise OSError("it is a link")
             data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
-            self.manifest = Manifest.decode(data)
+            self.manifest = formats.decode(data)
             self.digest = digest_in(data)
             if step_of(folder.name) not in (None, self.manifest.step):
                 refuse(f"is that of step {self.manifest.step}, in the folder of another")
+        self._written = self.manifest  # `manifest` may get other names of tensors
 
     def __enter__(self) -> Reader:
         return self
@@ -73,11 +76,19 @@ class Reader:
         """Read elements `interval` of a flattened tensor. `receive` is called with consecutive parts of it and their
         values [numel], which are valid only during the call. Only blocks that contain these elements are read."""
         entry = self.entry(name)
-        first = bisect_right(entry.chunks, interval.start, key=lambda chunk: chunk.interval.stop)
-        for chunk in entry.chunks[first:]:
-            if chunk.interval.start >= interval.stop:
-                return
-            self._read_chunk(chunk, entry.dtype, chunk.interval & interval, receive)
+        for number, chunk in self.chunks(entry, interval):
+            self._read_chunk(number, chunk, entry.dtype, chunk.interval & interval, receive)
+
+    def chunks(self, entry: TensorEntry, wanted: Interval | None = None) -> Iterator[tuple[int, Chunk]]:
+        """The chunks of a tensor in order, each with the number of its file: all, or those that intersect `wanted`."""
+        wanted = Interval(0, entry.numel) if wanted is None else wanted
+        for number, part in entry.parts(wanted):
+            chunks, inside = self._index(number).chunks[entry.stored], part & wanted
+            first = bisect_right(chunks, inside.start, key=lambda chunk: chunk.interval.stop)
+            for chunk in chunks[first:]:
+                if chunk.interval.start >= inside.stop:
+                    break
+                yield number, chunk
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in its shape."""
@@ -96,35 +107,41 @@ class Reader:
 
     def check_everything(self) -> None:
         """Check every byte of every file against its digest. The error names all damaged files."""
-        problems: dict[int, str] = {}
-        chunks = [(chunk, entry.dtype) for entry in self.manifest.tensors.values() for chunk in entry.chunks]
-        for number in range(len(self.manifest.files)):
+        problems = []
+        for number in range(len(self._written.files)):
             try:
-                self._file(number)
+                self._check_file(number)
             except CheckpointError as error:
-                problems[number] = str(error)
-        for chunk, dtype in sorted(chunks, key=lambda pair: (pair[0].file, pair[0].offset)):
-            if chunk.file not in problems:
-                try:
-                    self._read_chunk(chunk, dtype, chunk.interval, lambda part, values: None)
-                except CheckpointError as error:
-                    problems[chunk.file] = str(error)
+                problems.append(str(error))
         if problems:
-            raise CheckpointError("; ".join(problems.values()))
+            raise CheckpointError("; ".join(problems))
+
+    def _check_file(self, number: int) -> None:
+        index = self._index(number)
+        self._file(number)
+        chunks = [(chunk, self._written.tensors[name].dtype) for name, of in index.chunks.items() for chunk in of]
+        for chunk, dtype in sorted(chunks, key=lambda pair: pair[0].offset):
+            self._read_chunk(number, chunk, dtype, chunk.interval, lambda part, values: None)
+        self._indices.pop(number, None)
 
     def _read_chunk(
-        self, chunk: Chunk, dtype: torch.dtype, wanted: Interval, receive: Callable[[Interval, Tensor], None]
+        self,
+        number: int,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        wanted: Interval,
+        receive: Callable[[Interval, Tensor], None],
     ) -> None:
         step = BLOCK_BYTES // dtype.itemsize
         first = (wanted.start - chunk.interval.start) // step
-        for index in range(first, len(chunk.digests)):
+        for index in range(first, -(-chunk.interval.numel // step)):
             start = chunk.interval.start + index * step
             block = Interval(start, min(start + step, chunk.interval.stop))
             part = block & wanted
             if not part:
                 return
             num_bytes = block.numel * dtype.itemsize
-            self._hold(chunk.file, chunk.offset + index * BLOCK_BYTES, num_bytes, chunk.digests[index])
+            self._hold(number, chunk.offset + index * BLOCK_BYTES, num_bytes, chunk.digest(index))
             receive(part, self._block[:num_bytes].view(dtype)[part.relative_to(block.start).slice])
 
     def _hold(self, number: int, offset: int, num_bytes: int, digest: str) -> None:
@@ -153,7 +170,9 @@ class Reader:
     def _file(self, number: int) -> int:
         """A descriptor of the file, whose size and header have been checked."""
         if number not in self._open:
-            entry = self.manifest.files[number]
+            index, entry = self._index(number), self._written.files[number]
+            while len(self._open) >= MAX_OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
             path = self.folder / entry.name
             with checking(path):
                 file = files.open_plain(path)
@@ -161,11 +180,27 @@ class Reader:
                 size = os.fstat(file).st_size
                 if size != entry.num_bytes:
                     refuse(f"has {size} bytes, expected {entry.num_bytes}")
-                header = bytearray(entry.header_bytes)
+                header = bytearray(index.header_bytes)
                 files.fill(file, memoryview(header), 0)
-                if digest_of(header) != entry.digest:
+                if digest_of(header) != index.digest:
                     refuse("is damaged, or of another checkpoint: its header has another digest")
         return self._open[number]
+
+    def _index(self, number: int) -> Index:
+        """The index of a file, which has been checked."""
+        if self._written.indices:
+            return self._written.indices[number]
+        if number not in self._indices:
+            entry = self._written.files[number]
+            path = self.folder / entry.index_name
+            with checking(path):
+                data = read_whole(path, MAX_MANIFEST_BYTES)
+                if len(data) != entry.index_bytes or digest_of(data) != entry.index_digest:
+                    refuse("is damaged, or of another checkpoint: the manifest has another digest of it")
+                index = Index.decode(data, self._written.tensors)
+                self._written.expect_fits(number, index)
+                self._indices[number] = index
+        return self._indices[number]
 
 
 def _sum_of(block: Tensor) -> int:

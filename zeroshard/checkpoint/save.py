@@ -18,10 +18,12 @@ import torch
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.commit import (
     Job,
+    Sizes,
+    combined,
     file_metadata,
     least_size,
     open_folder,
-    size_of_part,
+    sizes_of,
     temporary_folder,
     versions,
 )
@@ -219,7 +221,8 @@ class _Save:
         lock = work_on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
         # Nothing in the job may be a collective: in the background it runs on a thread beside training, and ranks would
         # issue the collectives of the two threads in different orders. Ranks meet in the store instead.
-        return Job(temporary_folder(self.directory, base), file, base, Meeting(self.engine.collectives, unique), lock)
+        meeting = Meeting(self.engine.collectives, unique, combined)
+        return Job(temporary_folder(self.directory, base), file, base, meeting, lock)
 
     @phase("save: collect")
     def _collect(self) -> tuple[_Own, list[Any]]:
@@ -243,14 +246,14 @@ class _Save:
         return own, [self.step, folders.new_id(), own.extra.digest(), own.buffers.digest()]
 
     @phase("save: plan")
-    def _plan(self, own: _Own, same: list[bool], unique: str, copy: bool) -> tuple[FilePlan, list[int]]:
-        """The plan of this rank's file; and for the exchange: bytes of the file, and of its part of the manifest.
-        `same`: whether `extra`, and whether the buffers, equal rank 0's."""
+    def _plan(self, own: _Own, same: list[bool], unique: str, copy: bool) -> tuple[FilePlan, Sizes]:
+        """The plan of this rank's file; and for the exchange: its sizes. `same`: whether `extra`, and whether the
+        buffers, equal rank 0's."""
         rank = self.engine.collectives.mesh.world.rank
         items = [*own.items, *self._unsharded(rank, own, same)]
         metadata = file_metadata(self.step, unique, rank)
-        plan = FilePlan.of((item.copied() for item in items) if copy else items, rank, metadata)
-        return plan, [plan.num_bytes, size_of_part(plan, rank)]
+        plan = FilePlan.of((item.copied() for item in items) if copy else items, metadata)
+        return plan, sizes_of(plan, rank)
 
     def _unsharded(self, rank: int, own: _Own, same: list[bool]) -> Iterator[Item]:
         """`extra` and buffers, on rank 0 and on ranks where they differ from rank 0's; and the rank's random state."""
@@ -268,8 +271,8 @@ class _Save:
         yield from random.items()
         yield blob(f"rank/{rank}/state", {"random": random.values, **alone})
 
-    def _make_folder(self, base: Manifest, sizes: list[list[int]]) -> int | None:
-        expect_readable(least_size(base, (num_bytes for num_bytes, _ in sizes)), "would have at least")
+    def _make_folder(self, base: Manifest, sizes: list[Sizes]) -> int | None:
+        expect_readable(least_size(base, sizes), "the manifest would have at least")
         is_first = self.engine.collectives.mesh.world.rank == 0
         return open_folder(self.directory, base, sizes) if is_first else None
 

@@ -1,4 +1,4 @@
-"""Writes one rank's safetensors file: planned to the byte beforehand, then written block by block, with digests.
+"""Writes one rank's safetensors file and its index: planned to the byte, then written block by block, with digests.
 
     | length of the header, 8 bytes | header: JSON, padded with spaces | chunk | chunk | chunk | ...
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import BLOCK_BYTES, DTYPE_NAMES, Chunk, FileEntry, TensorEntry, digest_of, num_blocks
+from zeroshard.checkpoint.index import BLOCK_BYTES, DIGEST_LENGTH, Chunk, Index, digest_of, num_blocks
+from zeroshard.checkpoint.manifest import DTYPE_NAMES, FileEntry, Run, TensorEntry
 from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidValue
 from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
@@ -71,23 +72,23 @@ class Item:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The plan of a file. `header`: including the eight bytes of its length. `chunks`: one per item, without
-    digests."""
+    """The plan of a file. `header`: including the eight bytes of its length."""
 
     items: tuple[Item, ...]
     header: bytes
-    chunks: tuple[Chunk, ...]
 
     @property
     def num_bytes(self) -> int:
         return len(self.header) + sum(item.num_bytes for item in self.items)
 
     @property
-    def num_digests(self) -> int:
-        return sum(num_blocks(item.num_bytes) for item in self.items)
+    def index_bytes(self) -> int:
+        """Bytes of the index. They are known before anything is written, as all digests have one length."""
+        one = "0" * DIGEST_LENGTH
+        return len(self.index(one, (one * num_blocks(item.num_bytes) for item in self.items)).encode())
 
     @classmethod
-    def of(cls, items: Iterable[Item], file: int, metadata: dict[str, str], *, whole: bool = False) -> FilePlan:
+    def of(cls, items: Iterable[Item], metadata: dict[str, str], *, whole: bool = False) -> FilePlan:
         """Plan a file of these items. Empty items are not in the file, only in the manifest. `whole`: items are whole
         tensors, and the file lists all of them by their own names and shapes."""
         # Wide dtypes first: safetensors does not require alignment, but this keeps every tensor aligned for readers
@@ -110,46 +111,67 @@ class FilePlan:
                 f"a file of {len(ordered)} tensors would have a header of {len(text)} bytes, and safetensors files "
                 f"{MAX_HEADER_BYTES} at most: save on more ranks, or fewer tensors"
             )
-        data = struct.pack("<Q", len(text)) + text
-        chunks, offset = [], len(data)
-        for item in ordered:
-            chunks.append(Chunk(file, offset, item.interval, ()))
-            offset += item.num_bytes
-        return cls(ordered, data, tuple(chunks))
+        return cls(ordered, struct.pack("<Q", len(text)) + text)
 
-    def entries(self, digests: Iterable[str]) -> dict[str, TensorEntry]:
-        """This file's part of each tensor, with the digests of its blocks in order."""
-        rest = iter(digests)
-        entries: dict[str, TensorEntry] = {}
-        for item, chunk in zip(self.items, self.chunks, strict=True):
-            known = entries.setdefault(item.name, TensorEntry(item.shape, item.dtype, ()))
+    def index(self, header_digest: str, digests: Iterable[str]) -> Index:
+        """The index. `digests`: those of the blocks of each item, in one text."""
+        chunks: dict[str, list[Chunk]] = {}
+        offset = len(self.header)
+        for item, of_item in zip(self.items, digests, strict=True):
             if item.interval:
-                full = replace(chunk, digests=tuple(next(rest) for _ in range(num_blocks(item.num_bytes))))
-                entries[item.name] = replace(known, chunks=(*known.chunks, full))
+                chunks.setdefault(item.name, []).append(Chunk(offset, item.interval, of_item))
+            offset += item.num_bytes
+        return Index(
+            len(self.header), header_digest, {name: tuple(sorted(c, key=_start)) for name, c in chunks.items()}
+        )
+
+    def entries(self, file: int) -> dict[str, TensorEntry]:
+        """What the manifest says of the file, whose number is `file`: its part of each tensor."""
+        entries: dict[str, TensorEntry] = {}
+        for item in self.items:
+            entries.setdefault(item.name, TensorEntry(item.name, item.shape, item.dtype, ()))
+        for name, part in self.index("", [""] * len(self.items)).parts():
+            runs = (*entries[name].runs, Run(file, part.start, part.numel))
+            entries[name] = replace(entries[name], runs=runs)
         return entries
 
 
 @phase("save: write")
-def write_file(path: Path, plan: FilePlan, tick: Callable[[], None]) -> tuple[FileEntry, list[str]]:
-    """Write and sync a file. Returns its entry and the digest of each block. `tick`: called between blocks; may
-    raise."""
+def write_file(path: Path, plan: FilePlan, tick: Callable[[], None]) -> list[str]:
+    """Write and sync a file. Returns for each item the digests of its blocks, in one text. `tick`: called between
+    blocks; may raise."""
     digests = []
     file = files.create(path)
     try:
         files.write_all(file, plan.header)
         unsynced = 0
         for item in plan.items:
+            of_item = []
             for block in item.blocks():
                 values = item.read(block).cpu().contiguous()
                 data = bytes_of(values)
-                digests.append(digest_of(data))
+                of_item.append(digest_of(data))
                 files.write_all(file, data)
                 unsynced += len(data)
                 if unsynced >= SYNC_BYTES:
                     files.sync(file)
                     unsynced = 0
                 tick()
+            digests.append("".join(of_item))
         files.sync(file)
     finally:
         files.close(file)
-    return FileEntry(path.name, plan.num_bytes, len(plan.header), digest_of(plan.header)), digests
+    return digests
+
+
+def write_with_index(path: Path, plan: FilePlan, tick: Callable[[], None]) -> FileEntry:
+    """Write and sync a file and its index. See `write_file`."""
+    digests = write_file(path, plan, tick)
+    index = plan.index(digest_of(plan.header), digests).encode()
+    entry = FileEntry(path.name, plan.num_bytes, len(index), digest_of(index))
+    files.write_new(path.with_name(entry.index_name), index)
+    return entry
+
+
+def _start(chunk: Chunk) -> int:
+    return chunk.interval.start

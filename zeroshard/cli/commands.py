@@ -144,7 +144,7 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
     }
     if tensors:
         result["tensors"] = {
-            name: {"dtype": DTYPE_NAMES[e.dtype], "shape": list(e.shape), "chunks": len(e.chunks)}
+            name: {"dtype": DTYPE_NAMES[e.dtype], "shape": list(e.shape), "chunks": e.num_parts}
             for name, e in manifest.tensors.items()
         }
     return result

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zeroshard.checkpoint.formats import decode
+from zeroshard.checkpoint.manifest import MANIFEST_NAME
 from zeroshard.cli.models import configuration_file
 from zeroshard.report import RunRecord, read_run
 
@@ -54,5 +55,5 @@ def _ranks_of(step: Path | None) -> int:
     """The world size recorded in the checkpoint; 1 without a checkpoint."""
     if step is None:
         return 1
-    found = Manifest.decode((step / MANIFEST_NAME).read_bytes()).values.get("world_size")
+    found = decode((step / MANIFEST_NAME).read_bytes()).values.get("world_size")
     return found if isinstance(found, int) else 1

@@ -73,7 +73,7 @@ def export(
         for file_name, part in zip(file_names, parts, strict=True):
             mine = {item.name for item in part}
             metadata = {**{alias: name for alias, name in tied.items() if name in mine}, "format": "pt"}
-            plan = FilePlan.of(part, 0, metadata, whole=True)
+            plan = FilePlan.of(part, metadata, whole=True)
             work[file_name] = partial(write_file, plan=plan, tick=lambda: None)
         if not single:
             file_of = {item.name: name for name, part in zip(file_names, parts, strict=True) for item in part}

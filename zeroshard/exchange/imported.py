@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.commit import Job, file_metadata, open_folder, size_of_part, temporary_folder, versions
+from zeroshard.checkpoint.commit import Job, file_metadata, open_folder, sizes_of, temporary_folder, versions
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import blob, number
@@ -263,10 +263,10 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
     if step in folders.steps(directory) and not force:
         raise AlreadyExists(f"{directory} holds step {step} already (--force replaces it)")
     unique = folders.new_id()
-    plan = FilePlan.of(items, 0, file_metadata(step, unique, 0))
+    plan = FilePlan.of(items, file_metadata(step, unique, 0))
     base = Manifest(step, unique, (), {}, {**values, "extra": {}, "world_size": 1}, versions())
     try:
-        lock = open_folder(directory, base, [[plan.num_bytes, size_of_part(plan, 0)]])
+        lock = open_folder(directory, base, [sizes_of(plan, 0)])
     except OSError as error:
         raise CheckpointError(f"{directory}: {in_words(error)}") from None
     Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), lock).run()

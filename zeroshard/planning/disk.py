@@ -1,18 +1,22 @@
-"""Plans the bytes of a checkpoint on disk: the ranks' files, each planned as by a save, without any values.
+"""Plans the bytes of a checkpoint on disk: the ranks' files, their indices and the manifest, without any values.
 
-The manifest is not included. Random state is written as text, so that a file may differ by a few bytes.
+The file of one rank is planned as by a save. What all ranks hold of a tensor, for the manifest, is computed from the
+layout: the time does not depend on the number of shards. Random state is written as text, so that a file may differ by
+a few bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from zeroshard.checkpoint.commit import file_metadata
+from zeroshard.checkpoint.commit import entry_of, file_metadata
 from zeroshard.checkpoint.contents import state_item
 from zeroshard.checkpoint.folders import new_id
+from zeroshard.checkpoint.manifest import Manifest, Run, TensorEntry, joined
 from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, whole
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.layout.cuts import cut
@@ -24,7 +28,7 @@ from zeroshard.planning.optimizers import Needs
 from zeroshard.step.stepper import StateChunk, StateEntry, whole_entry
 
 FILES_PLANNED = 64
-"""With more ranks, only one rank's header is planned, and all are assumed to have its length."""
+"""With more ranks, only one rank's file is planned, and all are assumed to have a header and an index as long."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,49 @@ class Checkpoint:
         buffers = sum(value.nbytes for value in self.buffers.values())
         return self.num_ranks * besides + self._num_bytes_of_values() + buffers * (rank != 0)
 
+    def manifest_bytes(self, rank: int) -> int:
+        """The bytes of the manifest without hyper-parameters, `extra` and versions; with more than FILES_PLANNED ranks,
+        with the sizes of the file of `rank` for all files."""
+        plans = map(self.file, range(self.num_ranks)) if self.num_ranks <= FILES_PLANNED else [self.file(rank)]
+        sizes = [(plan.num_bytes, plan.index_bytes) for plan in plans]
+        if len(sizes) < self.num_ranks:
+            sizes *= self.num_ranks
+        files = tuple(entry_of(number, *of_file) for number, of_file in enumerate(sizes))
+        return len(Manifest(1, new_id(), files, dict(self._tensors()), {}, {}).encode())
+
     def file(self, rank: int) -> FilePlan:
         """The file of a rank of the world."""
         metadata = file_metadata(1, new_id(), rank)
-        return FilePlan.of([*self._items(rank), *self._rest(rank)], rank, metadata)
+        return FilePlan.of([*self._items(rank), *self._rest(rank)], metadata)
+
+    # The manifest --------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> Iterator[tuple[str, TensorEntry]]:
+        """The tensors of the manifest, not in its order."""
+        for unit in self.training.units:
+            yield from self._tensors_of(unit)
+        for shard, entry in self._wholes:
+            yield _in_manifest(state_item(entry), (Run(shard, 0, 1),))
+        rest = list(self._rest(0))
+        for item in rest:
+            _, _, name = item.name.partition("rank/0/")
+            for rank in range(self.num_ranks) if name else (0,):
+                of_rank = f"rank/{rank}/{name}" if name else item.name
+                runs = (Run(rank, 0, item.interval.numel),) if item.interval else ()
+                yield of_rank, TensorEntry(of_rank, item.shape, item.dtype, runs)
+
+    def _tensors_of(self, unit: PlannedUnit) -> Iterator[tuple[str, TensorEntry]]:
+        """The parameters of a unit, and that part of their state that is not stepped as a whole."""
+        main = unit.spec.precision.main_dtype
+        for slot in unit.layout.slots:
+            runs = _runs_of(slot.world, unit.layout.shard_numel)
+            name, dtype = f"model/{slot.name}", main if unit.spec.trainable else unit.spec.weight_dtype
+            yield name, TensorEntry(name, slot.shape, dtype, runs)
+            if not slot.world or not unit.spec.trainable or self.needs.is_whole(slot.name):
+                continue
+            fragment = Fragment(slot, slot.world, slot.world, Interval(0, slot.world.numel))
+            for entry in self._state_of(unit, fragment):
+                yield _in_manifest(state_item(entry), runs)
 
     # What is sharded -----------------------------------------------------------------------------------------------
 
@@ -88,13 +131,21 @@ class Checkpoint:
                 yield whole_entry(slot.name, entry.key, entry.of(()), False)
 
     def _state_of_wholes(self, shard: int) -> Iterator[StateEntry]:
+        return (entry for owner, entry in self._wholes if owner == shard)
+
+    @cached_property
+    def _wholes(self) -> list[tuple[int, StateEntry]]:
+        """State of parameters that are stepped as a whole: each entry with the shard that writes it."""
+        return list(self._find_wholes())
+
+    def _find_wholes(self) -> Iterator[tuple[int, StateEntry]]:
         replicated, num_shards = self.training.plan.main is REPLICATED, self.training.topology.num_shards
         for of_stepper in by_stepper(self.training.wholes()).values():
             for number, one in enumerate(of_stepper):
-                if shard == (number % num_shards if replicated else one.owner):
-                    dtype, slot = one.unit.spec.precision.main_dtype, one.slot
-                    for entry in self.needs.entries(slot.name, len(slot.shape), dtype):
-                        yield whole_entry(slot.name, entry.key, entry.of(slot.shape), entry.is_elementwise)
+                owner = number % num_shards if replicated else one.owner
+                dtype, slot = one.unit.spec.precision.main_dtype, one.slot
+                for entry in self.needs.entries(slot.name, len(slot.shape), dtype):
+                    yield owner, whole_entry(slot.name, entry.key, entry.of(slot.shape), entry.is_elementwise)
 
     def _num_bytes_of_values(self) -> int:
         """Bytes of main or frozen weights, and of optimizer state, of all ranks together."""
@@ -123,6 +174,25 @@ class Checkpoint:
 def _is_counted(item: Item) -> bool:
     """Whether the item is counted by `_num_bytes_of_values`, or is a buffer."""
     return item.name.partition("/")[0] in ("model", "optimizer", "scalar")
+
+
+def _in_manifest(item: Item, runs: tuple[Run, ...]) -> tuple[str, TensorEntry]:
+    """The entry of a tensor. `runs`: of the parameter; a tensor that is not elementwise is whole in the first file."""
+    if runs[-1].stop != item.interval.numel:
+        runs = (Run(runs[0].file, 0, item.interval.numel),) if item.interval else ()
+    return item.name, TensorEntry(item.name, item.shape, item.dtype, runs)
+
+
+def _runs_of(world: Interval, shard: int) -> tuple[Run, ...]:
+    """The shards that hold an interval of the full buffer, whose shards have `shard` elements."""
+    if not world:
+        return ()
+    first, last = world.start // shard, (world.stop - 1) // shard
+    if first == last:
+        return (Run(first, 0, world.numel),)
+    head, tail = (first + 1) * shard - world.start, world.stop - last * shard
+    middle = (Run(first + 1, head, shard, last - first - 1),) if last > first + 1 else ()
+    return joined([Run(first, 0, head), *middle, Run(last, world.numel - tail, tail)])
 
 
 def _nothing(interval: Interval) -> Tensor:

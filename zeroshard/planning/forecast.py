@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.manifest import BLOCK_BYTES
+from zeroshard.checkpoint.index import BLOCK_BYTES
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
@@ -154,7 +154,9 @@ class Forecast:
         padding: bytes of weights, gradients and main between steps that belong to no parameter.
         events: what the rank sends in a step, from the second step on: event, as in `handle.comm_log` -> how often.
         file_bytes: of the rank's file in a checkpoint.
-        checkpoint_bytes: of all files, without the manifest.
+        checkpoint_bytes: of all files, without their indices and the manifest.
+        index_bytes: of the index of the rank's file in a checkpoint.
+        checkpoint: the checkpoint that a save would write.
         training: the units and their layouts.
         trace: of one micro-batch, if there is a workload.
         moments: of a step, if there is a workload.
@@ -169,9 +171,22 @@ class Forecast:
     events: Mapping[CommEvent, int]
     file_bytes: int
     checkpoint_bytes: int
+    index_bytes: int
     training: Training = field(repr=False)
+    checkpoint: Checkpoint = field(repr=False)
     trace: Trace | None = None
     moments: tuple[Moment, ...] = ()
+
+    @property
+    def manifest_bytes(self) -> int:
+        """Of a checkpoint's manifest, without hyper-parameters, `extra` and versions. (Takes as long as writing it.)"""
+        return self.checkpoint.manifest_bytes(self.configuration.rank)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of padding in the full buffers of all units: what an exchange moves for nothing."""
+        numel = sum(unit.layout.numel for unit in self.training.units)
+        return sum(one.numel for unit in self.training.units for one in unit.layout.padding) / max(numel, 1)
 
     @property
     def at_rest(self) -> Bytes:
@@ -252,7 +267,8 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         raise InvalidValue(
             "plan: this model is sharded already, and handle.memory() says what it holds: pass a plain one"
         )
-    specs = choose_units(model, found.units, found.precision, managed, found.keep_gathered)
+    chosen = choose_units(model, found.units, found.precision, managed, found.keep_gathered)
+    specs = found.topology.units(chosen)
     needs = needs_of(found.optimizer, {name: p for name, p in parameters.items() if p.requires_grad}, found.group_of)
     training = Training.of(specs, as_plan(found.plan), found.topology, needs, found.rank % found.num_shards)
     sharded = {id(parameter) for parameter in parameters.values()}
@@ -273,7 +289,9 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         events=step_events(training, _schedule(training, needs, found)),
         file_bytes=file.num_bytes,
         checkpoint_bytes=checkpoint.num_bytes(found.rank),
+        index_bytes=file.index_bytes,
         training=training,
+        checkpoint=checkpoint,
         trace=trace,
         moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
     )
