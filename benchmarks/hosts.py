@@ -7,8 +7,8 @@ and receives, at most `--mbit` Mbit/s. All contenders live in the same ranks and
 `step_time.py`, which does the measuring: read there what is timed and how. Needs root, iproute2 and pytest.
 
 For each network it prints the ratios of medians, and each contender's median in units of the time that the wire needs
-alone for the 2 (d-1)/d bytes per byte of weights which an all-reduce sends. Without any overlap that is 1 plus the
-computation; less than 1 is impossible, except where a contender sends less.
+alone for what this contender sends: 2 (d-1)/d of the weights' bytes, or 3 (d-1)/d under ZeRO-3. At 1, all computation
+is hidden behind the communication.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 import zeroshard
 
+SENDS = {"zero3": 3, "torch FSDP2": 3}
+"""Multiples of (d-1)/d of the weights' bytes; of the others, 2."""
 TMP = Path("/tmp")
 """On each host, a folder of its own."""
 CONTENDERS = ["ddp", "zero1", "zero2", "zero3", "torch DDP", "torch FSDP2"]
@@ -76,13 +78,14 @@ def report(mbit: int, result: dict[str, Any], options: argparse.Namespace) -> bo
     equal = step_time.report(options.hosts, result, options)
     if equal:
         width = {"fp32": 4, "bf16": 2}[options.dtype]
-        num_bytes = 2 * (options.hosts - 1) / options.hosts * width * result["num_parameters"]
+        num_bytes = (options.hosts - 1) / options.hosts * width * result["num_parameters"]
         medians = {name: statistics.median(seconds) for name, seconds in result["seconds"].items()}
         base = medians.get("torch DDP")
         print(f"{'':<14} {'/ torch DDP':>12} {'/ wire alone':>13}")
         for name, median in medians.items():
-            of_ddp = f"{median / base:12.3f}" if base else ""
-            print(f"{name:<14} {of_ddp:>12} {median / (8e-6 * num_bytes / mbit) if mbit else float('nan'):13.3f}")
+            of_ddp = f"{median / base:.3f}" if base else ""
+            of_wire = f"{median / (8e-6 * SENDS.get(name, 2) * num_bytes / mbit):.3f}" if mbit else ""
+            print(f"{name:<14} {of_ddp:>12} {of_wire:>13}")
     return equal
 
 
