@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.failures.common import Ended
+from tests.failures.common import Ended, Ranks, finish_all
 from tests.kit import Block, Net, State, make
 from tests.patience import AT_ONCE
 
@@ -63,13 +64,76 @@ def plain_loop(
     return losses, handle.full_state_dict(main=True)
 
 
-def fail(*_: Any) -> None:
-    raise ValueError("no such file: data/7")
+FAULTS = ("in the step", "in the data", "killed")
 
 
-def expect_all_left(ended: Ended, reason: str) -> None:
-    assert all(status for status in ended.statuses), ended
-    assert max(ended.seconds) < AT_ONCE, ended
+class Fault:
+    """Lets rank 1 raise in its first training step, raise in its data after some samples, or be killed in its first
+    step.
+
+    Args:
+        kind: one of `FAULTS`.
+        mark: called at the moment of the fault.
+    """
+
+    def __init__(self, kind: str, rank: int, mark: Callable[[], Any]) -> None:
+        self._kind, self._mark, self._strikes = kind, mark, rank == 1
+
+    def in_step(self, *_: Any) -> None:
+        """A hook before a forward."""
+        if self._strikes and self._kind != "in the data":
+            self._strike()
+
+    def within(self, data: Any) -> torch.utils.data.Dataset[Any]:
+        """The data set with the fault in it."""
+        return _Faulty(data, self._strike if self._strikes and self._kind == "in the data" else None)
+
+    def _strike(self) -> None:
+        self._mark()
+        if self._kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no such file: data/7")
+
+
+class _Faulty(torch.utils.data.Dataset[Any]):
+    """A data set whose sixth reading fails: training has begun then."""
+
+    def __init__(self, data: Any, strike: Callable[[], None] | None) -> None:
+        self._data, self._strike, self._read = data, strike, 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        self._read += 1
+        if self._strike is not None and self._read == 6:
+            self._strike()
+        return self._data[index]
+
+
+def expect_faults_to_end_all(run: Callable[..., None], *args: Any, kinds: Sequence[str] = FAULTS) -> None:
+    """Each fault of rank 1 ends both ranks soon, and the first line that zeroshard prints says what happened. All
+    faults are tried at the same time, each on ranks of its own.
+
+    Args:
+        run: `run(rank, fault, *args)` trains on two ranks with a `Fault`.
+    """
+    groups = [Ranks(_with_a_fault, 2, run, kind, *args) for kind in kinds]
+    for kind, ended in zip(kinds, finish_all(groups), strict=True):
+        _expect_end(kind, ended)
+
+
+def _with_a_fault(rank: int, mark: Callable[[], Any], run: Callable[..., None], kind: str, *args: Any) -> None:
+    run(rank, Fault(kind, rank, mark), *args)
+
+
+def _expect_end(kind: str, ended: Ended) -> None:
+    assert max(ended.seconds) < AT_ONCE, (kind, ended)
     first = next(line for line in ended.said.splitlines() if line.startswith("zeroshard:"))
-    assert first == "zeroshard: rank 1 of 3 failed first:", ended.said
-    assert ended.said.count(f"exits because rank 1 failed: ValueError: {reason}") == 2, ended.said
+    if kind == "killed":
+        assert ended.statuses[1] == -signal.SIGKILL and ended.statuses[0] not in (None, 0), ended
+        assert first.startswith("zeroshard: rank 0 exits because rank 1 died without reporting an error"), ended.said
+    else:
+        assert all(ended.statuses), (kind, ended)
+        assert first == "zeroshard: rank 1 of 2 failed first:", (kind, ended.said)
+        assert "rank 0 exits because rank 1 failed: ValueError: no such file: data/7" in ended.said, (kind, ended.said)

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from tests.examples import run_example
-from tests.failures.common import Ranks, finish_all
 from tests.integrations.common import (
     MAX_NORM,
     MICRO_BATCHES,
     STEPS,
+    Fault,
     as_launched,
-    expect_all_left,
-    fail,
+    expect_faults_to_end_all,
     loss_of,
     plain_loop,
     texts,
@@ -39,7 +38,7 @@ def in_turns(number: int, rank: int, num_ranks: int) -> list[int]:
 class Run:
     """Accelerate's loop, as in its documentation."""
 
-    def __init__(self, plan: str, mixed_precision: str = "no", **project: Any) -> None:
+    def __init__(self, plan: str, mixed_precision: str = "no", data: Any = None, **project: Any) -> None:
         from accelerate.state import AcceleratorState
 
         from zeroshard.integrations import Sharding
@@ -58,7 +57,7 @@ class Run:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 0.9 ** (step // self.accelerator.num_processes)
         )
-        loader = torch.utils.data.DataLoader(texts(), batch_size=2)
+        loader = torch.utils.data.DataLoader(data or texts(), batch_size=2)
         self.optimizer, self.loader, self.model, self.scheduler = self.accelerator.prepare(
             optimizer, loader, model, scheduler
         )
@@ -220,16 +219,13 @@ def test_the_example_learns() -> None:
     assert sum(first[-6:]) < sum(first[:6]) / 4
 
 
-def failing_rank(rank: int, mark: Any) -> None:
-    as_launched(rank, 3)
-    run = Run("zero3")
-    if rank == 1:
-        mark()
-        run.model.register_forward_pre_hook(fail)
+def run_with_a_fault(rank: int, fault: Fault) -> None:
+    as_launched(rank, 2)
+    run = Run("zero3", data=fault.within(texts()))
+    run.model.register_forward_pre_hook(fault.in_step)
     run.train(STEPS)
 
 
 def test_one_rank_fails_and_all_leave_in_seconds() -> None:
     pytest.importorskip("accelerate")
-    [ended] = finish_all([Ranks(failing_rank, 3)])
-    expect_all_left(ended, "no such file: data/7")
+    expect_faults_to_end_all(run_with_a_fault)

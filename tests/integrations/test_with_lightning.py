@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from tests.examples import run_example
-from tests.failures.common import Ranks, finish_all
 from tests.integrations.common import (
     MAX_NORM,
     MICRO_BATCHES,
     STEPS,
+    Fault,
     as_launched,
-    expect_all_left,
-    fail,
+    expect_faults_to_end_all,
     loss_of,
     plain_loop,
     texts,
@@ -91,12 +90,12 @@ def trainer(folder: Path, strategy: Any, num_ranks: int, **options: Any) -> Any:
     )
 
 
-def loader(rank: int, num_ranks: int, first: int = 0) -> Any:
+def loader(rank: int, num_ranks: int, first: int = 0, data: Any = None) -> Any:
     """This rank's loader, starting at micro-batch `first`; the earlier ones follow. When Lightning resumes in the
     middle of an epoch, it takes the remaining batches from the loader and keeps counting."""
     count = STEPS * MICRO_BATCHES
     batches = [strided((first + number) % count, rank, num_ranks) for number in range(count)]
-    return torch.utils.data.DataLoader(texts(), batch_sampler=batches)
+    return torch.utils.data.DataLoader(data or texts(), batch_sampler=batches)
 
 
 def every_other_step(folder: Path) -> Any:
@@ -276,22 +275,33 @@ def test_what_lightning_cannot_have_here_is_refused() -> None:
     assert (strategy.sharding.loss_scale.init, strategy.sharding.loss_scale.growth_interval) == (8.0, 7)
 
 
-def failing_rank(rank: int, mark: Any, folder: Path) -> None:
-    launched(rank, 3)
+def fit_with_a_fault(rank: int, fault: Fault, folder: Path) -> None:
+    launched(rank, 2)
     module = module_of()
-
-    def training_step(*_: Any) -> None:
-        mark()
-        fail()
-
-    if rank == 1:
-        module.training_step = training_step
-    trainer(folder, "zeroshard_zero3", 3).fit(module, loader(rank, 3))
+    module.net.register_forward_pre_hook(fault.in_step)
+    trainer(folder, "zeroshard_zero3", 2).fit(module, loader(rank, 2, data=fault.within(texts())))
 
 
-def test_one_rank_of_lightnings_trainer_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
+def fabric_with_a_fault(rank: int, fault: Fault, folder: Path) -> None:
+    import lightning
+
+    launched(rank, 2)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="zeroshard_zero3")
+    fabric.launch()
+    model = make(Net)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    model.register_forward_pre_hook(fault.in_step)
+    batches = fabric.setup_dataloaders(loader(rank, 2, data=fault.within(texts())), use_distributed_sampler=False)
+    for (tokens,) in batches:
+        fabric.backward(loss_of(model, tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("run", [fit_with_a_fault, fabric_with_a_fault])
+def test_one_rank_of_lightning_fails_and_all_leave_in_seconds(run: Any, tmp_path: Path) -> None:
     """The failed rank's teardown must not wait for the other ranks."""
     pytest.importorskip("lightning")
+    import zeroshard.integrations.lightning  # noqa: F401  registers the names of strategies
 
-    [ended] = finish_all([Ranks(failing_rank, 3, tmp_path)])
-    expect_all_left(ended, "no such file: data/7")
+    expect_faults_to_end_all(run, tmp_path)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.examples import run_example
-from tests.failures.common import Ranks, finish_all
-from tests.integrations.common import as_launched, expect_all_left, fail
+from tests.integrations.common import Fault, as_launched, expect_faults_to_end_all
 from tests.kit import State, make, same_bits
 from zeroshard.testing import run_ranks
 
@@ -104,11 +103,10 @@ def trainer(folder: Path, plan: str, build: Any = None, sharding: dict[str, Any]
     from zeroshard.integrations import Sharding
     from zeroshard.integrations.transformers import ShardedTrainer
 
-    more = {name: changes.pop(name) for name in ("optimizers", "eval_dataset") if name in changes}
+    more = {name: changes.pop(name) for name in ("optimizers", "eval_dataset", "train_dataset") if name in changes}
     how = Sharding(plan, **{"units": _block(), **(sharding or {})})
-    return ShardedTrainer(
-        make(build or llama), arguments(folder, **changes), train_dataset=Texts(), sharding=how, **more
-    )
+    more.setdefault("train_dataset", Texts())
+    return ShardedTrainer(make(build or llama), arguments(folder, **changes), sharding=how, **more)
 
 
 def logged(trainer: Any) -> list[tuple[float, float]]:
@@ -278,16 +276,13 @@ def test_options_of_a_command_line_and_what_is_refused(tmp_path: Path) -> None:
     assert issubclass(ShardedTrainer, hf.Trainer)
 
 
-def failing_rank(rank: int, mark: Any, folder: Path) -> None:
-    as_launched(rank, 3)
-    run = trainer(folder, "zero3", save_strategy="no")
-    if rank == 1:
-        mark()
-        run.model.register_forward_pre_hook(fail)
+def train_with_a_fault(rank: int, fault: Fault, folder: Path) -> None:
+    as_launched(rank, 2)
+    run = trainer(folder, "zero3", save_strategy="no", train_dataset=fault.within(Texts()))
+    run.model.register_forward_pre_hook(fault.in_step)
     run.train()
 
 
 def test_one_rank_of_a_trainer_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    [ended] = finish_all([Ranks(failing_rank, 3, tmp_path)])
-    expect_all_left(ended, "no such file: data/7")
+    expect_faults_to_end_all(train_with_a_fault, tmp_path)

@@ -197,6 +197,59 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
     run_ranks(check, 2)
 
 
+class Positions(nn.Module):
+    """Its own parameter, and two buffers that `__init__` computes; one of them is not part of the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.position = nn.Parameter(torch.ones(4))
+        self.register_buffer("angles", torch.ones(4), persistent=False)
+        self.register_buffer("order", torch.arange(4), persistent=True)
+
+
+def test_what_the_source_leaves_without_values_is_an_error(tmp_path: Path) -> None:
+    """A parameter or buffer that `init` forgot, or a buffer that a file does not have, would keep arbitrary values."""
+
+    def forgetful(module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):  # and not the head, which has the same parameter
+            nn.init.ones_(module.weight)
+
+    def with_position(module: nn.Module) -> None:
+        forgetful(module)
+        if isinstance(module, Positions):
+            nn.init.ones_(module.position)
+
+    def complete(module: nn.Module) -> None:
+        with_position(module)
+        if isinstance(module, Positions):
+            module.angles.fill_(1.0), module.order.copy_(torch.arange(4))
+
+    state = {name: value for name, value in Positions().state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+
+    def check(rank: int) -> None:
+        for source, names in (
+            (forgetful, r"\['position', 'angles', 'order'\] \(3 in all\)"),
+            (with_position, r"\['angles', 'order'\] \(2 in all\)"),
+            (tmp_path, r"no values for the buffers \['angles'\] \(1 in all\)"),
+        ):
+            model = on_meta(Positions)
+            with pytest.raises(ValueError, match=names):
+                zeroshard.shard(model, "zero3", materialize=source)
+            assert all(tensor.is_meta for tensor in model.state_dict().values())  # unchanged
+        full = zeroshard.shard(model, "zero3", materialize=complete).full_state_dict()
+        assert all(torch.equal(full[name], torch.ones_like(full[name])) for name in ("embed.weight", "position"))
+        model = on_meta(Positions)
+        model.angles = torch.ones(4)
+        full = zeroshard.shard(model, "zero3", materialize=tmp_path).full_state_dict()
+        assert torch.equal(full["embed.weight"], state["embed.weight"]) and full["order"].tolist() == [0, 1, 2, 3]
+
+    run_ranks(check, 2)
+
+
 def test_values_are_checked_instead_of_sent_if_asked() -> None:
     def check(rank: int) -> None:
         for plan in PLANS:

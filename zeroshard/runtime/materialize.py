@@ -38,7 +38,7 @@ def is_on_meta(tensors: Iterable[Tensor]) -> bool:
 
 def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
     """Move a model from the meta device, or back to it. Parameters stay the same objects; off the meta device they are
-    NaN and take no memory. Buffers are allocated."""
+    NaN and take no memory. Buffers are allocated, and hold what `_is_set` recognises as no values."""
     for parameter in model.parameters():
         if parameter.device.type == source.type:
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=target).expand(parameter.shape)
@@ -49,7 +49,7 @@ def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == source.type:
-                module._buffers[name] = torch.empty_like(buffer, device=target)
+                module._buffers[name] = _unset(torch.empty_like(buffer, device=target))
 
 
 def materialize(
@@ -59,7 +59,8 @@ def materialize(
     Collective.
 
     Raises:
-        ValueError: a file does not have the model's parameters, or has them with other shapes.
+        ValueError: a file does not have the model's parameters or buffers, or has them with other shapes; or a function
+            leaves some of them without values.
     """
     if callable(source):
         _initialize(model, units, source, collectives)
@@ -72,11 +73,12 @@ def _initialize(
 ) -> None:
     """Like `model.apply(init)`, with memory for one module at a time; rank 0's values are used."""
     place = {id(p): (unit, index) for unit in units for index, p in enumerate(unit.parameters)}
+    left = {id(p): plain_name(name) for name, p in model.named_parameters() if id(p) in place}
     for module in _children_first(model):
-        own = [p for p in module._parameters.values() if p is not None]  # the last module sets a shared one
+        own = [p for p in module._parameters.values() if p is not None]  # the last module that sets a shared one counts
         absent = [parameter.data for parameter in own]
         for parameter in own:
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = _unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
         with torch.no_grad():
             together(collectives, f"materialize, at a {type(module).__name__}", partial(init, module), words=repr)
         taken = [parameter.data for parameter in own if id(parameter) in place]
@@ -84,10 +86,40 @@ def _initialize(
         # anything.
         collectives.broadcast([*taken, *module.buffers(recurse=False)])
         for parameter, before in zip(own, absent, strict=True):
-            if id(parameter) in place:
+            if id(parameter) in place and _is_set(parameter.data):
                 unit, index = place[id(parameter)]
                 unit.write_slot(index, partial(_part, parameter.data.reshape(-1)))
+                left.pop(id(parameter), None)
             parameter.data = before
+    together(collectives, "materialize", partial(_expect_all_set, model, sorted(left.values())))
+
+
+def _expect_all_set(model: nn.Module, parameters: Sequence[str]) -> None:
+    """Raises:
+    ValueError: the function has not filled these parameters, or a buffer."""
+    names = [*parameters, *(plain_name(name) for name, buffer in model.named_buffers() if not _is_set(buffer))]
+    if names:
+        raise InvalidValue(
+            f"materialize: the function has set no values for {names[:5]} ({len(names)} in all). It is called with "
+            "each module, and must fill the module's own parameters, and the buffers that its __init__ computes"
+        )
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Fill a new tensor with what no function leaves in one: NaN, or the smallest integer. (Nothing of the kind exists
+    for bool and uint8.)"""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(torch.nan)
+    return tensor.fill_(torch.iinfo(tensor.dtype).min) if tensor.dtype.is_signed else tensor
+
+
+def _is_set(tensor: Tensor) -> bool:
+    """Whether any element has been written since `_unset`."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not tensor.numel() or not bool(tensor.isnan().all())
+    if not tensor.dtype.is_signed:
+        return True
+    return not tensor.numel() or not bool((tensor == torch.iinfo(tensor.dtype).min).all())
 
 
 def _part(values: Tensor, param: Interval) -> Tensor:
@@ -113,6 +145,7 @@ def _read(model: nn.Module, units: Sequence[Unit], path: Path, managed: Managed,
             for file in set(found.values()):
                 files.callback(file.close)
             names.update(_names_in(found, model, path, managed))
+            _expect_buffers(model, names, path)
             of_model = [names[id(parameter)] for parameter in managed.parameters(model).values()]
             starts.update({name: _start_of(name, found[name]) for name in of_model})
 
@@ -150,6 +183,17 @@ def _names_in(found: Mapping[str, TensorFile], model: nn.Module, path: Path, man
             expected, shape = tuple(tensor.shape), found[name].tensors[name].shape
             raise InvalidValue(f"{path}, {name}: expected shape {expected}, found {shape}")
     return found_as
+
+
+def _expect_buffers(model: nn.Module, names: Mapping[int, str], path: Path) -> None:
+    """Raises:
+    ValueError: a buffer was on the meta device, and is not in the file, as it is not part of the state dict."""
+    lost = [plain_name(n) for n, buffer in model.named_buffers() if id(buffer) not in names and not _is_set(buffer)]
+    if lost:
+        raise InvalidValue(
+            f"{path} has no values for the buffers {lost[:5]} ({len(lost)} in all), which state dicts leave out: set "
+            "them before shard, module.buffer = values, or build only the parameters on the meta device"
+        )
 
 
 def _take(found: Mapping[str, TensorFile], names: Mapping[int, str], model: nn.Module, units: Sequence[Unit]) -> None:
