@@ -134,8 +134,33 @@ def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
         for step, same in ((4, True), (2, False)):
             saved = hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict()
             assert same_bits(dict(saved), weights) is same
+        read_by_the_ranks(tmp_path / "a" / f"checkpoint-{STEPS}", weights)
 
     run_ranks(check, 2)
+
+
+def read_by_the_ranks(saved: Path, weights: State) -> None:
+    """A model without values reads what `save_pretrained` has written, but its buffers must be there: the rotary
+    frequencies are not in the file."""
+    import accelerate
+    import transformers as hf
+
+    config = hf.AutoConfig.from_pretrained(saved)
+    with torch.device("meta"):
+        without_buffers = hf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="has no values for the buffers .*inv_freq"):
+        zeroshard.shard(without_buffers, "zero3", units=_block(), materialize=saved)
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    handle = zeroshard.shard(model, "zero3", units=_block(), materialize=saved)
+    assert same_bits(handle.full_state_dict(), weights)
+    assert torch.equal(model.model.rotary_emb.inv_freq, make(_llama()).model.rotary_emb.inv_freq)
+
+
+def _llama() -> Any:
+    from tests.real_models.real import llama
+
+    return llama
 
 
 def test_the_example_learns() -> None:

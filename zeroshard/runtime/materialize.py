@@ -80,7 +80,7 @@ def _initialize(
         for parameter in own:
             parameter.data = _unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
         with torch.no_grad():
-            together(collectives, f"materialize, at a {type(module).__name__}", partial(init, module), words=repr)
+            together(collectives, f"materialize, at a {type(module).__name__}", partial(_run, init, module), words=repr)
         taken = [parameter.data for parameter in own if id(parameter) in place]
         # Broadcast always: ranks draw different random numbers unless they are seeded alike, and `init` may depend on
         # anything.
@@ -92,6 +92,23 @@ def _initialize(
                 left.pop(id(parameter), None)
             parameter.data = before
     together(collectives, "materialize", partial(_expect_all_set, model, sorted(left.values())))
+
+
+def _run(init: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Call the function. Parameters of other modules are expanded scalars, which torch does not write to.
+
+    Raises:
+        ValueError: it writes to parameters of other modules.
+    """
+    try:
+        init(module)
+    except RuntimeError as error:
+        if "refers to a single memory location" not in str(error):
+            raise
+        raise InvalidValue(
+            f"the function writes parameters of modules inside the {type(module).__name__}, which were filled before: "
+            "only its own have memory now. Write `if list(module.parameters(recurse=False)): module.reset_parameters()`"
+        ) from error
 
 
 def _expect_all_set(model: nn.Module, parameters: Sequence[str]) -> None:
