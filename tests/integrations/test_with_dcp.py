@@ -114,9 +114,10 @@ def helpers_of_torch(rank: int, plan: str) -> None:
     weights = {name: value.clone() for name, value in weights.items()}
     assert same_bits(weights, handle.full_state_dict())
     other, other_handle, new = sharded(plan, seed=1)
+    fresh = other_handle.full_state_dict()
     with pytest.raises(RuntimeError, match=r"handle.load_full_state_dict\(.*inside `with handle.unsharded\(write=True"):
         set_state_dict(other, new, model_state_dict=dict(weights), optim_state_dict=state)
-    assert not same_bits(everything(other_handle, new), before) and not new.state_dict()["state"]
+    assert same_bits(other_handle.full_state_dict(), fresh) and not same_bits(everything(other_handle, new), before)
     with other_handle.unsharded(write=True):
         set_model_state_dict(other, dict(weights))
     set_optimizer_state_dict(other, new, state)
