@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,6 @@ def logged(trainer: Any) -> list[tuple[float, float]]:
 
 def test_the_sft_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
     """Also when it is resumed under another plan."""
-    os.environ.setdefault("TRL_DISABLE_TELEMETRY", "1")
     trl = pytest.importorskip("trl", reason="the extra 'dev' brings trl")
     from zeroshard.integrations import Sharding
     from zeroshard.integrations.transformers import ShardedTrainerMixin
