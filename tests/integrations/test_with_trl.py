@@ -125,12 +125,13 @@ def test_the_sft_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
         run.train()
         assert logged(run) == lines
         assert same_bits(run.handle.full_state_dict(), weights)
-        resumed = trainer(ShardedSFTTrainer, tmp_path / "a", sharding="zero1", save_strategy="no")
+        other = Sharding("zero1", units="LlamaDecoderLayer")
+        resumed = trainer(ShardedSFTTrainer, tmp_path / "a", sharding=other, save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
         assert logged(resumed)[2:] == lines[2:]
         assert same_bits(resumed.handle.full_state_dict(), weights)
-        other = trainer(ShardedSFTTrainer, tmp_path / "b", **how, save_strategy="no", max_grad_norm=100.0)
-        other.train()
-        assert not same_bits(other.handle.full_state_dict(), weights)
+        control = trainer(ShardedSFTTrainer, tmp_path / "b", **how, save_strategy="no", max_grad_norm=100.0)
+        control.train()
+        assert not same_bits(control.handle.full_state_dict(), weights)
 
     run_ranks(check, 2)
