@@ -227,10 +227,15 @@ def test_what_the_source_leaves_without_values_is_an_error(tmp_path: Path) -> No
         if isinstance(module, Positions):
             module.angles.fill_(1.0), module.order.copy_(torch.arange(4))
 
-    def into_others(module: nn.Module) -> None:
+    def fills_others(module: nn.Module) -> None:
         complete(module)
         if isinstance(module, Positions):
-            nn.init.ones_(module.head.weight)
+            nn.init.zeros_(module.head.weight)
+
+    def draws_others(module: nn.Module) -> None:
+        complete(module)
+        if isinstance(module, Positions):
+            nn.init.normal_(module.head.weight)
 
     state = {name: value for name, value in Positions().state_dict().items() if name != "head.weight"}
     save_file(state, tmp_path / "model.safetensors")
@@ -239,7 +244,8 @@ def test_what_the_source_leaves_without_values_is_an_error(tmp_path: Path) -> No
         for source, names in (
             (forgetful, r"\['position', 'angles', 'order'\] \(3 in all\)"),
             (with_position, r"\['angles', 'order'\] \(2 in all\)"),
-            (into_others, "writes parameters of modules inside the Positions, which were filled before"),
+            (fills_others, "writes parameters of modules inside the Positions, which were filled before"),
+            (draws_others, "writes parameters of modules inside the Positions, which were filled before"),
             (tmp_path, r"no values for the buffers \['angles'\] \(1 in all\)"),
         ):
             model = on_meta(Positions)

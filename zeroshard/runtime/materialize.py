@@ -95,20 +95,26 @@ def _initialize(
 
 
 def _run(init: Callable[[nn.Module], None], module: nn.Module) -> None:
-    """Call the function. Parameters of other modules are expanded scalars, which torch does not write to.
+    """Call the function. Parameters of other modules are NaN, expanded: torch refuses most writes to them, but fills
+    them with a constant.
 
     Raises:
         ValueError: it writes to parameters of other modules.
     """
+    problem: RuntimeError | None = None
     try:
         init(module)
     except RuntimeError as error:
         if "refers to a single memory location" not in str(error):
             raise
+        problem = error
+    own = {id(parameter) for parameter in module._parameters.values()}
+    inside = [p.data for p in module.parameters() if id(p) not in own and p.numel() and p.is_floating_point()]
+    if problem is not None or not all(values[(0,) * values.dim()].isnan() for values in inside):
         raise InvalidValue(
             f"the function writes parameters of modules inside the {type(module).__name__}, which were filled before: "
             "only its own have memory now. Write `if list(module.parameters(recurse=False)): module.reset_parameters()`"
-        ) from error
+        ) from problem
 
 
 def _expect_all_set(model: nn.Module, parameters: Sequence[str]) -> None:
