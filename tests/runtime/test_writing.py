@@ -169,3 +169,46 @@ def test_a_write_that_was_not_announced_is_told() -> None:
                 loss_of_tokens(model, rank, 0, 1).backward()
 
     run_ranks(check, 2)
+
+
+class SetsItself(nn.Module):
+    """Sets its weight in the forward of that number, as layers do whose start depends on the data."""
+
+    def __init__(self, forward: int, through_data: bool) -> None:
+        super().__init__()
+        self.linear, self.forwards = nn.Linear(32, 32), 0  # more elements than a shard
+        self.in_forward, self.through_data = forward, through_data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards == self.in_forward:
+            with torch.no_grad():
+                (self.linear.weight.data if self.through_data else self.linear.weight).fill_(0.5)
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def test_a_write_in_a_forward_takes_effect_or_raises() -> None:
+    """A layer of gpytorch that sets its parameters in its first forward trained from other values under ZERO3, in
+    silence: the write went to a borrowed buffer."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for forward, through_data in ((1, False), (1, True), (2, False), (0, False)):
+                model = make(lambda forward=forward, through=through_data: SetsItself(forward, through))
+                handle = zeroshard.shard(model, plan)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.0)
+                is_lost = plan is zeroshard.ZERO3 and forward > 0
+                for number in (1, 2):
+                    if is_lost and number == forward:
+                        name = "a parameter" if through_data else r"linear\.weight"
+                        with pytest.raises(RuntimeError, match=rf"{name} has been written to in a forward or backward"):
+                            model(torch.ones(2, 32))
+                        break
+                    model(torch.ones(2, 32)).sum().backward()
+                    optimizer.step()
+                else:
+                    weight = handle.full_state_dict()["linear.weight"]
+                    assert torch.equal(weight, torch.full((32, 32), 0.5)) is (forward > 0)
+
+    run_ranks(check, 2)

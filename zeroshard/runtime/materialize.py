@@ -6,7 +6,7 @@ No rank holds more than its own part and the parameters of one module (or the fr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -79,8 +79,9 @@ def _initialize(
         absent = [parameter.data for parameter in own]
         for parameter in own:
             parameter.data = _unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+        run = partial(_run, init, module, place.keys())
         with torch.no_grad():
-            together(collectives, f"materialize, at a {type(module).__name__}", partial(_run, init, module), words=repr)
+            together(collectives, f"materialize, at a {type(module).__name__}", run, words=repr)
         taken = [parameter.data for parameter in own if id(parameter) in place]
         # Broadcast always: ranks draw different random numbers unless they are seeded alike, and `init` may depend on
         # anything.
@@ -94,9 +95,9 @@ def _initialize(
     together(collectives, "materialize", partial(_expect_all_set, model, sorted(left.values())))
 
 
-def _run(init: Callable[[nn.Module], None], module: nn.Module) -> None:
-    """Call the function. Parameters of other modules are NaN, expanded: torch refuses most writes to them, but fills
-    them with a constant.
+def _run(init: Callable[[nn.Module], None], module: nn.Module, managed: Collection[int]) -> None:
+    """Call the function. Managed parameters (by id) of other modules are NaN, expanded: torch refuses most writes to
+    them, but fills them with a constant.
 
     Raises:
         ValueError: it writes to parameters of other modules.
@@ -109,7 +110,8 @@ def _run(init: Callable[[nn.Module], None], module: nn.Module) -> None:
             raise
         problem = error
     own = {id(parameter) for parameter in module._parameters.values()}
-    inside = [p.data for p in module.parameters() if id(p) not in own and p.numel() and p.is_floating_point()]
+    others = [p.data for p in module.parameters() if id(p) in managed and id(p) not in own]
+    inside = [values for values in others if values.numel() and values.is_floating_point()]
     if problem is not None or not all(values[(0,) * values.dim()].isnan() for values in inside):
         raise InvalidValue(
             f"the function writes parameters of modules inside the {type(module).__name__}, which were filled before: "

@@ -62,6 +62,8 @@ class Weights:
         buffer.become(SHARDED)  # until they are filled
         self.in_use = self.writers = 0
         self.shown = False
+        self._versions: list[int] = []  # of the parameters when they were last shown in a borrowed buffer
+        self._was_compared = False
 
     @property
     def state(self) -> Residency:
@@ -150,9 +152,36 @@ class Weights:
             self.drop(forget=True)
 
     def put_away(self) -> None:
-        """Hide the parameters. The values stay in the buffer until `drop`."""
+        """Hide the parameters after a forward or backward. The values stay in the buffer until `drop`.
+
+        Raises:
+            RuntimeError: a parameter has been written to.
+        """
         if self.shown:
+            self._expect_unwritten()
             self.hide()
+
+    def _expect_unwritten(self) -> None:
+        """Check that a borrowed buffer has not been written to: what is written there is lost when the buffer is given
+        back. Writes through `p.data` leave the version as it is, so the own interval is compared as well, once: modules
+        that set their parameters themselves do so in their first forward.
+
+        Raises:
+            RuntimeError: a parameter has been written to.
+        """
+        versions = [parameter._version for parameter in self._parameters]
+        slots = zip(self.buffer.layout.slots, self._versions, versions, strict=True)
+        names = [slot.name for slot, before, after in slots if before != after]
+        if not names and not self._was_compared:
+            self._was_compared = True
+            own, kept = self.buffer.own_part_of_full().view(torch.uint8), self.buffer.shard.view(torch.uint8)
+            names = [] if torch.equal(own, kept) else ["a parameter"]
+        if names:
+            raise InvalidState(
+                f"unit {self._unit}: {names[0]} has been written to in a forward or backward, where its values are "
+                "borrowed: the write is lost. Write inside `with handle.unsharded(write=True), torch.no_grad():`. If a "
+                "module sets its parameters in its first forward, call the model once before shard()"
+            )
 
     def show(self) -> None:
         """Point the parameters at their values."""
@@ -164,6 +193,8 @@ class Weights:
             self.absent.give(self._parameters, self.buffer.views())
             first = self.full.data_ptr()  # not cached: it changes each time the storage is emptied and refilled
             self.shown, self._pointers = True, [first + offset for offset in self._offsets]
+            if self.buffer.borrows:
+                self._versions = [parameter._version for parameter in self._parameters]
 
     def hide(self) -> None:
         """Make the parameters absent: they raise when they are read or written."""
