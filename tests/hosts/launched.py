@@ -118,9 +118,11 @@ class Launched:
         return True
 
 
-def launch(hosts: Hosts, name: str, *, per_host: int = 1, restarts: int = 0, **arguments: Any) -> Launched:
-    """Run `programs.{name}(rank, **arguments)` on all hosts."""
-    launched = Launched(hosts, [name, json.dumps(arguments)], per_host, restarts)
+def launch(
+    hosts: Hosts, name: str, *, per_host: int = 1, restarts: int = 0, forked: bool = True, **arguments: Any
+) -> Launched:
+    """Run `programs.{name}(**arguments)` on all hosts. `forked`: as of `Host.start`."""
+    launched = Launched(hosts, [name, json.dumps(arguments)], per_host, restarts, forked)
     for host in hosts:
         launched.start(host.number)
     return launched

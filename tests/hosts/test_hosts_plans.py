@@ -23,8 +23,9 @@ def expect_same(found: list[dict[str, Result]], expected: list[dict[str, Result]
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (2, 2), (4, 1)])
 def test_losses_and_weights_are_those_of_one_host(hosts: int, per_host: int) -> None:
+    """One rank each on two hosts: with an interpreter of its own for each process, as everywhere but in these tests."""
     with Hosts(hosts) as cluster:
-        launched = launch(cluster, "plans", per_host=per_host)
+        launched = launch(cluster, "plans", per_host=per_host, forked=hosts * per_host > 2)
         assert launched.finish() == [0] * hosts, launched.said()
         found = launched.results()
     expect_same(found, run_ranks(train_all, hosts * per_host))
