@@ -115,6 +115,8 @@ class Timed(dist.Work):
         self._work.wait()
         with ALL.lock:
             self.write()
+            if ALL.latest is self:
+                ALL.latest = None
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._end)
         return True
@@ -132,6 +134,9 @@ class Everything:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.waiting: list[Timed] = []
+        # torch DDP asks for a future right after the issue. The object must live until then: C++ keeps only its own
+        # half of it, without `get_future`.
+        self.latest: Timed | None = None
         self._thread: threading.Thread | None = None
         self._process = 0
 
@@ -139,6 +144,7 @@ class Everything:
         with self.lock:
             self._start()
             self.waiting.append(work)
+            self.latest = work
             if not work.late:
                 self.read_everything(work.group)  # the collectives of a group begin in the order of their issue
 

@@ -99,6 +99,7 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
     run_ranks(check, 2, collective_timeout=60.0)
 
 
+@pytest.mark.by_gloo
 def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: without `abandon`, `close` and the end of the last reference wait for the gather until the
     timeout."""

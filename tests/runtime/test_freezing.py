@@ -300,6 +300,7 @@ def test_frozen_between_two_micro_batches() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_gloo  # its messages say what they belong to; other ranks wait until the timeout
 def test_ranks_must_agree_in_what_requires_grad() -> None:
     """Each case breaks the communication between the ranks, so each case starts new ranks. If one rank alone has
     changed something, the first rank that finds out raises, and another one may wait until that rank has ended."""

@@ -112,6 +112,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.by_gloo  # the other backend's copies of inputs would be counted
 @pytest.mark.parametrize("source", ["init", "file", "not on meta"])
 def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 equal layers on 4 ranks under ZERO3: a rank holds its own quarter, two pool buffers, and two layers while they

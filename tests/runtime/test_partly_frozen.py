@@ -141,6 +141,7 @@ PRECISIONS = (None, "bf16", MixedPrecision(reduce=torch.bfloat16))
 TRAVEL_CASES = grid(range(len(PRECISIONS)), ("shared", "messages"), (2, 3))
 
 
+@pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_trains_travels_and_nothing_else(num_ranks: int) -> None:
     """The bytes equal a count over the parameters, and the bytes passed to the backend are those of the log."""
