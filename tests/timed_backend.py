@@ -23,6 +23,7 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.kit import DEVICE
+from tests.kit import DEVICE, SMALL
 
 TIMINGS = ("early", "late", "random")
 NAME = "timed"
@@ -134,9 +135,10 @@ class Everything:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.waiting: list[Timed] = []
-        # torch DDP asks for a future right after the issue. The object must live until then: C++ keeps only its own
-        # half of it, without `get_future`.
+        # torch DDP asks for a future right after the issue or, for small ones in a join, some collectives later. The
+        # object must live until then: C++ keeps only its own half of it, without `get_future`.
         self.latest: Timed | None = None
+        self.small: deque[Timed] = deque(maxlen=16)
         self._thread: threading.Thread | None = None
         self._process = 0
 
@@ -145,6 +147,8 @@ class Everything:
             self._start()
             self.waiting.append(work)
             self.latest = work
+            if sum(tensor.nbytes for tensor in work.outputs) <= SMALL:
+                self.small.append(work)
             if not work.late:
                 self.read_everything(work.group)  # the collectives of a group begin in the order of their issue
 
