@@ -18,7 +18,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.transport import Transport, TransportName
 from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
-from zeroshard.layout.cuts import BATCH_NUMEL, Pattern, count, most_in_a_batch
+from zeroshard.layout.cuts import Pattern, Sizes, count, most_in_a_batch, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot, numel_multiple
 from zeroshard.layout.owners import balance, cost
@@ -215,7 +215,7 @@ class Pieces:
     Attributes:
         cast, joined: bytes of scratch for each element: for the gradient cast to main's dtype; for main joined from
             weights and remainder. Pieces have a multiple of 64 elements, so that `scratch_bytes` rounds nothing up.
-        compared: bytes of scratch for each element of one piece at a time, to compare main with written weights.
+        compared: bytes of scratch to compare main with written weights.
     """
 
     patterns: tuple[Pattern, ...]
@@ -224,22 +224,21 @@ class Pieces:
     compared: int
 
     @classmethod
-    def of(cls, unit: PlannedUnit, rank: int, key_of: Callable[[str], Hashable | None]) -> Pieces:
+    def of(cls, unit: PlannedUnit, rank: int, key_of: Callable[[str], Hashable | None], sizes: Sizes) -> Pieces:
         plan, precision, layout = unit.plan, unit.spec.precision, unit.layout
         main = precision.main_dtype
         joined = precision.main == "remainder"
         in_full = plan.weights is REPLICATED or layout.num_shards == 1
         follows = in_full and not joined and not precision.weights_are_main
+        part = unit.main_part(rank)
+        patterns = tuple(count(layout, [key_of(slot.name) for slot in layout.slots], part, sizes.piece))
+        at_once = min(sizes.at_once, part.numel) if follows and patterns else 0
         return cls(
-            tuple(count(layout, [key_of(slot.name) for slot in layout.slots], unit.main_part(rank))),
+            patterns,
             cast=(plan.external_gradients or precision.grad != main) * main.itemsize,
             joined=joined * main.itemsize,
-            compared=follows * unit.spec.weight_dtype.itemsize,
+            compared=at_once * unit.spec.weight_dtype.itemsize,
         )
-
-    @property
-    def largest(self) -> int:
-        return max((pattern.largest for pattern in self.patterns), default=0)
 
 
 @dataclass(frozen=True)
@@ -346,17 +345,17 @@ class Training:
                 yield from ((unit, slot) for slot in unit.layout.slots)
 
     def _stepped_in_pieces(self, stepper: Hashable) -> Bytes:
-        """State and scratch of an elementwise class; scratch: gradients in main's dtype, joined main, and one piece of
+        """State and scratch of an elementwise class; scratch: gradients in main's dtype, joined main, and a part of
         the weights."""
 
         def key_of(name: str) -> Hashable | None:
             return self.optimizer.key_of(name) if self.optimizer.stepper_of(name) == stepper else None
 
         trainable = [unit for unit in self.units if unit.spec.trainable]
-        pieces = [Pieces.of(unit, self.rank, key_of) for unit in trainable]
-        limit = BATCH_NUMEL[self.topology.device_type]
-        cast = most_in_a_batch(((pattern, of.cast) for of in pieces for pattern in of.patterns), limit)
-        joined = most_in_a_batch(((pattern, of.joined) for of in pieces for pattern in of.patterns), limit)
+        sizes = sizes_for(self.topology.device_type)
+        pieces = [Pieces.of(unit, self.rank, key_of, sizes) for unit in trainable]
+        cast = most_in_a_batch(((pattern, of.cast) for of in pieces for pattern in of.patterns), sizes.batch)
+        joined = most_in_a_batch(((pattern, of.joined) for of in pieces for pattern in of.patterns), sizes.batch)
         states = [
             self.optimizer.piece_state(stepper, run.numel, unit.spec.precision.main_dtype).times(
                 run.count * pattern.times
@@ -365,7 +364,7 @@ class Training:
             for pattern in of.patterns
             for run in pattern.runs
         ]
-        compared = max((of.largest * of.compared for of in pieces), default=0)
+        compared = max((of.compared for of in pieces), default=0)
         return Bytes.total([*states, Bytes(scratch=cast + joined + compared)])
 
     def _stepped_whole(self, wholes: Sequence[PlannedWhole]) -> Bytes:

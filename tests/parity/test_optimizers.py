@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tests.parity.common import (
     expect_logs_of_ranks,
 )
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.layout import cuts
 from zeroshard.optim import Lamb
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
@@ -153,8 +155,7 @@ def test_unknown_classes_train_as_on_one_process(num_ranks: int) -> None:
 
 def test_counts_in_a_group_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counts once advanced for each batch of pieces, and not at all on a rank without pieces."""
-    monkeypatch.setattr("zeroshard.layout.cuts.BATCH_NUMEL", {"cpu": 256})
-    monkeypatch.setattr("zeroshard.step.flat_step.BATCH_NUMEL", {"cpu": 256})
+    monkeypatch.setitem(cuts.SIZES, "cpu", replace(cuts.SIZES["cpu"], batch=256))
 
     def check(rank: int) -> None:
         for make_model in (lambda: nn.Linear(40, 40), lambda: nn.Linear(4, 4)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -185,9 +186,8 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = ST
     choose(transport)
     pool_plan.KEPT_BYTES = pool_plan.KEPT_BYTES * width**2 // WIDTH**2
     pool.KEPT_IN_STEP = pool.KEPT_IN_STEP * width**2 // WIDTH**2
-    piece_numel = cuts.PIECE_NUMEL * width**2 // WIDTH**2  # Adam allocates temporaries for each piece
-    cuts.cut.__defaults__, cuts.count.__defaults__ = (piece_numel, None), (piece_numel,)
-    cuts.BATCH_NUMEL["cpu"] = cuts.BATCH_NUMEL["cpu"] * width**2 // WIDTH**2
+    sizes = (numel * width**2 // WIDTH**2 for numel in astuple(cuts.SIZES["cpu"]))
+    cuts.SIZES["cpu"] = cuts.Sizes(*sizes)  # Adam allocates temporaries for each piece
     with torch.device("meta"):
         on_meta = Model(width)
     bound = bounds(on_meta, num_ranks)

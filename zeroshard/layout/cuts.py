@@ -20,11 +20,35 @@ from dataclasses import dataclass
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, BufferLayout
 
-PIECE_NUMEL = 1 << 18
-"""The most elements of a piece: an fp32 piece, its gradient and two moments fit into a core's cache."""
 
-BATCH_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements of a batch, by device: few enough to stay in a CPU's cache, enough to fill a GPU."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many elements a step processes at once.
+
+    Attributes:
+        piece: the most of a piece; a multiple of ALIGNMENT.
+        batch: the most of a batch: the pieces of one call of the optimizer. Scratch for gradients and joined main, and
+            the temporaries of the user's class, have at most so many elements.
+        at_once: the most of one operation around that call (casts, the factor, rounding). Its temporaries have so many.
+    """
+
+    piece: int
+    batch: int
+    at_once: int
+
+
+SIZES = {
+    # A piece in fp32, its gradient and two moments fit into a core's cache, and a batch into the processor's.
+    "cpu": Sizes(piece=1 << 18, batch=1 << 20, at_once=1 << 18),
+    # Each operation costs the host several microseconds, however small it is: few, large ones. A piece ends only with
+    # its shard or param group, unless it is larger than a batch.
+    "cuda": Sizes(piece=1 << 26, batch=1 << 26, at_once=1 << 24),
+}
+"""By type of device; other accelerators have the sizes of CUDA."""
+
+
+def sizes_for(device_type: str) -> Sizes:
+    return SIZES.get(device_type, SIZES["cuda"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +74,11 @@ class Pattern:
     def numel(self) -> int:
         return self.times * sum(run.numel * run.count for run in self.runs)
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest piece."""
-        return max((run.numel for run in self.runs), default=0)
-
 
 def cut(
     layout: BufferLayout,
     keys: Sequence[Hashable | None],
-    piece_numel: int = PIECE_NUMEL,
+    piece_numel: int,
     within: Interval | None = None,
 ) -> Iterator[tuple[Hashable, Interval]]:
     """(key, interval of the full buffer) of each piece. `keys`: one per slot; neighbours with equal keys are cut as
@@ -83,7 +102,7 @@ def cut(
 
 
 def count(
-    layout: BufferLayout, keys: Sequence[Hashable | None], within: Interval, piece_numel: int = PIECE_NUMEL
+    layout: BufferLayout, keys: Sequence[Hashable | None], within: Interval, piece_numel: int
 ) -> Iterator[Pattern]:
     """The pieces of `cut` in the same order, counted, in a time that does not depend on the number of shards or pieces.
 

@@ -19,7 +19,7 @@ from zeroshard.checkpoint.folders import new_id
 from zeroshard.checkpoint.manifest import Manifest, Run, TensorEntry, joined
 from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, whole
 from zeroshard.checkpoint.writer import FilePlan, Item
-from zeroshard.layout.cuts import cut
+from zeroshard.layout.cuts import cut, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment
 from zeroshard.placement import REPLICATED
@@ -117,7 +117,8 @@ class Checkpoint:
 
     def _state_in_pieces(self, unit: PlannedUnit, shard: int) -> Iterator[StateEntry]:
         keys = [self.needs.key_of(slot.name) for slot in unit.layout.slots]
-        for _, world in cut(unit.layout, keys, within=unit.layout.shard(shard)):
+        piece_numel = sizes_for(self.training.topology.device_type).piece
+        for _, world in cut(unit.layout, keys, piece_numel, unit.layout.shard(shard)):
             for fragment in unit.layout.fragments_in(world):
                 if not self.needs.is_whole(fragment.slot.name):
                     yield from self._state_of(unit, fragment)

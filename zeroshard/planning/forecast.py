@@ -19,7 +19,7 @@ from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
 from zeroshard.handle import handle_of
-from zeroshard.layout.cuts import BATCH_NUMEL
+from zeroshard.layout.cuts import SIZES
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_name
@@ -82,8 +82,8 @@ class Configuration:
         as_plan(self.plan)
         expect_number("micro_batches", self.micro_batches, 1)
         expect_mesh(self.ranks, self.replicas, self.rank)
-        if self.device not in BATCH_NUMEL:
-            raise InvalidValue(f"device must be one of {', '.join(BATCH_NUMEL)}, found {self.device!r}")
+        if self.device not in SIZES:
+            raise InvalidValue(f"device must be one of {', '.join(SIZES)}, found {self.device!r}")
 
     @property
     def num_shards(self) -> int:

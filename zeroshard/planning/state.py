@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.errors import InvalidValue
-from zeroshard.layout.cuts import PIECE_NUMEL
+from zeroshard.layout.cuts import SIZES
 from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import begin_training, run_step
@@ -101,8 +101,9 @@ class OptimizerKind:
     def _follows_shapes(self, dtype: torch.dtype) -> bool:
         """Whether the state of a large piece can be computed from that of a tiny one. (Some classes quantise only the
         state of large tensors.)"""
-        expected = {entry.key: entry.bytes_of((PIECE_NUMEL,)) for entry in self.entries(1, dtype)}
-        return _held(self._step((PIECE_NUMEL,), dtype)) == expected
+        large = (SIZES["cpu"].piece,)
+        expected = {entry.key: entry.bytes_of(large) for entry in self.entries(1, dtype)}
+        return _held(self._step(large, dtype)) == expected
 
     @lru_cache(maxsize=64)  # noqa: B019  few kinds, and each lives as long as what it plans
     def entries(self, num_dims: int, dtype: torch.dtype) -> tuple[Entry, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode, no_tensors
-from zeroshard.layout.cuts import cut
+from zeroshard.layout.cuts import cut, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
@@ -55,7 +55,8 @@ class FlatState:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._groups = assignment, assignment.groups
-        self.pieces = [piece for unit, keys in self._groups.items() for piece in _pieces(unit, keys, keys)]
+        self._piece_numel = sizes_for(assignment.collectives.device.type).piece
+        self.pieces = [piece for unit, keys in self._groups.items() for piece in self._cut(unit, keys)]
         self.inner = Inner(assignment, self.tensors_of)
         self.num_cuts = 0
 
@@ -74,7 +75,7 @@ class FlatState:
             return
         new: list[Piece] = []
         keys = [None if group is None else (group, mark) for group, mark in zip(self._groups[unit], marks, strict=True)]
-        fresh = list(_pieces(unit, self._groups[unit], keys))
+        fresh = list(self._cut(unit, keys))
         for piece in old:
             new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
         for piece in set(old) - set(new):
@@ -93,6 +94,16 @@ class FlatState:
         for index, group in self.inner.groups.items():
             group["params"] = self.tensors_of(index)
         self.num_cuts += 1
+
+    def _cut(self, unit: Unit, keys: Sequence[Hashable | None]) -> Iterator[Piece]:
+        """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than groups) are cut."""
+        assert unit.trainable, f"unit {unit.name} is frozen"
+        for _, world in cut(unit.layout, keys, self._piece_numel):
+            if world in unit.main.interval:
+                slots = slots_in(unit, world)
+                group = self._groups[unit][slots[0]] if slots else None
+                if group is not None:  # padding alone is not stepped: it stays zero
+                    yield Piece(unit, world, group, main_tensor(unit, world))
 
     def _is_elementwise(self, piece: Piece, key: str, value: Tensor) -> bool:
         """Whether an item of a piece's state has a value for every element of it."""
@@ -263,17 +274,6 @@ def main_tensor(unit: Unit, world: Interval) -> Tensor:
     if main.needs_scratch:
         return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
     return main.read(world).detach()
-
-
-def _pieces(unit: Unit, groups: Sequence[int | None], keys: Sequence[Hashable | None]) -> Iterator[Piece]:
-    """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than `groups`) are cut."""
-    assert unit.trainable, f"unit {unit.name} is frozen"
-    for _, world in cut(unit.layout, keys):
-        if world in unit.main.interval:
-            slots = slots_in(unit, world)
-            group = groups[slots[0]] if slots else None
-            if group is not None:  # padding alone is not stepped: it stays zero
-                yield Piece(unit, world, group, main_tensor(unit, world))
 
 
 def _split(piece: Piece, parts: Sequence[Interval]) -> list[Piece]:

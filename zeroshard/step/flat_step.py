@@ -1,38 +1,77 @@
 """Steps flat pieces of main with the user's optimizer class: any elementwise optimizer, unmodified.
 
-for each batch of pieces (a few MB, so that gradient, main and moments stay in cache between the four lines)
+for each batch of pieces (a few MB, so that gradient, main and moments stay in a CPU's cache between the four lines)
     gradient -> main's dtype, times one factor (mean over ranks, loss scale and clip in one number)
     main     -> joined, if only a remainder is kept
     inner optimizer steps
     main     -> weights (rounded, or split)
+
+All lines but the optimizer's process a *stretch* at a time, all neighbouring pieces of a unit: on a GPU the number of
+operations then depends on the number of units, and not on the number of param groups in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.profiling import phase
-from zeroshard.layout.cuts import BATCH_NUMEL, batches
+from zeroshard.layout.cuts import batches, sizes_for
+from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, main_tensor
 from zeroshard.step.inner import Arguments, run_step
 from zeroshard.step.pieces import Piece, Scratch, scratch_bytes, slots_in
 from zeroshard.step.stepper import Update
+from zeroshard.storage.main_weights import in_parts
 from zeroshard.storage.unit import Unit
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Pieces of one unit that lie side by side, in order."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def unit(self) -> Unit:
+        return self.pieces[0].unit
+
+    @cached_property
+    def world(self) -> Interval:
+        return Interval(self.pieces[0].world.start, self.pieces[-1].world.stop)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether gradients are cast to main's dtype."""
+        return self.unit.grads.held_in != self.unit.main.dtype
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether main is joined from weights and remainder."""
+        return self.unit.main.needs_scratch
+
+    def local(self, part: Interval) -> slice:
+        """A part of the full buffer, in a tensor of the whole stretch."""
+        return part.relative_to(self.world.start).slice
 
 
 @dataclass(frozen=True)
 class Batch:
     """Pieces that are stepped together. `finished`: units without pieces in later batches."""
 
-    pieces: tuple[Piece, ...]
+    stretches: tuple[Stretch, ...]
     finished: tuple[Unit, ...]
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        for stretch in self.stretches:
+            yield from stretch.pieces
 
 
 class FlatStep:
@@ -48,6 +87,7 @@ class FlatStep:
         self.optimizer = self.state.inner.optimizer
         self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
         self._active: dict[Unit, list[bool]] = {}
+        self._sizes = sizes_for(assignment.collectives.device.type)
         self._batches: tuple[Batch, ...] = ()
         self._planned_at = 0  # `num_cuts` when batches were planned
         self._plan_batches()
@@ -97,11 +137,11 @@ class FlatStep:
         inner, started = self.state.inner, set[Unit]()
         try:
             for number, batch in enumerate(self._batches):
-                for piece in batch.pieces:
-                    if piece.unit not in started:
-                        started.add(piece.unit)
-                        start(piece.unit)
-                self._step_batch(batch.pieces, options, update, arguments, is_first=not number)
+                for stretch in batch.stretches:
+                    if stretch.unit not in started:
+                        started.add(stretch.unit)
+                        start(stretch.unit)
+                self._step_batch(batch, options, update, arguments, is_first=not number)
                 for unit in batch.finished:
                     updated(unit)
         finally:
@@ -117,7 +157,7 @@ class FlatStep:
     @phase("step: batch")
     def _step_batch(
         self,
-        pieces: Sequence[Piece],
+        batch: Batch,
         options: Sequence[Options],
         update: Update,
         arguments: Options,
@@ -125,54 +165,69 @@ class FlatStep:
         is_first: bool,
     ) -> None:
         inner = self.state.inner
-        self._load(pieces, update)
+        self._gradient_scratch.rewind()
+        self._main_scratch.rewind()
+        joined = [self._load(stretch, update) for stretch in batch.stretches]
         # The first batch steps every group, also groups without pieces on this rank, and every batch starts from the
         # same options. So a class that counts steps in its groups counts one step, on all ranks, however many pieces
         # there are.
         for index, group in inner.groups.items():
-            group["params"] = [piece.tensor for piece in pieces if piece.group == index]
+            group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
         stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
         inner.read_options(options, stepped)
         inner.optimizer.param_groups = list(stepped.values())
         run_step(inner.optimizer, arguments)
-        self._store(pieces)
+        for stretch, main in zip(batch.stretches, joined, strict=True):
+            self._store(stretch, main)
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Call another method of the class on all pieces; then set the weights from main."""
         with self.state.inner.with_options(options):
-            for piece in self.state.pieces:
-                self._bring_main(piece, partial(torch.empty, dtype=piece.tensor.dtype, device=piece.tensor.device))
+            (every,) = _in_batches(self.state.pieces, 1 << 62)
+            new = partial(torch.empty, device=self.assignment.collectives.device)
+            joined = [self._bring_main(stretch, new) for stretch in every]
             result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
-            for piece in self.state.pieces:
-                piece.unit.main.write(piece.world, piece.tensor)
-                if piece.unit.main.needs_scratch:
+            for stretch, main in zip(every, joined, strict=True):
+                self._store(stretch, main)
+                for piece in stretch.pieces if main is not None else ():
                     piece.tensor.data = main_tensor(piece.unit, piece.world)
         return result
 
-    def _load(self, pieces: Sequence[Piece], update: Update) -> None:
-        for scratch in (self._gradient_scratch, self._main_scratch):
-            scratch.rewind()
-        for piece in pieces:
-            numel, main = piece.world.numel, piece.unit.main
-            self._bring_main(piece, partial(self._main_scratch.allocate, dtype=main.dtype))
-            cast = self._gradient_scratch.allocate(numel, main.dtype) if _needs_gradient_scratch(piece) else None
-            piece.tensor.grad = update.apply(piece.unit.grads.read(piece.world, cast))
+    def _load(self, stretch: Stretch, update: Update) -> Tensor | None:
+        """Give the pieces their gradients, times the factor, and main. Returns main as `_bring_main`."""
+        world, grads, cast = stretch.world, stretch.unit.grads, None
+        joined = self._bring_main(stretch, self._main_scratch.allocate)
+        if stretch.is_cast:
+            cast = self._gradient_scratch.allocate(world.numel, dtype=stretch.unit.main.dtype)
+        for part in in_parts(world, self._sizes.at_once):
+            update.apply(grads.read(part, None if cast is None else cast[stretch.local(part)]))
+        gradient = grads.read(world) if cast is None else cast
+        for piece in stretch.pieces:
+            piece.tensor.grad = gradient[stretch.local(piece.world)]
+        return joined
 
-    def _bring_main(self, piece: Piece, scratch: Callable[[int], Tensor]) -> None:
-        """Put the current main into the tensor of a piece."""
-        main = piece.unit.main
-        if main.needs_scratch:
+    def _bring_main(self, stretch: Stretch, new: Callable[..., Tensor]) -> Tensor | None:
+        """Put the current main into the tensors of the pieces. Returns it if it is joined; None: it is where it rests.
+        `new`: (numel, dtype=) -> a tensor."""
+        main, world = stretch.unit.main, stretch.world
+        joined = new(world.numel, dtype=main.dtype) if stretch.is_joined else None
+        for part in in_parts(world, self._sizes.at_once) if main.follows or joined is not None else ():
+            if joined is not None:
+                main.read(part, joined[stretch.local(part)])
+            else:  # the tensors are views of main
+                self._held_scratch.rewind()
+                main.follow(part, self._held_scratch.allocate(part.numel, dtype=main.weights.dtype))
+        for piece in stretch.pieces if joined is not None else ():
             # Set `.data`, so that the tensor object stays: it is the key of its state in the inner optimizer.
-            piece.tensor.data = main.read(piece.world, scratch(piece.world.numel))
-        elif main.follows:  # the tensor is a view of main
-            self._held_scratch.rewind()
-            main.follow(piece.world, self._held_scratch.allocate(piece.world.numel, main.weights.dtype))
+            piece.tensor.data = joined[stretch.local(piece.world)]
+        return joined
 
-    def _store(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
+    def _store(self, stretch: Stretch, joined: Tensor | None) -> None:
+        for piece in stretch.pieces:
             piece.tensor.grad = None
-            piece.unit.main.write(piece.world, piece.tensor)
+        for part in in_parts(stretch.world, self._sizes.at_once):
+            stretch.unit.main.write(part, None if joined is None else joined[stretch.local(part)])
 
     # Memory ------------------------------------------------------------------------------------------------------
 
@@ -185,37 +240,45 @@ class FlatStep:
 
     def _plan_batches(self) -> None:
         """Divide the pieces into batches in unit order, and reserve scratch for the largest."""
-        active = [piece for piece in self.state.pieces if piece.active]
-        limit = BATCH_NUMEL["cuda" if active and active[0].tensor.is_cuda else "cpu"]
-        ranges = batches([piece.world.numel for piece in active], limit)
         # Every unit must be finished exactly once, in the same order on all ranks, also if this rank has no piece of
         # it: `updated` starts a gather.
         units, done = list(self.assignment.groups), 0
-        planned = []
-        for of_batch in ranges:
-            end = units.index(active[of_batch.stop].unit) if of_batch.stop < len(active) else len(units)
-            planned.append(Batch(tuple(active[i] for i in of_batch), tuple(units[done:end])))
+        planned = _in_batches([piece for piece in self.state.pieces if piece.active], self._sizes.batch)
+        found = []
+        for of_batch, following in zip(planned, [*planned[1:], []], strict=True):
+            end = units.index(following[0].unit) if following else len(units)
+            found.append(Batch(tuple(of_batch), tuple(units[done:end])))
             done = end
-        self._batches, self._planned_at = tuple(planned), self.state.num_cuts
-        self._reserve(self._gradient_scratch, _needs_gradient_scratch)
-        self._reserve(self._main_scratch, lambda piece: piece.unit.main.needs_scratch)
+        self._batches, self._planned_at = tuple(found), self.state.num_cuts
+        self._reserve(self._gradient_scratch, lambda stretch: stretch.is_cast)
+        self._reserve(self._main_scratch, lambda stretch: stretch.is_joined)
 
         held = [
-            scratch_bytes(piece.world.numel, piece.unit.main.weights.dtype)
-            for piece in self.state.pieces
-            if piece.unit.main.follows
+            scratch_bytes(min(self._sizes.at_once, unit.main.interval.numel), unit.main.weights.dtype)
+            for unit in {piece.unit for piece in self.state.pieces if piece.unit.main.follows}
         ]
         if held:
             self._held_scratch.reserve(max(held), self.state.pieces[0].tensor.device)
 
-    def _reserve(self, scratch: Scratch, needed: Callable[[Piece], bool]) -> None:
+    def _reserve(self, scratch: Scratch, needed: Callable[[Stretch], bool]) -> None:
         sizes = [
-            sum(scratch_bytes(piece.world.numel, piece.tensor.dtype) for piece in batch.pieces if needed(piece))
+            sum(scratch_bytes(one.world.numel, one.unit.main.dtype) for one in batch.stretches if needed(one))
             for batch in self._batches
         ]
         if any(sizes):
             scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
 
 
-def _needs_gradient_scratch(piece: Piece) -> bool:
-    return piece.unit.grads.held_in != piece.unit.main.dtype
+def _in_batches(pieces: Sequence[Piece], limit: int) -> list[list[Stretch]]:
+    """The stretches of each batch."""
+    planned = []
+    for of_batch in batches([piece.world.numel for piece in pieces], limit):
+        stretches: list[list[Piece]] = []
+        for piece in pieces[of_batch.start : of_batch.stop]:
+            last = stretches[-1][-1] if stretches else None
+            if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start:
+                stretches[-1].append(piece)
+            else:
+                stretches.append([piece])
+        planned.append([Stretch(tuple(one)) for one in stretches])
+    return planned

@@ -107,10 +107,12 @@ class MainWeights:
         return self._exposed and self.extra is not None and not self.needs_scratch
 
     def follow(self, piece: Interval, held: Tensor | None = None) -> None:
-        """Copy what the user has written to the weights into the master. `held`: scratch like the piece of the
-        weights."""
-        if self.follows and self.extra is not None:
-            local = piece.relative_to(self.interval.start).slice
+        """Copy what the user has written to the weights into the master. `held`: scratch like the piece of the weights;
+        None: in parts."""
+        if not self.follows or self.extra is None:
+            return
+        for part in in_parts(piece) if held is None else (piece,):
+            local = part.relative_to(self.interval.start).slice
             follow_weights(self.extra[local], self.weights[local], self.rounded, held)
 
     def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
@@ -127,16 +129,19 @@ class MainWeights:
         join_remainder(self.weights[local], self.extra[local], scratch)
         return scratch
 
-    def write(self, piece: Interval, value: Tensor) -> None:
-        """After the optimizer has updated what `read` returned: set weights (and remainder) from it. A joined `value`
-        is overwritten."""
-        local = piece.relative_to(self.interval.start).slice
+    def write(self, piece: Interval, value: Tensor | None = None) -> None:
+        """After the optimizer has updated what `read` returned: set weights (and remainder) from it.
+
+        Args:
+            value: the joined copy, which is overwritten; None: `read` has returned a view.
+        """
         if self.extra is None:
             return
-        if self.needs_scratch:
+        local = piece.relative_to(self.interval.start).slice
+        if value is not None:
             split_remainder(value, self.weights[local], self.extra[local])
         else:
-            self.weights[local].copy_(value)
+            self.weights[local].copy_(self.extra[local])
 
     def copy_to(self, out: Tensor) -> None:
         """Copy all of main to `out` [interval.numel], in any float dtype."""
@@ -184,7 +189,8 @@ class MainWeights:
         self.extra, self.weights = None, self.weights.new_empty(0)
 
 
-def in_parts(interval: Interval) -> Iterator[Interval]:
-    """The interval in parts of at most `AT_ONCE` elements."""
-    for start in range(interval.start, interval.stop, AT_ONCE):
-        yield Interval(start, min(start + AT_ONCE, interval.stop))
+def in_parts(interval: Interval, numel: int | None = None) -> Iterator[Interval]:
+    """The interval in parts of at most `numel` elements; None: AT_ONCE."""
+    numel = numel or AT_ONCE
+    for start in range(interval.start, interval.stop, numel):
+        yield Interval(start, min(start + numel, interval.stop))
