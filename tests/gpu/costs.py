@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -62,17 +62,38 @@ class Reads(TorchDispatchMode):
 
 
 @contextmanager
+def _only_reads(storages: set[int]) -> Iterator[None]:
+    """On a CPU: methods that read a tensor without an operation raise, unless its storage is one of these."""
+
+    def unless_known(method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.untyped_storage().data_ptr() not in storages:
+                raise RuntimeError("called a synchronizing operation: the host reads a tensor")
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    with ExitStack() as stack:
+        for name in ("tolist", "cpu", "numpy"):
+            stack.enter_context(patch.object(Tensor, name, unless_known(getattr(Tensor, name))))
+        yield
+
+
+@contextmanager
 def no_waits(device: str) -> Iterator[list[str]]:
     """Inside, an operation for which the host waits for the GPU raises, except in the exchanges of sums among all
     ranks: these are listed."""
-    add_up, exchanges = Collectives._sum, []
+    add_up, exchanges, told = Collectives._sum, [], set[int]()
 
     def counted(self: Collectives, numbers: Tensor, at: Any) -> Tensor:
         exchanges.append(at.text)
         with _waits_are("default", device):
-            return add_up(self, numbers, at)
+            sums = add_up(self, numbers, at)
+        told.add(sums.untyped_storage().data_ptr())  # they are on the host
+        return sums
 
-    with patch.object(Collectives, "_sum", counted), _waits_are("error", device):
+    reads = _only_reads(told) if device == "cpu" else nullcontext()
+    with patch.object(Collectives, "_sum", counted), _waits_are("error", device), reads:
         yield exchanges
 
 
@@ -108,14 +129,23 @@ def syncs(checks: Checks, setting: Setting) -> None:
                     with switch():
                         found = _steady_waits(job, plan, setting.device)
                     checks.expect(f"{name}, {plan}, {exchanges}: one wait per step", found == "1", found)
-        control = _steady_waits(Job(model=Reader), zeroshard.DDP, setting.device)
-        checks.expect("a model that reads a value is found (control)", "synchronizing" in control, control)
+        for reader in (Reader, Lister):
+            control = _steady_waits(Job(model=reader), zeroshard.DDP, setting.device)
+            checks.expect(f"a {reader.__name__.lower()} is found (control)", "synchronizing" in control, control)
 
 
 class Reader(Net):
+    """A model that reads a value."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = super().forward(tokens)
         return logits * (1.0 if logits.sum().item() < math.inf else 0.0)
+
+
+class Lister(Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens)
+        return logits * len(logits[0, 0].tolist())
 
 
 def _steady_waits(job: Job, plan: Any, device: str) -> str:

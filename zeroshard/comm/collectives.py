@@ -37,6 +37,8 @@ from zeroshard.comm.packets import (
     number_of,
     on_device,
     pack,
+    to_device,
+    to_host,
 )
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.patience import wait_for_all
@@ -78,6 +80,11 @@ class Collectives:
         self.transport: Transport = transport(self.messages, log)
         if mesh.is_pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
+        self.transport.warm_up((mesh.world, mesh.shard, mesh.reduce, mesh.replicate), self.device)
+
+    def close(self) -> None:
+        """The model is closed on all ranks: the next one may use the groups that were made for it."""
+        self.mesh.release()
 
     def _try_to_share(self) -> None:
         """Switch to shared memory if every rank can read every other rank's."""
@@ -284,13 +291,13 @@ class Collectives:
         packet = torch.zeros(8 + ROOM_BYTES, dtype=torch.uint8)
         packet[:8].view(torch.int64)[0] = len(text)
         packet[8 : 8 + len(text)] = data[:ROOM_BYTES]
-        rows = self._from_all(packet.to(self.device), at).cpu()
+        rows = to_host(self._from_all(to_device(packet, self.device), at))
         sizes = rows[:, :8].contiguous().view(torch.int64)[:, 0].tolist()
         rows = rows[:, 8:]
         if max(sizes) > ROOM_BYTES:
             rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8)
             rest[: max(0, len(text) - ROOM_BYTES)] = data[ROOM_BYTES:]
-            rows = torch.cat([rows, self._from_all(rest.to(self.device), at).cpu()], 1)
+            rows = torch.cat([rows, to_host(self._from_all(to_device(rest, self.device), at))], 1)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     @property
@@ -307,8 +314,8 @@ class Collectives:
         # in another exchange is found before bytes of two different exchanges are mixed.
         sums = self._sum(pack(what, num_bytes, numbers), at)
         if not is_one_place(sums):
-            heads = self._from_all(head_of(what, num_bytes).to(self.device), at)
-            problem = differences(heads.cpu(), self.mesh.world.ranks)
+            heads = self._from_all(to_device(head_of(what, num_bytes), self.device), at)
+            problem = differences(to_host(heads), self.mesh.world.ranks)
             self.messages.failed |= isinstance(problem, Elsewhere)  # the ranks no longer expect the same messages
             raise problem
         return sums[PACKET - ROOM :][: numbers.numel()]
@@ -322,10 +329,10 @@ class Collectives:
             with profiled("exchange", "control"):
                 pending = transport.add_up(world, numbers).at_place(at, flight)
             pending.wait()
-        # `wait()` of NCCL work returns at once; the host blocks in `.cpu()`. Outside of `waiting`, the watch would not
+        # `wait()` of NCCL work returns at once; the host blocks in `to_host`. Outside of `waiting`, the watch would not
         # see that this rank waits.
         with HERE.waiting(at), self._waiting_for_device():
-            return numbers.cpu().mul_(self.mesh.stands_for)
+            return to_host(numbers).mul_(self.mesh.stands_for)
 
     def _waiting_for_device(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.device.type == "cpu" else span("device", kind="wait")

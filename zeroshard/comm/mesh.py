@@ -11,7 +11,9 @@ one axis (the usual case)          two axes (HSDP): shard inside a node, replica
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -75,17 +77,28 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
 def _join(backend: str | None, timeout: timedelta) -> None:
     # Both backends: a model that stays on the CPU of a machine with GPUs can be trained as well.
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    options: dict[str, Any] = {"timeout": timeout}
     if "nccl" in backend:
         # Must come before the group is created: NCCL makes its communicator on the current device, which by default is
         # GPU 0 on every rank.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        options |= _for_nccl(timeout)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
     elif (store := _store_of_this_attempt()) is not None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, **options)
+
+
+def _for_nccl(timeout: timedelta) -> dict[str, Any]:
+    """Options of the default group: bound to the current device, so that its communicator is created at once; and with
+    streams of high priority, as it gathers: a forward waits for gathers. (Reductions have a group of their own.)"""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout  # torch warns if it is another one than `timeout=`
+    return {"pg_options": options, "device_id": torch.device("cuda", torch.cuda.current_device())}
 
 
 def _store_of_this_attempt() -> Store | None:
@@ -134,7 +147,7 @@ class Mesh:
 
     `reduce` has the ranks of `shard`. On NCCL it is a separate communicator. Gathers have the same order on all ranks,
     and so do reductions, but the two may interleave differently: a rank on which a parameter is unused reduces that
-    unit later. `device`: of the tensors that the groups communicate.
+    unit later. `device`: of the tensors that the groups communicate. `made`: the groups that were made for this mesh.
     """
 
     shard: Axis
@@ -142,6 +155,7 @@ class Mesh:
     world: Axis
     reduce: Axis
     device: torch.device
+    made: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def is_pairwise(self) -> bool:
@@ -176,11 +190,13 @@ class Mesh:
         """
         if not dist.is_initialized():
             raise InvalidState("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
+        made = _Made()
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
             replicate_dim, shard_dim = _dims(mesh.mesh_dim_names)
             shard, replicate = Axis.of(mesh.get_group(shard_dim)), Axis.of(mesh.get_group(replicate_dim))
             device = device_for(shard.group, device)
-            world = Axis.of(_group_of(tuple(mesh.mesh.flatten().tolist()), shard.group, device))
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            world = Axis.of(_default_like(ranks, shard.group) or made.get(ranks, shard.group, device))
         elif isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
             raise InvalidValue(
                 f"expected a mesh of one axis (shard) or two (replicate, shard), found {mesh.ndim}: pass the part of "
@@ -198,8 +214,14 @@ class Mesh:
         # a kernel of one may occupy the GPU while it waits for a peer that waits in the other (NVIDIA/nccl#195). This
         # has not been tried on GPUs.
         own_reduce_group = shard.size > 1 and not has_tagged_messages(shard.group, device)
-        reduce = Axis.of(_new_group(shard.ranks, shard.group, device)) if own_reduce_group else shard
-        return cls(shard, replicate, world, reduce, device)
+        reduce = Axis.of(made.get(shard.ranks, shard.group, device)) if own_reduce_group else shard
+        return cls(shard, replicate, world, reduce, device, tuple(made.groups))
+
+    def release(self) -> None:
+        """Give the groups that were made for this mesh to the next one. All ranks call it at the same point of the
+        program, with nothing in flight."""
+        spare = _SPARE.setdefault(self.shard.group, [])
+        spare += [group for group in self.made if group not in spare]
 
     def place(self) -> tuple[int, Place]:
         """The global rank of this process, and its `Place`."""
@@ -245,13 +267,35 @@ def _dims(names: Sequence[str] | None) -> tuple[int, int]:
     )
 
 
-def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The default group if it has exactly these ranks and the same backends, else a new group like `like`."""
+_SPARE: weakref.WeakKeyDictionary[Any, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""The group of a shard axis -> groups that were made for meshes with that axis, and that no mesh uses now. They are not
+destroyed: torch would give the next group the same name, whose keys in the store are those of the old communicator."""
+
+
+class _Made:
+    """The groups that are made for one mesh. A group of a closed model is used again: its communicator exists already.
+    Not one of a living model: two models may interleave their reductions differently on each rank."""
+
+    def __init__(self) -> None:
+        self.groups: list[dist.ProcessGroup] = []
+
+    def get(self, ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+        """A group with these ranks, in this order, that is like `like`, the group of the shard axis."""
+        spare = _SPARE.get(like, [])
+        found = next((group for group in spare if tuple(dist.get_process_group_ranks(group)) == ranks), None)
+        if found is None:
+            found = _new_group(ranks, like, device)
+        else:
+            spare.remove(found)
+        self.groups.append(found)
+        return found
+
+
+def _default_like(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The default group if it has exactly these ranks and the same backends as `like`."""
     default = _default_group()
     same_backends = dist.get_backend_config(default) == dist.get_backend_config(like)
-    if sorted(ranks) == list(range(dist.get_world_size())) and same_backends:
-        return default
-    return _new_group(ranks, like, device)
+    return default if sorted(ranks) == list(range(dist.get_world_size())) and same_backends else None
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -263,13 +307,31 @@ def _default_group() -> dist.ProcessGroup:
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new group with the backends and the timeout of `like`, in the order of `ranks`."""
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may lack it
-    group = dist.new_group(
-        list(ranks),
-        backend=dist.get_backend_config(like),
-        timeout=timeout_of(like, device),
-        # Only the members call this function. Without this flag `new_group` would wait for every rank of the world.
-        use_local_synchronization=True,
-        **order,
-    )
+    with _without_a_split(ranks):
+        group = dist.new_group(
+            list(ranks),
+            backend=dist.get_backend_config(like),
+            timeout=timeout_of(like, device),
+            # Only the members call this function. Without this flag `new_group` would wait for every rank of the world.
+            use_local_synchronization=True,
+            **order,
+        )
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
+
+
+@contextmanager
+def _without_a_split(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, a group of only some ranks of the world gets a communicator from scratch."""
+    # If the default group is bound to a device, torch makes the communicators of all other groups by `ncclCommSplit`.
+    # All ranks of the world have to call that, and those that are not members do not: the members would hang.
+    default = _default_group()
+    bound = default.bound_device_id
+    if bound is None or len(ranks) == dist.get_world_size():
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

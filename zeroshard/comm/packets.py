@@ -62,8 +62,22 @@ def packet_sizes(num_numbers: int) -> list[int]:
 
 def on_device(numbers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n] on the device. The host does not wait for the device's queued work."""
-    on_host = torch.tensor(numbers, dtype=torch.int64)
+    return to_device(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def to_device(on_host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. The host does not wait: memory that is not pinned would make it."""
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(numbers: Tensor) -> Tensor:
+    """A copy on the host, for which the host waits; on a CPU, the tensor itself."""
+    if numbers.device.type == "cpu":
+        return numbers
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    torch.accelerator.current_stream(numbers.device).record_event().synchronize()
+    return copy
 
 
 def head_of(what: str, num_bytes: int) -> Tensor:

@@ -224,6 +224,10 @@ class Transport(ABC):
         """Copy the values of rank `source` to all ranks of the axis, in place; returns when they are there."""
         dist.broadcast(tensor, group=axis.group, group_src=source)
 
+    def warm_up(self, axes: Sequence[Axis], device: torch.device) -> None:
+        """Create the communicators of these axes now, if the first collective of a group would do it. Collective."""
+        return None  # connections exist since the group was made
+
     def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
         """Map what the peers have allocated so far. Collective. `exchange`: gathers a JSON-able value of every rank."""
         return None  # ranks do not read each other's memory

@@ -42,6 +42,7 @@ def close(engine: Engine, destination: Destination) -> None:
         engine.abandon()
         raise
     engine.release()
+    engine.collectives.close()
     if destination.includes(engine.collectives.mesh.world.rank):
         engine.plain.move(destination.device)
 

@@ -1,0 +1,160 @@
+"""The communicators of a native backend exist before the first step, are used again, and are created by all members.
+
+NCCL creates a communicator in a group's first collective. That of the reductions came in the middle of the first
+backward, where ranks may be at different reductions; and each `shard` made new groups, which nobody ever freed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.timed_backend import TimedGroup, timed_ranks
+from zeroshard.comm import mesh as meshes
+from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+class Used:
+    """The groups of the collectives that this rank issues, in order, each with its ranks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.groups: list[TimedGroup] = []
+        issue = TimedGroup._issue
+
+        def noted(group: TimedGroup, *args: Any) -> Any:
+            self.groups.append(group)
+            return issue(group, *args)
+
+        patch.setattr(TimedGroup, "_issue", noted)
+
+    def names(self) -> list[list[int]]:
+        return [dist.get_process_group_ranks(group) for group in dict.fromkeys(self.groups)]
+
+
+def step(model: Any, optimizer: Any, rank: int) -> None:
+    loss_of_tokens(model, rank, 0, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def late_groups(rank: int, patch: pytest.MonkeyPatch, replicas: int) -> tuple[list[list[int]], int, Any]:
+    """Shard and train under all plans. The ranks of the groups as `shard` first uses them; how many groups training
+    uses first; the logs."""
+    orders, late, logs = [], 0, []
+    for plan in (PLANS[1], PLANS[3]):
+        used = Used(patch)
+        mesh = init_device_mesh("cpu", (replicas, 2 // replicas)) if replicas > 1 else None
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+        assert {event.op for event in handle.comm_log.entries} <= {"exchange"}, "a warm-up is not logged"
+        orders += used.names()
+        known = set(used.groups)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        step(model, optimizer, rank)
+        late += len(set(used.groups) - known)
+        logs.append(handle.comm_log)
+    return orders, late, logs
+
+
+def test_every_communicator_exists_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(rank: int) -> Any:
+        found = late_groups(rank, monkeypatch, 1), late_groups(rank, monkeypatch, 2)
+        monkeypatch.setattr(NativeTransport, "warm_up", lambda self, axes, device: None)
+        return found, (late_groups(rank, monkeypatch, 1)[1], late_groups(rank, monkeypatch, 2)[1])
+
+    with timed_ranks("late"):
+        of_ranks = run_ranks(check, 2)
+    for one in (0, 1):
+        orders, late, logs = zip(*(found[one] for found, _ in of_ranks), strict=True)
+        assert orders[0] == orders[1] and late == (0, 0)
+        for of_plan in zip(*logs, strict=True):
+            expect_same_logs(of_plan)
+    assert all(min(control) > 0 for _, control in of_ranks), "without the warm-up, training creates communicators"
+
+
+def test_a_closed_model_leaves_its_group_to_the_next_one() -> None:
+    def check(rank: int) -> None:
+        def reduce_group(model: Any) -> tuple[zeroshard.Handle, Any]:
+            handle = zeroshard.shard(model, "zero2", units=Block)
+            step(model, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), rank)
+            return handle, handle.engine.collectives.mesh.reduce.group
+
+        first, of_first = reduce_group(make(Net))
+        second, of_second = reduce_group(make(Net))
+        assert of_first is not of_second, "two living models may reduce in another order on each rank"
+        second.close()
+        second.close()
+        number = len(dist.distributed_c10d._world.pg_names)
+        third, of_third = reduce_group(make(Net))
+        assert of_third is of_second and len(dist.distributed_c10d._world.pg_names) == number
+        first.abandon()  # after a failure: what is in flight there must not meet another model
+        third.close()
+        fourth, of_fourth = reduce_group(make(Net))
+        assert of_fourth is of_second
+        _, of_fifth = reduce_group(make(Net))
+        assert of_fifth not in (of_first, of_second)
+        assert not any(fourth.engine.collectives.mesh.made) or of_fourth in fourth.engine.collectives.mesh.made
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("timed", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+        assert reduce_group(make(Net))[1] not in (of_first, of_second, of_fifth), "a group of another world"
+
+    with timed_ranks("early"):
+        run_ranks(check, 2)
+
+
+class Bound:
+    """Stands for the default group of a world of 4 that is bound to a device."""
+
+    def __init__(self) -> None:
+        self.bound_device_id: Any = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [((0, 1, 2, 3), "cuda:0"), ((0, 2), "None")])
+def test_a_group_of_some_ranks_is_not_split_off(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], expected: str
+) -> None:
+    """`ncclCommSplit` waits for all ranks of the world, and only members create a group."""
+    default, seen = Bound(), []
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        seen.append(str(default.bound_device_id))
+        raise KeyError
+
+    monkeypatch.setattr(meshes, "_default_group", lambda: default)
+    monkeypatch.setattr(meshes, "timeout_of", lambda group, device: timedelta(seconds=1))
+    for name, value in {"get_world_size": 4, "get_backend_config": "cuda:nccl"}.items():
+        monkeypatch.setattr(dist, name, lambda *args, value=value: value)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with suppress(KeyError):
+        meshes._new_group(ranks, default, torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert seen == [expected] and str(default.bound_device_id) == "cuda:0"
+
+
+def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    cuda = SimpleNamespace(is_available=lambda: True, set_device=given.setdefault, current_device=lambda: 3)
+    monkeypatch.setattr(cuda, "set_device", lambda index: given.update(index=index))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **named: given.update(named, backend=backend))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("RANK", raising=False)
+    meshes._join(None, timedelta(seconds=7))
+    assert given["backend"] == "cpu:gloo,cuda:nccl" and given["index"] == 3
+    assert given["device_id"] == torch.device("cuda", 3) and given["timeout"] == timedelta(seconds=7)
+    assert given["pg_options"].is_high_priority_stream and given["pg_options"]._timeout == timedelta(seconds=7)
+    given.clear()
+    meshes._join("gloo", timedelta(seconds=7))
+    assert not {"device_id", "pg_options"} & given.keys()
