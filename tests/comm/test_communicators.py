@@ -70,7 +70,7 @@ def test_every_communicator_exists_before_the_first_step(monkeypatch: pytest.Mon
     def check(rank: int) -> Any:
         found = late_groups(rank, monkeypatch, 1), late_groups(rank, monkeypatch, 2)
         monkeypatch.setattr(NativeTransport, "warm_up", lambda self, axes, device: None)
-        return found, (late_groups(rank, monkeypatch, 1)[1], late_groups(rank, monkeypatch, 2)[1])
+        return found, late_groups(rank, monkeypatch, 1)[1]
 
     with timed_ranks("late"):
         of_ranks = run_ranks(check, 2)
@@ -79,7 +79,7 @@ def test_every_communicator_exists_before_the_first_step(monkeypatch: pytest.Mon
         assert orders[0] == orders[1] and late == (0, 0)
         for of_plan in zip(*logs, strict=True):
             expect_same_logs(of_plan)
-    assert all(min(control) > 0 for _, control in of_ranks), "without the warm-up, training creates communicators"
+    assert all(control > 0 for _, control in of_ranks), "without the warm-up, training creates communicators"
 
 
 def test_a_closed_model_leaves_its_group_to_the_next_one() -> None:

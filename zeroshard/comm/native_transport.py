@@ -32,7 +32,7 @@ class NativeTransport(Transport):
         # NCCL creates a communicator in the first collective of a group, and the host waits there for all its ranks:
         # in the middle of the first backward it would do so in an order that may differ between ranks.
         for group in dict.fromkeys(axis.group for axis in axes if axis.size > 1):
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True).wait()
 
     def gather(self, gather: Gather) -> Pending:
         axis, full, moved = gather.axis, gather.full, gather.portions
