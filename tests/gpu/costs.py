@@ -129,6 +129,8 @@ def syncs(checks: Checks, setting: Setting) -> None:
                     with switch():
                         found = _steady_waits(job, plan, setting.device)
                     checks.expect(f"{name}, {plan}, {exchanges}: one wait per step", found == "1", found)
+        found = _steady_waits(STEADY["fp32"], zeroshard.ZERO1, setting.device, zeroshard.LossScaler())
+        checks.expect("a loss with a scaler of its own: one wait per step", found == "1", found)
         for reader in (Reader, Lister):
             control = _steady_waits(Job(model=reader), zeroshard.DDP, setting.device)
             checks.expect(f"a {reader.__name__.lower()} is found (control)", "synchronizing" in control, control)
@@ -148,14 +150,14 @@ class Lister(Net):
         return logits * len(logits[0, 0].tolist())
 
 
-def _steady_waits(job: Job, plan: Any, device: str) -> str:
+def _steady_waits(job: Job, plan: Any, device: str, scaler: zeroshard.LossScaler | None = None) -> str:
     """How often the host waits in a step, or the error of another wait."""
     model = make(job.model)
     handle = zeroshard.shard(model, plan, units=job.units, precision=job.precision)
     optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, loss_scale=job.scale, **job.defaults)
 
     def step() -> None:
-        optimizer.backward(loss)
+        optimizer.backward(loss, scaler=scaler)
         if job.max_norm is not None:
             optimizer.clip_grad_norm_(job.max_norm)
         optimizer.step()

@@ -210,12 +210,15 @@ class LossAccount:
                 "loss.backward(), or pass loss_scale=1.0"
             )
 
-    def overflows(self) -> list[bool]:
-        """For each scaler in use, whether this rank saw its loss overflow (False if gradients were not checked)."""
+    def overflows(self) -> Tensor | None:
+        """For each scaler in use, whether this rank saw its loss overflow, bool [scalers] on the device; None if no
+        gradients were checked. The host does not wait for the device."""
         looks = [(loss.scaler, finite) for loss in self._losses for finite in loss.finite]
-        flags = torch.stack([finite for _, finite in looks]).tolist() if looks else []
-        guilty = {scaler for (scaler, _), finite in zip(looks, flags, strict=True) if not finite}
-        return [scaler in guilty for scaler in self._used]
+        if not looks:
+            return None
+        nothing = [torch.ones_like(looks[0][1])]  # for a scaler whose gradients were not checked
+        of_scalers = [[finite for scaler, finite in looks if scaler == used] or nothing for used in self._used]
+        return torch.stack([torch.stack(finite).all() for finite in of_scalers]).logical_not()
 
     def adjust(self, found_inf: bool, overflows: list[bool]) -> None:
         """Adjust every scaler in use: on its own overflow if that is known, else on `found_inf`. The arguments must be

@@ -165,7 +165,8 @@ class Agreement:
             status,
             1.0 if self.losses.weight is None else self.losses.weight,
             self._norms(gradients, norm_type, torch.float32),
-            flags + self.losses.overflows(),
+            [*flags, *[False] * len(self.losses.used)],
+            self.losses.overflows(),
         )
         control = exchange_control(collectives, contribution, self._reported, self.same)
         if control.finite or math.isinf(norm_type):

@@ -105,12 +105,14 @@ class Contribution:
     Attributes:
         weight: the sum of the weights of its losses.
         present: for each slot, whether it got a gradient; then further flags, which are set if any rank sets them.
+        on_device: bool [n], on the device: sets the last n flags as well.
     """
 
     status: Status
     weight: float
     norms: Norms
     present: Sequence[bool]
+    on_device: Tensor | None = None
 
 
 class Row(NamedTuple):
@@ -216,7 +218,7 @@ def _pack(collectives: Collectives, own: Contribution, settings: SettingsReport,
             alike.as_terms(digests).view(-1),
             _norm_terms(collectives, own.norms).view(-1),
             exact.add_exactly(numbers[-1:].view(torch.float64), torch.zeros_like(numbers[-1:]), 1).view(-1),
-            numbers[len(status) :][: len(flags)],
+            _with_flags(numbers[len(status) :][: len(flags)], own, collectives.mesh.world.size),
         ]
     )
 
@@ -272,6 +274,17 @@ def _as_counts(flags: Sequence[bool], num_ranks: int) -> list[int]:
     each = 63 // bits
     groups = [flags[start : start + each] for start in range(0, len(flags), each)]
     return [sum(1 << (bits * place) for place, flag in enumerate(group) if flag) for group in groups]
+
+
+def _with_flags(counts: Tensor, own: Contribution, num_ranks: int) -> Tensor:
+    """`_as_counts`, on the device, with the flags that are known only there."""
+    if own.on_device is None:
+        return counts
+    bits = num_ranks.bit_length()
+    places = range(len(own.present) - own.on_device.numel(), len(own.present))
+    words, shifts = zip(*(divmod(place, 63 // bits) for place in places), strict=True)
+    terms = own.on_device.to(counts.device, torch.int64) << on_device([bits * shift for shift in shifts], counts.device)
+    return counts.index_add(0, on_device(words, counts.device), terms)
 
 
 def _of_any(counts: Sequence[int], num_flags: int, num_ranks: int) -> tuple[bool, ...]:

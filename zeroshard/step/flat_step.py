@@ -196,10 +196,9 @@ class FlatStep:
 
     def _load(self, stretch: Stretch, update: Update) -> Tensor | None:
         """Give the pieces their gradients, times the factor, and main. Returns main as `_bring_main`."""
-        world, grads, cast = stretch.world, stretch.unit.grads, None
+        world, grads, dtype = stretch.world, stretch.unit.grads, stretch.unit.main.dtype
         joined = self._bring_main(stretch, self._main_scratch.allocate)
-        if stretch.is_cast:
-            cast = self._gradient_scratch.allocate(world.numel, dtype=stretch.unit.main.dtype)
+        cast = self._gradient_scratch.allocate(world.numel, dtype) if stretch.is_cast else None
         for part in in_parts(world, self._sizes.at_once):
             update.apply(grads.read(part, None if cast is None else cast[stretch.local(part)]))
         gradient = grads.read(world) if cast is None else cast
