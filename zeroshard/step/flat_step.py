@@ -210,14 +210,15 @@ class FlatStep:
         """Put the current main into the tensors of the pieces. Returns it if it is joined; None: it is where it rests.
         `new`: (numel, dtype=) -> a tensor."""
         main, world = stretch.unit.main, stretch.world
-        joined = new(world.numel, dtype=main.dtype) if stretch.is_joined else None
-        for part in in_parts(world, self._sizes.at_once) if main.follows or joined is not None else ():
-            if joined is not None:
-                main.read(part, joined[stretch.local(part)])
-            else:  # the tensors are views of main
+        if not stretch.is_joined:  # the tensors are views of main
+            for part in in_parts(world, self._sizes.at_once) if main.follows else ():
                 self._held_scratch.rewind()
-                main.follow(part, self._held_scratch.allocate(part.numel, dtype=main.weights.dtype))
-        for piece in stretch.pieces if joined is not None else ():
+                main.follow(part, self._held_scratch.allocate(part.numel, main.weights.dtype))
+            return None
+        joined = new(world.numel, dtype=main.dtype)
+        for part in in_parts(world, self._sizes.at_once):
+            main.read(part, joined[stretch.local(part)])
+        for piece in stretch.pieces:
             # Set `.data`, so that the tensor object stays: it is the key of its state in the inner optimizer.
             piece.tensor.data = joined[stretch.local(piece.world)]
         return joined
