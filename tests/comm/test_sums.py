@@ -97,12 +97,12 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     is the first of these waits.)"""
     device, waits = torch.device("meta"), []
 
-    def cpu(self: Tensor) -> Tensor:
-        waits.append(self.shape)
-        return torch.zeros(self.shape, dtype=self.dtype)
+    def to_host(numbers: Tensor) -> Tensor:
+        waits.append(numbers.shape)
+        return torch.zeros(numbers.shape, dtype=numbers.dtype)
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    monkeypatch.setattr("zeroshard.comm.collectives.to_host", to_host)
     norms = norms_of_pieces([torch.ones(5000, device=device), torch.ones(7, device=device)], 2.0)
     with pytest.raises(RuntimeError, match="meta tensors"):
         bool(torch.isfinite(norms).all())
@@ -111,7 +111,8 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     collectives.mesh = SimpleNamespace(world=axis, replicate=SimpleNamespace(rank=1), stands_for=1)
     collectives.device, collectives.log, collectives.samples = device, CommLog(), Samples(device)
     collectives.orders, collectives._name, collectives.messages = None, "a mesh", Messages(1, "a mesh")
-    own = control.Contribution(control.Status.READY, 1.0, control.Norms(norms, [0, 1], 2, 2.0), [True] * 300)
+    overflows, norms_of_groups = torch.zeros(2, dtype=torch.bool, device=device), control.Norms(norms, [0, 1], 2, 2.0)
+    own = control.Contribution(control.Status.READY, 1.0, norms_of_groups, [True] * 300, overflows)
     row = control._pack(collectives, own, SettingsReport(), None)
     assert row.shape == (control.row_numbers(2, 300, 3),) and len(row) <= ROOM
     assert row.device == device and waits == []
@@ -122,3 +123,15 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert collectives.add_up(row, control.CONTROL).shape == row.shape
     assert waits == [(PACKET,)]
     assert [event.bytes for event in collectives.log.entries] == [2 * 8 * PACKET]
+
+
+def test_flags_that_are_known_on_the_device_are_those_of_the_host() -> None:
+    """At every place in the packed counts, and for any number of ranks."""
+    for num_ranks, num_flags in ((1, 3), (2, 70), (3, 33), (8, 16), (1000, 7)):
+        for set_ones in ((False, True, True), (True, False, True), (False, False, False)):
+            own: Any = SimpleNamespace(present=[True] * num_flags + [False] * 3, on_device=torch.tensor(set_ones))
+            counts = torch.tensor(control._as_counts(own.present, num_ranks))
+            expected = control._as_counts([True] * num_flags + list(set_ones), num_ranks)
+            assert control._with_flags(counts, own, num_ranks).tolist() == expected, (num_ranks, num_flags, set_ones)
+            own.on_device = None
+            assert control._with_flags(counts, own, num_ranks) is counts
