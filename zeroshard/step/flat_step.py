@@ -13,7 +13,7 @@ operations then depends on the number of units, and not on the number of param g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.profiling import phase
-from zeroshard.layout.cuts import batches, sizes_for
+from zeroshard.layout.cuts import Sizes, batches, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, main_tensor
@@ -34,9 +34,14 @@ from zeroshard.storage.unit import Unit
 
 @dataclass(frozen=True)
 class Stretch:
-    """Pieces of one unit that lie side by side, in order."""
+    """Pieces of one unit that lie side by side, in order.
+
+    Attributes:
+        at_once: the most elements of one operation.
+    """
 
     pieces: tuple[Piece, ...]
+    at_once: int
 
     @property
     def unit(self) -> Unit:
@@ -56,9 +61,16 @@ class Stretch:
         """Whether main is joined from weights and remainder."""
         return self.unit.main.needs_scratch
 
-    def local(self, part: Interval) -> slice:
-        """A part of the full buffer, in a tensor of the whole stretch."""
-        return part.relative_to(self.world.start).slice
+    @cached_property  # like the next one read in every step
+    def places(self) -> tuple[slice, ...]:
+        """Where the pieces lie in a tensor of the whole stretch."""
+        return tuple(piece.world.relative_to(self.world.start).slice for piece in self.pieces)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Interval, slice], ...]:
+        """Parts of at most `at_once` elements: in the full buffer, and in a tensor of the whole stretch."""
+        start = self.world.start
+        return tuple((part, part.relative_to(start).slice) for part in in_parts(self.world, self.at_once))
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,7 @@ class FlatStep:
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Call another method of the class on all pieces; then set the weights from main."""
         with self.state.inner.with_options(options):
-            (every,) = _in_batches(self.state.pieces, 1 << 62)
+            (every,) = _in_batches(self.state.pieces, replace(self._sizes, batch=1 << 62))
             new = partial(torch.empty, device=self.assignment.collectives.device)
             joined = [self._bring_main(stretch, new) for stretch in every]
             result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
@@ -199,35 +211,35 @@ class FlatStep:
         world, grads, dtype = stretch.world, stretch.unit.grads, stretch.unit.main.dtype
         joined = self._bring_main(stretch, self._main_scratch.allocate)
         cast = self._gradient_scratch.allocate(world.numel, dtype) if stretch.is_cast else None
-        for part in in_parts(world, self._sizes.at_once):
-            update.apply(grads.read(part, None if cast is None else cast[stretch.local(part)]))
+        for part, place in stretch.parts:
+            update.apply(grads.read(part, None if cast is None else cast[place]))
         gradient = grads.read(world) if cast is None else cast
-        for piece in stretch.pieces:
-            piece.tensor.grad = gradient[stretch.local(piece.world)]
+        for piece, place in zip(stretch.pieces, stretch.places, strict=True):
+            piece.tensor.grad = gradient[place]
         return joined
 
     def _bring_main(self, stretch: Stretch, new: Callable[..., Tensor]) -> Tensor | None:
         """Put the current main into the tensors of the pieces. Returns it if it is joined; None: it is where it rests.
         `new`: (numel, dtype=) -> a tensor."""
-        main, world = stretch.unit.main, stretch.world
+        main = stretch.unit.main
         if not stretch.is_joined:  # the tensors are views of main
-            for part in in_parts(world, self._sizes.at_once) if main.follows else ():
+            for part, _ in stretch.parts if main.follows else ():
                 self._held_scratch.rewind()
                 main.follow(part, self._held_scratch.allocate(part.numel, main.weights.dtype))
             return None
-        joined = new(world.numel, dtype=main.dtype)
-        for part in in_parts(world, self._sizes.at_once):
-            main.read(part, joined[stretch.local(part)])
-        for piece in stretch.pieces:
+        joined = new(stretch.world.numel, dtype=main.dtype)
+        for part, place in stretch.parts:
+            main.read(part, joined[place])
+        for piece, place in zip(stretch.pieces, stretch.places, strict=True):
             # Set `.data`, so that the tensor object stays: it is the key of its state in the inner optimizer.
-            piece.tensor.data = joined[stretch.local(piece.world)]
+            piece.tensor.data = joined[place]
         return joined
 
     def _store(self, stretch: Stretch, joined: Tensor | None) -> None:
         for piece in stretch.pieces:
             piece.tensor.grad = None
-        for part in in_parts(stretch.world, self._sizes.at_once):
-            stretch.unit.main.write(part, None if joined is None else joined[stretch.local(part)])
+        for part, place in stretch.parts if stretch.unit.main.extra is not None else ():
+            stretch.unit.main.write(part, None if joined is None else joined[place])
 
     # Memory ------------------------------------------------------------------------------------------------------
 
@@ -243,7 +255,7 @@ class FlatStep:
         # Every unit must be finished exactly once, in the same order on all ranks, also if this rank has no piece of
         # it: `updated` starts a gather.
         units, done = list(self.assignment.groups), 0
-        planned = _in_batches([piece for piece in self.state.pieces if piece.active], self._sizes.batch)
+        planned = _in_batches([piece for piece in self.state.pieces if piece.active], self._sizes)
         found = []
         for of_batch, following in zip(planned, [*planned[1:], []], strict=True):
             end = units.index(following[0].unit) if following else len(units)
@@ -269,10 +281,10 @@ class FlatStep:
             scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
 
 
-def _in_batches(pieces: Sequence[Piece], limit: int) -> list[list[Stretch]]:
+def _in_batches(pieces: Sequence[Piece], sizes: Sizes) -> list[list[Stretch]]:
     """The stretches of each batch."""
     planned = []
-    for of_batch in batches([piece.world.numel for piece in pieces], limit):
+    for of_batch in batches([piece.world.numel for piece in pieces], sizes.batch):
         stretches: list[list[Piece]] = []
         for piece in pieces[of_batch.start : of_batch.stop]:
             last = stretches[-1][-1] if stretches else None
@@ -280,5 +292,5 @@ def _in_batches(pieces: Sequence[Piece], limit: int) -> list[list[Stretch]]:
                 stretches[-1].append(piece)
             else:
                 stretches.append([piece])
-        planned.append([Stretch(tuple(one)) for one in stretches])
+        planned.append([Stretch(tuple(one), sizes.at_once) for one in stretches])
     return planned
