@@ -133,15 +133,16 @@ class MainWeights:
         """After the optimizer has updated what `read` returned: set weights (and remainder) from it.
 
         Args:
-            value: the joined copy, which is overwritten; None: `read` has returned a view.
+            value: what `read` has returned; a joined copy is overwritten. None: the view.
         """
         if self.extra is None:
             return
         local = piece.relative_to(self.interval.start).slice
-        if value is not None:
+        if self.needs_scratch:
+            assert value is not None, "a joined copy"
             split_remainder(value, self.weights[local], self.extra[local])
         else:
-            self.weights[local].copy_(self.extra[local])
+            self.weights[local].copy_(self.extra[local] if value is None else value)
 
     def copy_to(self, out: Tensor) -> None:
         """Copy all of main to `out` [interval.numel], in any float dtype."""
