@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from tests.checkpoint.faults import disk_with
 from tests.patience import AT_ONCE
 from zeroshard.checkpoint import Reader, steps
 from zeroshard.cli.main import run as run_command
+from zeroshard.cli.runs import saved_run
 from zeroshard.comm import watch
+from zeroshard.comm.collectives import Collectives
+from zeroshard.planning import plan
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
+from zeroshard.train.planned import configuration_of, language_of
 from zeroshard.train.resume import Found, Position
 from zeroshard.train.run import learning_rate_factor
 
@@ -356,6 +361,28 @@ def test_the_engine_holds_what_the_page_of_the_run_says(plain: Path, capsys: pyt
     compared = re.findall(r"<td>([^<]*)</td></tr>", (out / "report.html").read_text().partition("at most: planned")[2])
     until = compared.index(next(cell for cell in compared if cell != "equal"))
     assert until >= 5, "planned and measured differ"
+
+
+@pytest.mark.by_gloo
+def test_the_plan_knows_how_the_ranks_exchange(
+    shared_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks on several machines send messages. The plan was once that of ranks that read each other's memory, and the
+    run warned about a difference."""
+    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)
+    config = tiny(shared_text, tmp_path, parallel__nproc=3, parallel__plan="zero2", schedule__steps=3)
+    run_ranks(train_rank, 3, config)
+    assert rows(tmp_path, "start")[0]["transport"] == "pairwise"
+    held = {row["engine_bytes"] for row in rows(tmp_path, "step")}
+    assert held == {row["planned_bytes"] for row in rows(tmp_path, "step")}
+    run = saved_run(tmp_path)
+    language = language_of(run.config)
+    for place in (run.place, replace(run.place, transport="shared")):
+        planned = plan(language.model, configuration_of(run.config, language, place)).at_rest.sum
+        assert (held == {planned}) == (place.transport == "pairwise"), place
+    assert run_command(["plan", "--compare", str(tmp_path)]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("the engine, between steps"))
+    assert row.split()[-2:] == ["0", "B"], row
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(plain: Path) -> None:

@@ -25,12 +25,12 @@ def compare(folder: Path) -> None:
     from zeroshard.train.planned import configuration_of, language_of
 
     language = language_of(run.config)
-    forecast = plan_one(language.model, configuration_of(run.config, language, run.ranks, run.device))
+    forecast = plan_one(language.model, configuration_of(run.config, language, run.place))
     last, parallel = run.record.last, run.config.parallel
-    click.echo(f"{folder}, step {last['step']}: {parallel.plan}, {parallel.precision}, {run.ranks} ranks")
+    click.echo(f"{folder}, step {last['step']}: {parallel.plan}, {parallel.precision}, {run.place.ranks} ranks")
     rows = list(_rows(forecast, last, run.step))
     table(("of rank 0", "planned", "measured", "difference"), [(n, *map(in_units, (p, m, m - p))) for n, p, m in rows])
-    if run.device == "cpu":
+    if run.place.device == "cpu":
         click.echo("The process has Python and its libraries, too, which are not planned: some 300 to 500 MB.")
 
 

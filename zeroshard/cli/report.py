@@ -30,7 +30,7 @@ def report(source: Path, out: Path | None, folder: Path | None, budget: int | No
         run = saved_run(source)
         from zeroshard.train.planned import facts_of_run
 
-        facts = facts_of_run(run.config, run.ranks, run.device, str(source))
+        facts = facts_of_run(run.config, run.place, str(source))
         page, out = Report(facts, run.record, budget, first_rank), out or source / PAGE
     elif source.exists():
         page = Report(read_plan(source), None, budget, first_rank)

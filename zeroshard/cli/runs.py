@@ -16,16 +16,16 @@ from zeroshard.report import RunRecord, read_run
 
 if TYPE_CHECKING:
     from zeroshard.train.config import Config
+    from zeroshard.train.planned import Place
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run. `step`: the folder of its newest checkpoint; `device`: "cpu" or "cuda"."""
+    """A run. `step`: the folder of its newest checkpoint."""
 
     record: RunRecord
     config: Config
-    ranks: int
-    device: str
+    place: Place
     step: Path | None
 
 
@@ -37,13 +37,15 @@ def saved_run(folder: Path) -> SavedRun:
     """
     record = read_run(folder)
     config, step = configuration_file(folder / "config.toml"), _saved_step(folder)
+    from zeroshard.train.planned import Place
+
     if record.starts:
-        ranks, device = record.starts[-1].ranks, record.starts[-1].device
+        last = record.starts[-1]
+        place = Place(last.ranks, last.device, last.transport)
     else:
-        ranks = config.parallel.nproc or _ranks_of(step)
         is_cuda = config.parallel.device == "cuda" or (config.parallel.device == "auto" and torch.cuda.is_available())
-        device = "cuda" if is_cuda else "cpu"
-    return SavedRun(record, config, ranks, device, step)
+        place = Place(config.parallel.nproc or _ranks_of(step), "cuda" if is_cuda else "cpu")
+    return SavedRun(record, config, place, step)
 
 
 def _saved_step(run: Path) -> Path | None:

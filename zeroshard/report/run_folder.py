@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zeroshard.comm.transport import TransportName
+from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
 from zeroshard.report.run_timeline import MeasuredStep, read_timeline
 
@@ -19,12 +21,13 @@ _NUMBERS = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "communicati
 @dataclass(frozen=True)
 class Start:
     """A start of the run's ranks. `step`: the step from which they continued; `restarts`: how often a launcher had
-    started them again by then."""
+    started them again by then; `transport`: how they exchanged buffers, None: an older version."""
 
     step: int
     ranks: int
     device: str
     restarts: int
+    transport: TransportName | None = None
 
     @property
     def words(self) -> str:
@@ -130,11 +133,16 @@ def _record(folder: Path, rows: list[Mapping[str, Any]]) -> RunRecord:
         folder,
         steps=tuple(of("step")),
         validations=tuple((int(row["step"]), _number(row["loss"])) for row in of("validation")),
-        starts=tuple(
-            Start(int(row["step"]), int(row["ranks"]), str(row["device"]), int(row["restarts"])) for row in of("start")
-        ),
+        starts=tuple(map(_start, of("start"))),
         measured=_measured(memory[0]) if memory else None,
     )
+
+
+def _start(row: Mapping[str, Any]) -> Start:
+    transport = row.get("transport")
+    if transport is not None:
+        transport_named(transport)
+    return Start(int(row["step"]), int(row["ranks"]), str(row["device"]), int(row["restarts"]), transport)
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:

@@ -27,6 +27,7 @@ from rich.console import Console
 import zeroshard
 from zeroshard.checkpoint import steps
 from zeroshard.comm import watch
+from zeroshard.comm.transport import TransportName
 from zeroshard.train.config import Config, fields, value_of
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.language import continue_text
@@ -292,7 +293,7 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
         return Summary(), []
     settings = run.config.run
     json_lines = JsonLines(run.folder / METRICS, first_step)
-    parallel, where = run.config.parallel, (run.ranks.world_size, run.ranks.device.type)
+    parallel, where = run.config.parallel, (run.ranks.world_size, run.ranks.device.type, transport_of(run))
     json_lines.on_start(StartRecord(first_step, parallel.plan, parallel.precision, *where, times_restarted()))
     summary = Summary(json_lines.validations)
     about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
@@ -301,6 +302,11 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
         watching.append(TensorBoard(run.folder / "tensorboard", first_step))
     progress = Progress(console, run.config.schedule.steps, settings.log_every, settings.log_seconds)
     return summary, [*watching, progress]
+
+
+def transport_of(run: Run) -> TransportName:
+    """How the ranks of this run exchange buffers."""
+    return run.handle.engine.collectives.transport.name
 
 
 def introduce(run: Run, found: Found | None, console: Console) -> None:
@@ -351,10 +357,11 @@ def written_report(run: Run) -> str:
     """Write the run's page. Returns a line that names it, or that says why there is none: the run itself is saved, and
     no defect of a picture may end it with an error."""
     from zeroshard.report import PAGE, Report, read_run
-    from zeroshard.train.planned import facts_of_run
+    from zeroshard.train.planned import Place, facts_of_run
 
     try:
-        facts = facts_of_run(run.config, run.ranks.world_size, run.ranks.device.type, str(run.folder))
+        place = Place(run.ranks.world_size, run.ranks.device.type, transport_of(run))
+        facts = facts_of_run(run.config, place, str(run.folder))
         return f"report {Report(facts, read_run(run.folder)).write(run.folder / PAGE)}"
     except Exception as error:
         return f"NO report was written ({type(error).__name__}: {error}); try zeroshard report {run.folder}"

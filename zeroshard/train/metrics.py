@@ -28,7 +28,7 @@ class StepRecord:
     memory_bytes: int  # allocated on the GPU; on a CPU the resident memory of the process
     peak_memory_bytes: int
     engine_bytes: int  # live buffers of the sharding engine, measured after the step
-    planned_bytes: int  # the same, as planned before the run
+    planned_bytes: int  # the same, as planned
     seconds: float
     eta_seconds: float
     data_seconds: float  # part of `seconds` in which rank 0 waited for its batches
@@ -53,6 +53,7 @@ class StartRecord:
     precision: str
     ranks: int
     device: str
+    transport: str  # how the ranks exchange buffers: "shared", "pairwise" or "native"
     restarts: int  # how often the launcher had started the ranks again
 
 

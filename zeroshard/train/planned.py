@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from zeroshard.comm.transport import TransportName
 from zeroshard.errors import InvalidValue
 from zeroshard.placement import PLANS
 from zeroshard.planning import Configuration, Workload, plan
@@ -45,32 +46,43 @@ def workload_of(config: Config, language: Language, sequences: int, tokens: int 
     return Workload(inputs, lambda model, given: language.loss(*given), num_tokens=math.prod(shape))
 
 
-def configuration_of(config: Config, language: Language, ranks: int, device: str) -> Configuration:
-    """The run on so many ranks, with its micro-batch. `device`: "cpu" or "cuda"."""
+@dataclass(frozen=True)
+class Place:
+    """Where a run's ranks are. `device`: "cpu" or "cuda"; `transport`: how they exchange buffers, None: as is usual for
+    that device."""
+
+    ranks: int
+    device: str
+    transport: TransportName | None = None
+
+
+def configuration_of(config: Config, language: Language, place: Place) -> Configuration:
+    """The run at that place, with its micro-batch."""
     batch, parallel = config.batch, config.parallel
-    sequences = batch.sequences // (ranks * batch.micro_batches)
+    sequences = batch.sequences // (place.ranks * batch.micro_batches)
     return Configuration(
         plan=parallel.plan,
-        ranks=ranks,
+        ranks=place.ranks,
         precision=parallel.precision,
         group_of=by_dimensions,
         units=language.units,
         micro_batches=batch.micro_batches,
         reduce_every_micro_batch=batch.reduce_every_micro_batch,
         loss_scales=None if config.optimizer.loss_scale is None else 1,
-        device=device,
+        device=place.device,
+        transport=place.transport,
         workload=workload_of(config, language, max(1, sequences)),
     )
 
 
-def facts_of_run(config: Config, ranks: int, device: str, name: str) -> Facts:
+def facts_of_run(config: Config, place: Place, name: str) -> Facts:
     """The facts of a run's page: its own plan first, then the others for comparison.
 
     Raises:
         ValueError: as `language_of`.
     """
     language = language_of(config)
-    own = configuration_of(config, language, ranks, device)
+    own = configuration_of(config, language, place)
     others = [name for name in PLANS if name != config.parallel.plan]
     forecasts = [plan(language.model, replace(own, plan=chosen)) for chosen in (config.parallel.plan, *others)]
-    return facts_of(name, forecasts, "cpu" if device == "cpu" else "node")
+    return facts_of(name, forecasts, "cpu" if place.device == "cpu" else "node")

@@ -9,7 +9,7 @@ and these two numbers, and a resumed run continues exactly as the uninterrupted 
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from zeroshard.loss_scale import DynamicScale
-from zeroshard.planner import plan_memory
+from zeroshard.planner import OptimizerNeeds, Topology, Training
 from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
 from zeroshard.train.flops import peak_flops
@@ -84,7 +84,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     language = ranks.together(lambda: build_language(config.model, tokenizer.vocabulary))
     model = language.model.to(ranks.device)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    planned, handle, optimizer = shard_model(config, ranks, language)
+    handle, optimizer = shard_model(config, language)
     peak = peak_flops(ranks.device, config.parallel.precision, config.run.peak_tflops)
     position = Position(0, corpus.digest) if found is None else load_run(handle, optimizer, found)
     # Not from the checkpoint: two runs that do the same steps save the same bytes.
@@ -100,7 +100,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         handle=handle,
         optimizer=optimizer,
         scheduler=make_scheduler(optimizer, config.schedule, position.updates),
-        planned_bytes=planned,
+        planned_bytes=planned_bytes(config, handle),
         numel=numel,
         peak_flops=peak and peak * ranks.world_size,
         began=time.perf_counter() - earlier,
@@ -108,27 +108,14 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     return run, found
 
 
-def shard_model(
-    config: Config, ranks: Ranks, language: Language
-) -> tuple[Mapping[str, int], zeroshard.Handle, zeroshard.ShardedOptimizer]:
-    """Shard the model as the configuration says; returns the planned bytes, too. Collective.
+def shard_model(config: Config, language: Language) -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
+    """Shard the model as the configuration says. Collective.
 
     Raises:
         UserError: the model, the plan, the precision or the optimizer's settings do not go together.
     """
     model, parallel = language.model, config.parallel
     try:
-        planned = plan_memory(
-            model,
-            parallel.plan,
-            ranks.world_size,
-            units=language.units,
-            precision=parallel.precision,
-            transport="shared" if ranks.device.type == "cpu" else "native",
-            device_type=ranks.device.type,
-            group_of=lambda name: model.get_parameter(name).dim() >= 2,  # as in make_optimizer
-            no_sync=config.batch.micro_batches > 1 and not config.batch.reduce_every_micro_batch,
-        )
         handle = zeroshard.shard(
             model,
             parallel.plan,
@@ -136,9 +123,20 @@ def shard_model(
             precision=parallel.precision,
             max_transient_bytes=parallel.max_transient_bytes,
         )
-        return planned, handle, make_optimizer(config, model)
+        return handle, make_optimizer(config, model)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def planned_bytes(config: Config, handle: zeroshard.Handle) -> dict[str, int]:
+    """The bytes of each kind that this rank will hold between steps. Planned after `shard`, because only the ranks know
+    whether they can read each other's memory."""
+    engine, batch = handle.engine, config.batch
+    needs = OptimizerNeeds(group_of=lambda name: handle.model.get_parameter(name).dim() >= 2)  # as in make_optimizer
+    topology = Topology.of(engine.collectives)
+    specs = [unit.spec for unit in engine.units]
+    training = Training.of(specs, handle.plan, topology, needs, engine.collectives.mesh.shard.rank)
+    return asdict(training.held(no_sync=batch.micro_batches > 1 and not batch.reduce_every_micro_batch))
 
 
 def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, found: Found) -> Position:
