@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,13 @@ def grid(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases with one value of each factor: all combinations, or a selection in which every pair of values occurs."""
     values = [list(factor) for factor in factors]
     return [tuple(of[i] for of, i in zip(values, case, strict=True)) for case in _chosen([len(of) for of in values])]
+
+
+def pairs_of(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """A selection in which every pair of values occurs, for factors with tens of thousands of combinations. It is
+    somewhat longer than the selection of `grid`, which looks at each combination."""
+    values = [list(factor) for factor in factors]
+    return [tuple(of[i] for of, i in zip(values, case, strict=True)) for case in _built([len(of) for of in values])]
 
 
 def at(cases: list[tuple[Any, ...]], last: Any) -> list[tuple[Any, ...]]:
@@ -44,3 +52,25 @@ def _chosen(sizes: list[int]) -> list[tuple[int, ...]]:
         chosen.append(best)
         left &= ~pairs[best]
     return sorted(chosen)
+
+
+def _built(sizes: list[int]) -> list[tuple[int, ...]]:
+    """Greedy and deterministic: each case begins with a pair that no earlier case has, and takes of every other factor
+    the value that adds most such pairs; of equal ones, the value that occurs least so far."""
+    places = [(factor, value) for factor, size in enumerate(sizes) for value in range(size)]
+    left = {(a, b) for a, b in itertools.combinations(places, 2) if a[0] != b[0]}
+    times, chosen = Counter[tuple[int, int]](), []
+    while left:
+        case = dict(min(left))
+        for factor, size in enumerate(sizes):
+            if factor not in case:
+                news = [sum(_pair((factor, v), other) in left for other in case.items()) for v in range(size)]
+                case[factor] = max(range(size), key=lambda v: (news[v], -times[factor, v]))
+        left -= {_pair(a, b) for a, b in itertools.combinations(case.items(), 2)}
+        times.update(case.items())
+        chosen.append(tuple(case[factor] for factor in range(len(sizes))))
+    return sorted(chosen)
+
+
+def _pair(a: tuple[int, int], b: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (a, b) if a < b else (b, a)

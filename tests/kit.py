@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import EVERYTHING
+from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.packets import PACKET
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
@@ -144,6 +147,18 @@ def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, m
     tokens = torch.randint(31, (4,), generator=generator).to(DEVICE)
     x, y = (torch.randint(-3, 4, (4, width), generator=generator).float().to(DEVICE) for width in (13, 29))
     return model(tokens, x, y)
+
+
+@contextmanager
+def travelling(way: str) -> Iterator[None]:
+    """Select the transport: shared memory, pairwise messages, or ("native") the backend's own collectives, as on
+    NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "shared":
+            patch.setattr(Collectives, "_try_to_share", lambda self: None)
+        if way == "native":
+            patch.setattr(Mesh, "is_pairwise", property(lambda self: False))
+        yield
 
 
 SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}

@@ -13,10 +13,10 @@ from tests import grids
 def test_every_pair_of_values_occurs(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "EVERYTHING", False)
     factors = [[f"{letter}{i}" for i in range(size)] for letter, size in zip("abcde", sizes, strict=False)]
-    cases = grids.grid(*factors)
-    for one, other in itertools.combinations(factors, 2):
-        for pair in itertools.product(one, other):
-            assert any(set(pair) <= set(case) for case in cases), pair
-    assert len(cases) <= 2 * max(len(a) * len(b) for a, b in itertools.combinations(factors, 2))
+    for cases in (grids.grid(*factors), grids.pairs_of(*factors)):
+        for one, other in itertools.combinations(factors, 2):
+            for pair in itertools.product(one, other):
+                assert any(set(pair) <= set(case) for case in cases), pair
+        assert len(cases) <= 2 * max(len(a) * len(b) for a, b in itertools.combinations(factors, 2))
     monkeypatch.setattr(grids, "EVERYTHING", True)
     assert grids.grid(*factors) == list(itertools.product(*factors))

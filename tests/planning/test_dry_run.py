@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.grids import grid
-from tests.kit import PLANS, Block, Net, make
-from tests.planning.test_plan import PRECISIONS, accumulate, expect_measured, is_matrix, without_phase
+from tests.grids import EVERYTHING, pairs_of
+from tests.kit import PLANS, SCHEDULES, Block, Net, make
+from tests.planning.models import MODELS
+from tests.planning.test_plan import LOW_BIT, PRECISIONS, accumulate, expect_measured, without_phase
+from tests.together import in_turn
 from zeroshard.planning import Configuration, dry_run
 from zeroshard.testing import run_ranks
 
 MESHES = {"2": (2, 1), "8": (8, 1), "64": (64, 1), "1024": (1024, 1), "8 x 8": (64, 8)}
-OPTIMIZERS = ("AdamW", "SGD:momentum=0.9", "Muon+AdamW")
-CASES = grid(MESHES, PLANS, PRECISIONS, OPTIMIZERS, (1, 3), ("first", "middle", "last"))
+OPTIMIZERS = ("AdamW", "SGD:momentum=0.9", "Muon+AdamW", LOW_BIT)
+PLACES = ("first", "middle", "last")
+SELECTED = pairs_of(MESHES, PLANS, PRECISIONS, OPTIMIZERS, SCHEDULES, MODELS, PLACES)
+PROVEN = ("64", "1024"), PLANS, PRECISIONS, OPTIMIZERS, SCHEDULES, MODELS, ("middle",)
 
 
 def alone(check: object) -> None:
@@ -35,32 +40,36 @@ def alone(check: object) -> None:
     run_ranks(run, 1)
 
 
-def test_a_dry_run_holds_and_sends_what_is_planned() -> None:
-    def check() -> None:
-        for mesh_name, plan, precision, optimizer, micro_batches, place in CASES:
-            ranks, replicas = MESHES[mesh_name]
-            configuration = Configuration(
-                plan=plan,
-                ranks=ranks,
-                replicas=replicas,
-                precision=PRECISIONS[precision],
-                optimizer=optimizer,
-                group_of=is_matrix,
-                units=Block,
-                micro_batches=micro_batches,
-                device="cpu",
-                transport="native",
-                rank={"first": 0, "middle": ranks // 2, "last": ranks - 1}[place],
-            )
-            try:
-                with dry_run(ranks, replicas=replicas, rank=configuration.rank) as mesh:
-                    _, handle, _ = expect_measured(configuration, mesh=mesh, non_finite="ignore")
-                    handle.close()
-            except Exception as error:
-                error.add_note(f"{mesh_name} {plan} {precision} {optimizer} {micro_batches} {place}")
-                raise
+def expect_case(case: tuple[Any, ...]) -> None:
+    """A case of `SELECTED`."""
+    mesh_name, plan, precision, optimizer, schedule, name, place = case
+    (ranks, replicas), (micro_batches, every) = MESHES[mesh_name], SCHEDULES[schedule]
+    configuration = Configuration(
+        plan=plan,
+        ranks=ranks,
+        replicas=replicas,
+        precision=PRECISIONS[precision],
+        optimizer=optimizer,
+        units=MODELS[name].units,
+        micro_batches=micro_batches,
+        reduce_every_micro_batch=every,
+        device="cpu",
+        transport="native",
+        rank={"first": 0, "middle": ranks // 2, "last": ranks - 1}[place],
+    )
+    with dry_run(ranks, replicas=replicas, rank=configuration.rank) as mesh:
+        _, handle, _ = expect_measured(MODELS[name], configuration, mesh, non_finite="ignore")
+        handle.close()
 
-    alone(check)
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("low_bit")
+@pytest.mark.parametrize("model", MODELS if EVERYTHING else [""])
+def test_a_dry_run_holds_and_sends_what_is_planned(model: str) -> None:
+    every = [*SELECTED, *(itertools.product(*PROVEN) if EVERYTHING else ())]
+    cases = [(case,) for case in every if model in ("", case[5])]
+    alone(lambda: in_turn(lambda rank, case: expect_case(case), cases)(0))
+    print(f"{len(cases)} dry runs: planned and measured are equal {model}")
 
 
 def test_another_number_of_ranks_is_not_what_is_planned() -> None:

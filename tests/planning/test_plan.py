@@ -1,13 +1,19 @@
-"""The plan equals the measurement to the byte: memory by phase, the log of a step, the files of a checkpoint."""
+"""The plan equals the measurement to the byte: memory by phase, the log of a step, the files of a checkpoint.
+
+`make test` runs a selection in which every pair of values occurs, among them every model with every optimizer, plan,
+precision, schedule, transport and number of ranks. `make test-everything` runs every combination of what
+`PROVEN` lists.
+"""
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.grids import at, grid
-from tests.kit import PLANS, SCHEDULES, Block, Net, loss_of_tokens, make
+from tests.grids import EVERYTHING, pairs_of
+from tests.kit import PLANS, SCHEDULES, Block, loss_of_tokens, make, travelling
+from tests.planning.models import FROZEN, MODELS, Experts, Planned, Tied
+from tests.together import in_turn
 from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.manifest import MAX_MANIFEST_BYTES
+from zeroshard.comm.transport import TransportName
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration, Forecast, Phase, disk, fit
 from zeroshard.precision import MixedPrecision
@@ -40,8 +49,8 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
 OPTIMIZERS: dict[str, list[Taker]] = {
     "AdamW": [(torch.optim.AdamW, {}, anything)],
     "SGD:momentum=0.9": [(torch.optim.SGD, {"momentum": 0.9}, anything)],
-    "SGD": [(torch.optim.SGD, {}, anything)],
     "Muon+AdamW": [(torch.optim.Muon, {}, is_matrix), (torch.optim.AdamW, {}, anything)],
+    "SGD": [(torch.optim.SGD, {}, anything)],
     "Adafactor": [(torch.optim.Adafactor, {}, anything)],
     "Lamb": [(zeroshard.optim.Lamb, {}, anything)],
     "SGD[embed*]:momentum=0.9+Muon+Lamb[*.norm.*]+AdamW": [
@@ -51,26 +60,29 @@ OPTIMIZERS: dict[str, list[Taker]] = {
         (torch.optim.AdamW, {}, anything),
     ],
 }
+LOW_BIT = "AdamW8bit"
 PRECISIONS: dict[str, Any] = {
     "fp32": "fp32",
     "bf16": "bf16",
     "fp16": "fp16",
     "remainder": MixedPrecision(grad=torch.bfloat16, main="remainder"),
 }
-CASES = grid(OPTIMIZERS, PRECISIONS, SCHEDULES, PLANS, (1, 2, 3))
+WAYS: tuple[TransportName, ...] = ("shared", "pairwise", "native")
+RANKS = (1, 2, 3, 4)
+
+SELECTED = pairs_of(MODELS, [*OPTIMIZERS, LOW_BIT], PRECISIONS, SCHEDULES, PLANS, WAYS, RANKS)
+PROVEN = MODELS, (*[*OPTIMIZERS][:3], LOW_BIT), PRECISIONS, SCHEDULES, PLANS, ("shared",), RANKS
+PARTS = list(itertools.product(RANKS, MODELS)) if EVERYTHING else [(ranks, "") for ranks in RANKS]
+"""Number of ranks, and model ("": all of them), of each test."""
 
 
-class Model(Net):
-    """Tied, with buffers. `frozen`: embedding and first block are frozen, and a part of a block in the middle."""
+def takers_of(optimizer: str) -> list[Taker]:
+    """The classes of an optimizer, with their options and what they take."""
+    if optimizer != LOW_BIT:
+        return OPTIMIZERS[optimizer]
+    import torchao.optim
 
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__(tied=True, blocks=4)
-        self.register_buffer("seen", torch.zeros(3))
-        self.register_buffer("hidden", torch.zeros(7), persistent=False)
-        if frozen:
-            self.embed.requires_grad_(False)
-            self.blocks[0].requires_grad_(False)
-            self.blocks[2].up.requires_grad_(False)
+    return [(torchao.optim.AdamW8bit, {}, anything)]
 
 
 def shard(
@@ -79,7 +91,7 @@ def shard(
     """Shard the model, and build its optimizer, as the configuration says."""
     chosen: dict[str, Any] = {"units": configuration.units, "precision": configuration.precision, "mesh": mesh}
     handle = zeroshard.shard(model, configuration.plan, **chosen)
-    (first, defaults, _), *_ = takers = OPTIMIZERS[str(configuration.optimizer)]
+    (first, defaults, _), *_ = takers = takers_of(str(configuration.optimizer))
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -108,24 +120,31 @@ def accumulate(
     return behind_forward
 
 
-def expect_planned(configuration: Configuration, frozen: bool = False, mesh: Any = None) -> tuple[Forecast, int]:
-    """Two steps, a save and a load. Returns the forecast, and the bytes of this rank's file."""
-    planned, handle, optimizer = expect_measured(configuration, frozen, mesh)
+def expect_planned(model: Planned, configuration: Configuration, mesh: Any = None) -> None:
+    """Two steps, a save and a load are as planned."""
+    planned, handle, optimizer = expect_measured(model, configuration, mesh)
     (folder,) = handle.engine.collectives.exchange_objects(tempfile.mkdtemp())[:1]
-    num_bytes = saved_bytes(Path(folder), handle, optimizer, planned)
-    fresh_handle, fresh = shard(make(partial(Model, frozen), seed=1), configuration, mesh)
+    expect_saved(Path(folder), handle, optimizer, planned)
+    fresh_handle, fresh = shard(make(model.build, seed=1), configuration, mesh)
     zeroshard.load(folder, fresh_handle, fresh)
     assert fresh_handle.memory() == vars(planned.phases["load"].held)
-    return planned, num_bytes
+    zeroshard.wait_for_all()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def expect_measured(
-    configuration: Configuration, frozen: bool = False, mesh: Any = None, **options: Any
+    of: Planned,
+    configuration: Configuration,
+    mesh: Any = None,
+    trained: Callable[[], nn.Module] | None = None,
+    **options: Any,
 ) -> tuple[Forecast, zeroshard.Handle, zeroshard.ShardedOptimizer]:
-    """Two steps: the memory of each phase, and the log of the second step, are as planned."""
+    """Two steps: the memory of each phase, and the log of the second step, are as planned. `trained`: another model
+    than the one that is planned."""
+    configuration = replace(configuration, units=of.units, group_of=is_matrix)
     with torch.device("meta"):
-        planned = zeroshard.plan(Model(frozen), configuration)
-    model = make(partial(Model, frozen))
+        planned = zeroshard.plan(of.build(), configuration)
+    model = make(trained or of.build)
     phases: dict[str, Phase] = dict(planned.phases)
     handle, optimizer = shard(model, configuration, mesh, **options)
     assert handle.memory() == vars(phases["init"].held)
@@ -157,8 +176,9 @@ def without_phase(events: Any) -> Counter[Any]:
     return counted
 
 
-def saved_bytes(folder: Path, handle: Any, optimizer: Any, planned: Forecast) -> int:
-    """The size of the rank's file is as planned, up to the text of random states; a save does not change `memory()`."""
+def expect_saved(folder: Path, handle: Any, optimizer: Any, planned: Forecast) -> None:
+    """The size of the rank's file is as planned, up to the text of random states, and that of all files within the size
+    of the manifest; a save does not change `memory()`."""
     before = handle.memory()
     zeroshard.save(folder, handle, optimizer, step=1)
     assert handle.memory() == before == vars(planned.phases["save"].held)
@@ -173,34 +193,37 @@ def saved_bytes(folder: Path, handle: Any, optimizer: Any, planned: Forecast) ->
     # Random states are texts, so sizes and offsets may have a digit more or less.
     assert abs(manifest.files[rank].index_bytes - planned.index_bytes) <= 40
     assert abs(len(manifest.encode()) - planned.manifest_bytes) <= 16 * planned.configuration.ranks
-    return on_disk
+
+
+def expect_case(rank: int, of: tuple[Any, ...]) -> None:
+    """A case of `SELECTED` on this rank."""
+    name, optimizer, precision, schedule, plan, way, ranks = of
+    micro_batches, every = SCHEDULES[schedule]
+    configuration = Configuration(
+        plan=plan,
+        ranks=ranks,
+        precision=PRECISIONS[precision],
+        optimizer=optimizer,
+        units=MODELS[name].units,
+        micro_batches=micro_batches,
+        reduce_every_micro_batch=every,
+        device="cpu",
+        transport=way,
+        rank=rank,
+    )
+    with travelling(way):
+        expect_planned(MODELS[name], configuration)
 
 
 @pytest.mark.by_gloo
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_planned_is_measured(num_ranks: int) -> None:
-    def check(rank: int) -> None:
-        for optimizer, precision, schedule, plan in at(CASES, num_ranks):
-            micro_batches, every = SCHEDULES[schedule]
-            configuration = Configuration(
-                plan=plan,
-                ranks=num_ranks,
-                precision=PRECISIONS[precision],
-                optimizer=optimizer,
-                group_of=is_matrix,
-                units=Block,
-                micro_batches=micro_batches,
-                reduce_every_micro_batch=every,
-                device="cpu",
-                rank=rank,
-            )
-            try:
-                expect_planned(configuration)
-            except Exception as error:
-                error.add_note(f"{plan} {precision} {optimizer} {schedule}")
-                raise
-
-    run_ranks(check, num_ranks)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("low_bit")
+@pytest.mark.parametrize(("num_ranks", "model"), PARTS)
+def test_planned_is_measured(num_ranks: int, model: str) -> None:
+    every = [*SELECTED, *(itertools.product(*PROVEN) if EVERYTHING else ())]
+    cases = [case for case in every if case[-1] == num_ranks and model in ("", case[0])]
+    run_ranks(in_turn(expect_case, [(case,) for case in cases]), num_ranks, timeout=3600)
+    print(f"{len(cases)} configurations on {num_ranks} ranks: planned and measured are equal {model}")
 
 
 @pytest.mark.by_gloo
@@ -209,10 +232,8 @@ def test_what_is_frozen_is_planned() -> None:
 
     def check(rank: int) -> None:
         for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
-            configuration = Configuration(
-                plan=plan, ranks=2, group_of=is_matrix, units=Block, micro_batches=2, device="cpu", rank=rank
-            )
-            expect_planned(configuration, frozen=True)
+            configuration = Configuration(plan=plan, ranks=2, units=Block, micro_batches=2, device="cpu", rank=rank)
+            expect_planned(FROZEN, configuration)
 
     run_ranks(check, 2)
 
@@ -221,21 +242,41 @@ def test_what_is_frozen_is_planned() -> None:
 def test_replicas_are_planned() -> None:
     def check(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for plan, optimizer in ((zeroshard.ZERO3, "AdamW"), (zeroshard.ZERO1, "Muon+AdamW")):
+        for name, plan, optimizer in (
+            ("tied", zeroshard.ZERO3, "AdamW"),
+            ("experts", zeroshard.ZERO1, "Muon+AdamW"),
+            ("LoRA", zeroshard.ZERO2, "AdamW"),
+        ):
             configuration = Configuration(
-                plan=plan,
-                ranks=4,
-                replicas=2,
-                precision="bf16",
-                optimizer=optimizer,
-                group_of=is_matrix,
-                units=Block,
-                device="cpu",
-                rank=rank,
+                plan=plan, ranks=4, replicas=2, precision="bf16", optimizer=optimizer, device="cpu", rank=rank
             )
-            expect_planned(configuration, mesh=mesh)
+            expect_planned(MODELS[name], configuration, mesh)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.by_gloo
+def test_what_is_not_planned_is_noticed() -> None:
+    """The checks can fail: with an expert more, with a head that trains beside the adapters, with another transport."""
+
+    def with_experts() -> nn.Module:
+        model = MODELS["experts"].build()
+        model.blocks.append(Experts(fused=True))
+        return model
+
+    def with_head() -> nn.Module:
+        model = MODELS["LoRA"].build()
+        model.head.requires_grad_(True)
+        return model
+
+    def check(rank: int) -> None:
+        cases = ("experts", with_experts, "pairwise"), ("LoRA", with_head, "pairwise"), ("tied", None, "shared")
+        for name, trained, planned in cases:
+            configuration = Configuration(plan="zero3", ranks=2, device="cpu", transport=planned, rank=rank)
+            with travelling("pairwise"), pytest.raises(AssertionError):
+                expect_measured(MODELS[name], configuration, trained=trained)
+
+    run_ranks(check, 2)
 
 
 # Without ranks --------------------------------------------------------------------------------------------------------
@@ -266,7 +307,7 @@ def test_many_ranks_and_large_models_take_no_time() -> None:
 
 def test_headers_of_many_ranks_are_taken_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
-        model = Model()
+        model = Tied()
     options = Configuration(plan="zero1", ranks=6, replicas=2, optimizer="Muon+AdamW", units=Block, device="cpu")
     exact = zeroshard.plan(model, options).checkpoint_bytes
     monkeypatch.setattr(disk, "FILES_PLANNED", 0)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -21,10 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
-from tests.kit import PLANS, State, plans_of, same_bits
-from zeroshard.comm.collectives import Collectives
+from tests.kit import PLANS, State, plans_of, same_bits, travelling
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.messages import Messages
 from zeroshard.layout.interval import round_up
 from zeroshard.layout.layout import SLOT_ALIGNMENT
@@ -123,18 +120,6 @@ def expect_alike(rank: int, run: Callable[[int, Any], dict[str, Tensor]]) -> Non
     torch.set_default_dtype(torch.float64)
     found = [run(rank, plan) for plan in PLANS]
     assert all(same_bits(state, found[0]) for state in found)
-
-
-@contextmanager
-def travelling(way: str) -> Iterator[None]:
-    """Select the transport: shared memory, pairwise messages, or ("native") the backend's own collectives, as on
-    NCCL."""
-    with pytest.MonkeyPatch.context() as patch:
-        if way != "shared":
-            patch.setattr(Collectives, "_try_to_share", lambda self: None)
-        if way == "native":
-            patch.setattr(Mesh, "is_pairwise", property(lambda self: False))
-        yield
 
 
 PRECISIONS = (None, "bf16", MixedPrecision(reduce=torch.bfloat16))

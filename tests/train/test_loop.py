@@ -25,7 +25,6 @@ from zeroshard.cli.main import run as run_command
 from zeroshard.cli.runs import saved_run
 from zeroshard.comm import watch
 from zeroshard.comm.collectives import Collectives
-from zeroshard.planning import plan
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
@@ -378,7 +377,7 @@ def test_the_plan_knows_how_the_ranks_exchange(
     run = saved_run(tmp_path)
     language = language_of(run.config)
     for place in (run.place, replace(run.place, transport="shared")):
-        planned = plan(language.model, configuration_of(run.config, language, place)).at_rest.sum
+        planned = zeroshard.plan(language.model, configuration_of(run.config, language, place)).at_rest.sum
         assert (held == {planned}) == (place.transport == "pairwise"), place
     assert run_command(["plan", "--compare", str(tmp_path)]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("the engine, between steps"))
