@@ -34,6 +34,19 @@ def test_compute_and_messages_by_hand() -> None:
     assert found.total == found.compute + found.update + found.exposed
 
 
+def test_the_update_reads_and_writes_the_part_of_this_rank() -> None:
+    """Gradients once; main, the moments, and weights that are main twice; weights that follow main once."""
+    machine = Machine(flops=1e9, memory=1e6, latency=0.0, bandwidth=1e6)
+    elements = 4 * UNIT
+    for plan, precision, of_element in (
+        ("ddp", "fp32", 4 + 2 * (4 + 8)),
+        ("zero1", "fp32", (4 + 2 * (4 + 8)) / 4),
+        ("zero3", "bf16", (4 + 2 * (4 + 8) + 2) / 4),
+        ("zero2", "bf16-remainder", (4 + 2 * (2 + 2 + 8)) / 4),
+    ):
+        assert time(plan, machine, precision=precision).update == pytest.approx(elements * of_element / 1e6), plan
+
+
 def test_what_nothing_hides() -> None:
     """Where messages take longer than the computation, only the time of the computation hides them. In any case the
     first gather, the last reduction and the control exchange of the step (6 kB) are exposed."""

@@ -199,9 +199,21 @@ def _runs(training: Training, machine: Machine, tokens: int, micro_batches: int,
 
 
 def _bytes_of_update(training: Training) -> int:
-    """Bytes that a step reads and writes: gradients once, main and state twice, weights once."""
-    held = training.held(peak=True)
-    return held.grads + 2 * (held.main + held.state) + held.weights
+    """Bytes that a step reads and writes: of the part of main that this rank updates, gradients once, main and state
+    twice, and weights once that are written after main."""
+    total = 2 * training.stepped().state
+    for unit in training.units:
+        if unit.spec.trainable:
+            precision, weight = unit.spec.precision, unit.spec.weight_dtype.itemsize
+            of_element = precision.grad.itemsize + weight
+            if precision.weights_are_main:
+                of_element += weight
+            elif precision.main == "remainder":
+                of_element += weight + 2 * 2  # main is joined from both, and split again
+            else:
+                of_element += 2 * precision.main_dtype.itemsize
+            total += unit.main_part(training.rank).numel * of_element
+    return total
 
 
 @dataclass(frozen=True)

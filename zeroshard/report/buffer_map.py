@@ -20,7 +20,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.placement import PARTIAL, SHARDED
 from zeroshard.report.facts import Planned, UnitMap
-from zeroshard.report.svg import LETTER, Scale, element, escaped, label, picture, rect
+from zeroshard.report.svg import LETTER, Legend, Scale, element, escaped, label, picture, rect
 
 COLOURS = 10
 """Parameters get as many colours, in turn."""
@@ -264,7 +264,14 @@ def _range(interval: Interval) -> str:
     return f"[{interval.start:,}, {interval.stop:,})"
 
 
-def legend(unit: UnitMap, most: int = 24) -> str:
+def legend(unit: UnitMap) -> Legend:
+    """The parameters of the picture as a file. (A small buffer has their names below it.)"""
+    slots = unit.layout.slots if unit.layout.numel > ELEMENTWISE else ()
+    found = [(f"p{index % COLOURS}", slot.name) for index, slot in enumerate(slots)]
+    return [*found, ("padding", "padding")] if found else []
+
+
+def buttons(unit: UnitMap, most: int = 24) -> str:
     """The parameters with their colours; a click zooms to one."""
     entries = []
     for index, slot in enumerate(unit.layout.slots[:most]):

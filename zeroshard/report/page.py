@@ -9,14 +9,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from zeroshard.planning.fit import in_units
-from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, time_lanes
+from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, svg, time_lanes
 from zeroshard.report.facts import Facts, Planned, UnitMap
 from zeroshard.report.run_curves import Chart
 from zeroshard.report.run_folder import RunRecord
-from zeroshard.report.svg import element, escaped, table
+from zeroshard.report.svg import Legend, element, escaped, legend, table
 
-WIDE, NARROW, HALF = 1100, 350, 540
-"""Pixels of the pictures: on a page of 1,280 pixels, on a phone, and two in a row."""
+WIDE, NARROW, HALF, FILE = 1100, 350, 540, 800
+"""Pixels of the pictures: on a page of 1,280 pixels, on a phone, two in a row, and as a file of its own."""
 MOST_CELLS = 6_000
 """Cells of all buffer maps of a page, which limit its size."""
 MOST_MAPS = 48
@@ -34,6 +34,20 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def _file(name: str) -> str:
     return (files("zeroshard.report") / name).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a page. `draw`: draws it for a width; `heading` and `legend`: of the picture as a file. (On a page
+    they are text beside it.)"""
+
+    draw: Callable[[int], str]
+    heading: str
+    legend: Legend = ()
+
+    @property
+    def file(self) -> str:
+        return alone(self.draw(FILE), self.heading, self.legend)
 
 
 @dataclass(frozen=True)
@@ -59,9 +73,9 @@ class Report:
         """Write each picture as an SVG file of its own into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, draw in self.pictures.items():
+        for name, picture in self.pictures.items():
             path = folder / f"{name}.svg"
-            path.write_text(alone(draw(WIDE)), encoding="utf-8")
+            path.write_text(picture.file, encoding="utf-8")
             written.append(path)
         return written
 
@@ -75,26 +89,36 @@ class Report:
         return MOST_CELLS // max(1, sum(min(MOST_MAPS, len(planned.maps)) for planned in self._detailed))
 
     @cached_property
-    def pictures(self) -> dict[str, Callable[[int], str]]:
-        """Name -> draws the picture for a width. The names are those of the SVG files."""
-        found: dict[str, Callable[[int], str]] = {}
-        if self.run is not None:
-            if self.run.timeline is not None:
-                found["run-time"] = _bound(time_lanes.draw_measured, self.run.timeline)
-            for chart in self._charts:
-                found[f"run-{'-'.join(_words(chart.title))}"] = _bound(run_curves.draw, chart, self.run)
+    def pictures(self) -> dict[str, Picture]:
+        """Name -> picture. The names are those of the SVG files."""
+        found: dict[str, Picture] = {} if self.run is None else dict(self._pictures_of(self.run))
         measured = None if self.run is None else self.run.measured
         for number, planned in enumerate(self._detailed):
-            name = f"{number}-{planned.plan}-" if len(self._detailed) > 1 else ""
-            found[f"{name}memory"] = _bound(_stacked, planned, self.budget, measured)
-            found[f"{name}flow"] = _bound(step_flow.draw, planned)
+            name, of = (f"{number}-{planned.plan}-" if len(self._detailed) > 1 else ""), planned.title
+            draw = _bound(_stacked, planned, self.budget, measured)
+            words = "; lines: measured" if measured is not None else ""
+            heading = f"Memory of one rank over one step: {of}{words}"
+            found[f"{name}memory"] = Picture(draw, heading, stacked.legend(planned))
+            found[f"{name}flow"] = Picture(_bound(step_flow.draw, planned), f"The flow of a step: {of}")
             if planned.timeline is not None:
-                found[f"{name}time"] = _bound(time_lanes.draw, planned.timeline)
+                heading = f"One step in time, by a model of the machine “{planned.timeline.machine}”: {of}"
+                found[f"{name}time"] = Picture(_bound(time_lanes.draw, planned.timeline), heading, time_lanes.LEGEND)
             for index, unit in enumerate(planned.maps[:MOST_MAPS]):
-                ranks = self._ranks(planned, unit)
-                found[f"{name}map-{index}"] = _bound(buffer_map.draw, unit, buffer_map.rows(planned, unit), ranks)
-        found["ranks"] = _bound(_against_ranks, self.facts, self.budget)
+                draw = _bound(buffer_map.draw, unit, buffer_map.rows(planned, unit), self._ranks(planned, unit))
+                heading = f"Weights, gradients and main weights of {unit.title}: {of}"
+                found[f"{name}map-{index}"] = Picture(draw, heading, buffer_map.legend(unit))
+        heading = "Bytes per rank against the number of ranks; full: at most in a step, dashed: between steps"
+        found["ranks"] = Picture(_bound(_against_ranks, self.facts, self.budget), heading)
         return found
+
+    def _pictures_of(self, run: RunRecord) -> Iterator[tuple[str, Picture]]:
+        if run.timeline is not None:
+            heading = "One step in time, as rank 0 has recorded it"
+            yield "run-time", Picture(_bound(time_lanes.draw_measured, run.timeline), heading, time_lanes.LEGEND)
+        for chart in self._charts:
+            name = f"run-{'-'.join(_words(chart.title))}"
+            heading = f"{chart.title[0].upper()}{chart.title[1:]}, against steps"
+            yield name, Picture(_bound(run_curves.draw, chart, run), heading, run_curves.legend(chart))
 
     @property
     def _charts(self) -> list[Chart]:
@@ -153,7 +177,7 @@ class Report:
             self._figure(
                 f"run-{'-'.join(_words(chart.title))}",
                 chart.title,
-                below=run_curves.legend(chart) + run_curves.says(chart, run),
+                below=legend(run_curves.legend(chart)) + run_curves.says(chart, run),
                 wide=HALF,
             )
             for chart in self._charts
@@ -181,7 +205,7 @@ class Report:
             note = (
                 "Activations are what autograd saves, in the last micro-batch; memory inside kernels is not included. "
             )
-        below = stacked.says(planned) + stacked.legend(planned) + element("p", note, class_="note")
+        below = stacked.says(planned) + legend(stacked.legend(planned)) + element("p", note, class_="note")
         if measured is not None:
             words = f"Black lines: measured at the end of a phase, in step {measured.step}."
             below += element("p", words, class_="note") + table(stacked.AGAINST, stacked.against(planned, measured))
@@ -199,7 +223,7 @@ class Report:
             seconds = _median([row.get("seconds") for row in self.run.steps])
             share = _median([row.get("communication_share") for row in self.run.steps])
             note += f" Measured in this run: {time_lanes.seconds(seconds)} a step, {share:.0%} of it in collectives."
-        below = time_lanes.legend() + table(("part", "time"), time_lanes.rows(planned.timeline))
+        below = legend(time_lanes.LEGEND) + table(("part", "time"), time_lanes.rows(planned.timeline))
         picture = self._figure(f"{name}time", "", below=below + element("p", escaped(note), class_="note"))
         if self.run is not None and self.run.timeline is not None:
             rows = table(("part", "time"), time_lanes.measured_rows(self.run.timeline))
@@ -219,7 +243,7 @@ class Report:
                 f"{name}map-{index}",
                 "",
                 above=_ZOOM,
-                below=buffer_map.legend(unit) + _folded("ranges of every shard", listed, is_open=len(rows) <= 24),
+                below=buffer_map.buttons(unit) + _folded("ranges of every shard", listed, is_open=len(rows) <= 24),
             )
             numel = f"{unit.layout.numel:,} elements, {unit.layout.shard_numel:,} in a shard"
             few = f"; ranks {ranks[0]} to {ranks[-1]} of {planned.num_shards} (others: zeroshard report --first-rank)"
@@ -233,18 +257,15 @@ class Report:
         return element("p", intro, class_="note") + _choose("unit", choices)
 
     def _figure(self, name: str, title: str, *, below: str = "", above: str = "", wide: int = WIDE) -> str:
-        draw = self.pictures[name]
+        draw = self.pictures[name].draw
         sizes = element("div", draw(wide), class_="wide") + element("div", draw(NARROW), class_="narrow")
         caption = element("figcaption", escaped(title)) if title else ""
         return element("figure", caption, above, sizes, below, id=name)
 
 
-def alone(drawn: str) -> str:
-    """A picture as a file of its own: with its styles and patterns."""
-    begin = drawn.index(">") + 1
-    sheet = element("rect", width="100%", height="100%", class_="sheet")
-    inside = f"<style>{_file('picture.css')}</style><defs>{_HATCH}</defs>{sheet}"
-    return drawn[:begin] + inside + drawn[begin:] + "\n"
+def alone(drawn: str, heading: str = "", entries: Legend = ()) -> str:
+    """A picture as a file of its own."""
+    return svg.alone(drawn, _file("picture.css"), _HATCH, heading=heading, entries=entries)
 
 
 _ZOOM = element(

@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroshard.planning.fit import in_units
 from zeroshard.report.run_folder import RunRecord
-from zeroshard.report.svg import Scale, data, element, label, line, log_ticks, picture, ticks, title
+from zeroshard.report.svg import Legend, Scale, data, element, label, line, log_ticks, picture, ticks, title
 
 MOST_POINTS = 400
 
@@ -213,11 +213,9 @@ def says(chart: Chart, run: RunRecord) -> str:
     return data({"at": [round(across(row["step"]), 5) for row in chosen], "says": words})
 
 
-def legend(chart: Chart) -> str:
-    if len(chart.shown) < 2:
-        return ""
-    chips = (f"{element('span', class_=f'chip {_dot(series)}')}{series.name}" for series in chart.shown)
-    return element("ul", *(element("li", chip) for chip in chips), class_="legend")
+def legend(chart: Chart) -> Legend:
+    """The curves, if there are several."""
+    return [(_dot(series), series.name) for series in chart.shown] if len(chart.shown) > 1 else []
 
 
 def events_in_words(run: RunRecord) -> str:

@@ -9,7 +9,7 @@ from zeroshard.planner import Bytes
 from zeroshard.planning.fit import KINDS_IN_WORDS, in_units
 from zeroshard.report.facts import Planned
 from zeroshard.report.run_folder import Measured
-from zeroshard.report.svg import Scale, data, element, label, line, picture, ticks
+from zeroshard.report.svg import Legend, Scale, data, element, label, line, picture, ticks
 
 KINDS = ("weights", "main", "state", "scalars", "grads", "ring", "buckets", "scratch", "activations")
 """From the bottom to the top: first what is held all the time."""
@@ -138,10 +138,9 @@ def says(planned: Planned) -> str:
     return data({"edges": [round(edge, 5) for edge in edges], "says": [column.says for column in found]})
 
 
-def legend(planned: Planned) -> str:
-    found = columns(planned)
-    chips = (f"{element('span', class_=f'chip k-{kind}')}{WORDS[kind]}" for kind in reversed(used(found)))
-    return element("ul", *(element("li", chip) for chip in chips), class_="legend")
+def legend(planned: Planned) -> Legend:
+    """The kinds of bytes, from the top."""
+    return [(f"k-{kind}", WORDS[kind]) for kind in reversed(used(columns(planned)))]
 
 
 def against(planned: Planned, measured: Measured) -> Iterator[tuple[object, ...]]:

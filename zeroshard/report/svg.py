@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 LETTER = 6.6
 """Width of a letter in pixels, at the size of the labels in a picture: labels that do not fit are left out."""
+Legend = Sequence[tuple[str, str]]
+"""Of each kind of thing in a picture: its classes, and its name."""
 
 
 def element(name: str, *content: str, **attributes: object) -> str:
@@ -56,6 +59,37 @@ def picture(width: float, height: float, body: Iterable[str], name: str, **attri
     box = f"0 0 {shown(width)} {shown(height)}"
     space = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": box, "role": "img", "aria_label": name}
     return element("svg", "\n", "\n".join(body), "\n", **space, **attributes)
+
+
+def legend(entries: Legend) -> str:
+    """The legend beside a picture on a page; "" if there is none."""
+    chips = (element("li", f"{element('span', class_=f'chip {class_}')}{escaped(words)}") for class_, words in entries)
+    return element("ul", *chips, class_="legend") if entries else ""
+
+
+def alone(drawn: str, style: str, defs: str, *, heading: str = "", entries: Legend = ()) -> str:
+    """A picture as a file of its own, with its heading and legend above it, and without what a page's script reads."""
+    drawn = re.sub(r'<text[^>]* opacity="0"[^>]*>[^<]*</text>\n?| (?:data-[\w-]+)="[^"]*"', "", drawn)
+    found = re.match(r'<svg xmlns="[^"]*" viewBox="0 0 ([\d.]+) ([\d.]+)" role="img" aria-label="([^"]*)"', drawn)
+    assert found is not None, "made by `picture`"
+    width, height, name = float(found[1]), float(found[2]), html.unescape(found[3])
+    above, top = _above(heading, entries, width)
+    inner = f'<svg y="{shown(top)}" width="{found[1]}" height="{found[2]}" viewBox="0 0 {found[1]} {found[2]}"'
+    sheet = element("rect", width="100%", height="100%", class_="sheet")
+    body = [f"<style>{style}</style><defs>{defs}</defs>{sheet}", *above, inner + drawn[found.end() :]]
+    return picture(width, top + height, body, heading or name) + "\n"
+
+
+def _above(heading: str, entries: Legend, width: float) -> tuple[list[str], float]:
+    """Heading and legend, and the height that they take."""
+    found, x, y = ([label(8, 22, heading, "heading")] if heading else []), 8.0, 40.0
+    for class_, words in entries:
+        room = 34 + LETTER * len(words)
+        if x + room > width and x > 8:
+            x, y = 8.0, y + 18
+        found += [rect(x, y - 2, 11, 11, f"span {class_}"), label(x + 16, y + 8, words, "quiet")]
+        x += room
+    return found, y + 18 if entries else 30.0 if heading else 0.0
 
 
 def data(values: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from zeroshard.planning.time_model import Span
 from zeroshard.report.facts import Timeline
 from zeroshard.report.run_timeline import MeasuredStep
-from zeroshard.report.svg import Scale, element, label, line, picture, ticks, title
+from zeroshard.report.svg import Legend, Scale, element, label, line, picture, ticks, title
 
 LANES = {
     "compute": "computation",
@@ -92,16 +92,14 @@ def seconds(value: float) -> str:
     raise AssertionError
 
 
-def legend() -> str:
-    entries = [
-        ("l-compute f-forward", "forward"),
-        ("l-compute f-backward", "backward"),
-        ("l-compute f-step", "update"),
-        ("l-gathers f-forward", "gathers"),
-        ("l-reductions f-backward", "reductions"),
-        ("l-waits", "waits: messages are exposed"),
-    ]
-    return element("ul", *(element("li", element("span", class_=f"chip {c}"), w) for c, w in entries), class_="legend")
+LEGEND: Legend = (
+    ("l-compute f-forward", "forward"),
+    ("l-compute f-backward", "backward"),
+    ("l-compute f-step", "update"),
+    ("l-gathers f-forward", "gathers"),
+    ("l-reductions f-backward", "reductions"),
+    ("l-waits", "waits: messages are exposed"),
+)
 
 
 def measured_rows(step: MeasuredStep) -> Iterator[tuple[str, str]]:
