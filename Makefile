@@ -96,7 +96,8 @@ test-everything: $(STAMP)
 		tests/step/test_norms.py tests/outside/test_fully_shard_precision.py \
 		tests/outside/test_fully_shard_compose.py tests/outside/test_sharded_ddp.py \
 		tests/runtime/test_freezing.py tests/runtime/test_accumulation.py tests/runtime/test_backward_threads.py \
-		tests/real_models/test_finetuning.py
+		tests/real_models/test_finetuning.py tests/planning/test_plan.py tests/planning/test_dry_run.py \
+		tests/planning/test_whole_model.py tests/documents/test_will_it_fit.py
 
 test-hosts: $(STAMP)
 	$(BIN)/python -m pytest -m hosts -s tests/hosts

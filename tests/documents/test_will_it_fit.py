@@ -1,5 +1,5 @@
-"""docs/will-it-fit.md: fourteen questions, each with a command that runs. (`make test-everything` also compares the
-answers, with the model of the page, which takes a minute.)"""
+"""docs/will-it-fit.md: fourteen questions, each with a command that runs, and two large models. (`make test-everything`
+also compares the answers, with the models of the page, which takes a minute.)"""
 
 from __future__ import annotations
 
@@ -16,6 +16,25 @@ from tests.house.pages import DOCS
 
 PAGE = (DOCS / "will-it-fit.md").read_text(encoding="utf-8")
 QUESTIONS = re.findall(r"^## (\d+)\. .*?\?\n\n    zeroshard (.*?)\n\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+
+
+LARGE = re.findall(
+    r"Save it as `(.*?)`:.*?```json\n(.*?)```\n\n    zeroshard (.*?)\n\n(.*?)\n\n\w", PAGE + "\n\nEnd", re.DOTALL
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of transformers
+@pytest.mark.skipif(not EVERYTHING, reason="takes half a minute: make test-everything")
+def test_the_tables_of_large_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    assert [name for name, *_ in LARGE] == ["llama-70b.json", "moe-400b.json"]
+    for name, config, command, table in LARGE:
+        Path(name).write_text(config)
+        found = said(capsys, *command.split())
+        assert [line.strip() for line in found.splitlines()] == [line.strip() for line in table.splitlines()]
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of transformers
