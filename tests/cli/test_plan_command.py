@@ -112,6 +112,8 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert recomputed["whole_peak"] < usual["whole_peak"] and usual["whole_peak"] > usual["phases"]["step"]["together"]
     text = said(capsys, *arguments, "--fit", "1GB", "--device", "cpu")
     assert "recomputed" in text and "4 of 4 fit into 1.00 GB" in text
+    text = said(capsys, *arguments, "--fit", "70kB", "--device", "cpu")
+    assert {line.split()[-1] for line in text.splitlines()} and "micro-batches" in text
     for wrong, message in (
         ((NET, "--batch", "4"), "add --inputs module:function"),
         ((NET, "--machine", "node"), "are about a batch: add --batch"),

@@ -4,6 +4,7 @@ of the allocator closely."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,6 +170,25 @@ def test_what_fits_with_activations() -> None:
     assert found[0].forecast.configuration.workload.recompute  # type: ignore[union-attr]
     assert found[1].spare == with_recompute.whole_peak - without.whole_peak
     assert "activations" in found[1].reason
+
+
+def test_smaller_micro_batches_are_tried_until_they_fit() -> None:
+    with torch.device("meta"):
+        model = Model()
+
+    def workload(sequences: int) -> Workload:
+        return Workload(lambda: torch.ones(sequences, LENGTH, dtype=torch.long), loss_of, recompute=True)
+
+    given = Configuration(plan="zero3", ranks=8, units=Wide, device="cpu", workload=workload(BATCH))
+    splits = [(number, workload(BATCH // number)) for number in (2, 4, 8)]
+    of = {n: zeroshard.plan(model, replace(given, micro_batches=n, workload=one)).whole_peak for n, one in splits}
+    whole = zeroshard.plan(model, given).whole_peak
+    assert whole > of[2] > of[4] > of[8]
+    for budget, expected in ((whole, [1]), (whole - 1, [2, 1]), (of[4], [4, 2, 1]), (of[8] - 1, [8, 4, 2, 1])):
+        found = fit(model, budget, given, plans=["zero3"], splits=splits)
+        assert [one.forecast.configuration.micro_batches for one in found] == expected
+        assert [one.fits for one in found] == [budget >= of[8] and n == 0 for n in range(len(found))]
+        assert all(one.forecast.configuration.workload.recompute for one in found)  # type: ignore[union-attr]
 
 
 def test_a_model_that_looks_at_values_is_refused_and_left_as_it_was() -> None:

@@ -122,6 +122,7 @@ def accumulate(
 
 def expect_planned(model: Planned, configuration: Configuration, mesh: Any = None) -> None:
     """Two steps, a save and a load are as planned."""
+    configuration = replace(configuration, units=model.units, group_of=is_matrix)
     planned, handle, optimizer = expect_measured(model, configuration, mesh)
     (folder,) = handle.engine.collectives.exchange_objects(tempfile.mkdtemp())[:1]
     expect_saved(Path(folder), handle, optimizer, planned)

@@ -25,7 +25,7 @@ from zeroshard.report import facts_of, write_plan
 _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
 _WITH_ACTIVATIONS = ("inputs", "activations", "in all")
-_RECOMPUTED = ("recomputed",)
+_RUN = ("recomputed", "micro-batches")
 _TIMES = ("compute", "update", "messages", "exposed", "step")
 
 
@@ -110,6 +110,7 @@ def plan(model: str | None, run: Path | None, **options: Any) -> None:
             raise InvalidValue("--save goes without --fit: choose one of what fits, and save its plan")
         # If the configuration names units, `fit` tries no other sizes. So leave the model's own units out.
         free = [replace(one, units=units if options["units"] else None) for one in several]
+        choices["splits"] = list(_splits(described, options["batch"], options["tokens"]))
         _show_fit([fit(described.model, options["budget"], one, **choices) for one in free], **options)
         return
     forecasts = [
@@ -159,6 +160,14 @@ def _workload(
     if described.workload is None:
         raise InvalidValue("--batch: the inputs of this model are not known: add --inputs module:function")
     return replace(described.workload(batch, tokens), recompute=recompute)
+
+
+def _splits(described: Described, batch: int | None, tokens: int | None) -> Iterator[tuple[int, Workload]]:
+    """The sequences of a pass in 2, 4, ... smaller passes, as far as they divide."""
+    number = 2
+    while batch and described.workload is not None and batch % number == 0:
+        yield number, described.workload(batch // number, tokens)
+        number *= 2
 
 
 # Output ---------------------------------------------------------------------------------------------------------------
@@ -234,9 +243,9 @@ def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: 
     fitting = sorted(filter(lambda candidate: candidate.fits, candidates), key=lambda one: one.forecast.sent)
     what = _what(candidates[0].forecast)
     click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
-    columns = (*_TABLE, *_RECOMPUTED, "at most", "spare", "sent a step", "largest message")
+    columns = (*_TABLE, *_RUN, "at most", "spare", "sent a step", "largest message")
     rows = [
-        (*_named(one), _recomputes(one), *map(in_units, (one.whole_peak, c.spare, one.sent, one.largest_message)))
+        (*_named(one), *_run(one), *map(in_units, (one.whole_peak, c.spare, one.sent, one.largest_message)))
         for c in fitting
         for one in [c.forecast]
     ]
@@ -244,8 +253,8 @@ def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: 
         table(columns, rows)
     others = [candidate for candidate in candidates if not candidate.fits]
     if others:
-        rows = [(*_named(c.forecast), _recomputes(c.forecast), c.reason) for c in others]
-        table((*_TABLE, *_RECOMPUTED, "why it does not fit"), rows)
+        rows = [(*_named(c.forecast), *_run(c.forecast), c.reason) for c in others]
+        table((*_TABLE, *_RUN, "why it does not fit"), rows)
 
 
 def _of_trace(forecast: Forecast) -> dict[str, Any] | None:
@@ -278,6 +287,11 @@ def _what(forecast: Forecast) -> str:
     if forecast.trace is None:
         return "without activations"
     return "with activations and inputs, without what kernels allocate for themselves"
+
+
+def _run(forecast: Forecast) -> tuple[Any, ...]:
+    """The values of the columns in `_RUN`."""
+    return _recomputes(forecast), forecast.configuration.micro_batches
 
 
 def _recomputes(forecast: Forecast) -> str:

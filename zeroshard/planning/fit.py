@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions
 from zeroshard.placement import PLANS, SHARDED, Plan, as_plan
+from zeroshard.planning.activations import Workload
 from zeroshard.planning.forecast import Configuration, Forecast, plan
 
 UNIT_BYTES = (512 << 20, 128 << 20, 32 << 20, 8 << 20)
@@ -58,6 +59,7 @@ def fit(
     *,
     plans: Iterable[Plan | str | int] = tuple(PLANS),
     precisions: Iterable[Precisions] = (None,),
+    splits: Sequence[tuple[int, Workload]] = (),
 ) -> list[Candidate]:
     """Plan all combinations of plans, precisions and sizes of units (with and without recomputation, if there is a
     workload without it). First those that fit, sorted by bytes sent in a step (ties: without recomputation first, then
@@ -70,6 +72,8 @@ def fit(
         configuration: all other settings. If it chooses units, no other sizes are tried.
         plans: to try.
         precisions: to try.
+        splits: other ways to divide the same sequences: (number of micro-batches instead of one of the configuration's,
+            the workload of each). Where a combination does not fit, they are tried in this order until one fits.
 
     Raises:
         ValueError: the budget is below 1; or as `plan`.
@@ -81,9 +85,8 @@ def fit(
     for chosen in plans:
         for precision in precisions:
             for tried in _sizes(replace(given, plan=chosen, precision=precision)):
-                for with_workload in _workloads(tried):
-                    forecast = plan(model, with_workload)
-                    candidates.append(Candidate(forecast, budget - forecast.whole_peak))
+                for recomputing in _recomputing(tried):
+                    candidates += _until_one_fits(model, budget, _divided(recomputing, splits))
     return sorted(candidates, key=_order)
 
 
@@ -98,12 +101,30 @@ def _sizes(configuration: Configuration) -> Iterator[Configuration]:
         yield replace(configuration, units=num_bytes)
 
 
-def _workloads(configuration: Configuration) -> Iterator[Configuration]:
+def _recomputing(configuration: Configuration) -> Iterator[Configuration]:
     """The configuration, and the same with recomputation of every unit."""
     yield configuration
     workload = configuration.workload
     if workload is not None and not workload.recompute:
         yield replace(configuration, workload=replace(workload, recompute=True))
+
+
+def _divided(configuration: Configuration, splits: Sequence[tuple[int, Workload]]) -> Iterator[Configuration]:
+    """The configuration, and the same with more and smaller micro-batches."""
+    yield configuration
+    recompute = configuration.workload is not None and configuration.workload.recompute
+    for number, workload in splits:
+        micro_batches = configuration.micro_batches * number
+        yield replace(configuration, micro_batches=micro_batches, workload=replace(workload, recompute=recompute))
+
+
+def _until_one_fits(model: nn.Module, budget: int, configurations: Iterable[Configuration]) -> Iterator[Candidate]:
+    for configuration in configurations:
+        forecast = plan(model, configuration)
+        candidate = Candidate(forecast, budget - forecast.whole_peak)
+        yield candidate
+        if candidate.fits:
+            return
 
 
 def _order(candidate: Candidate) -> tuple[bool, int, bool, int]:
