@@ -82,6 +82,8 @@ def test_one_line_for_each_mistake(tmp_path: Path, capsys: pytest.CaptureFixture
         ([NET, "--plan", "zero9"], "unknown plan 'zero9'"),
         ([NET, "--units", "Nothing"], "expected a size, or a class of modules: Block"),
         ([NET, "--fit", "much"], "is not a size"),
+        ([NET, "--fit", "0GB"], "is not a size"),
+        ([NET, "--ranks", "6", "--replicas", "4"], "6 ranks do not divide into 4 replicas"),
         ([NET, "--optimizer", "Adamm"], "unknown optimizer 'Adamm'"),
         ([NET, "--rank", "8"], "unknown option --rank; did you mean --ranks?"),
     ):

@@ -309,6 +309,26 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
     assert read_run(tmp_path).last["step"] == 6
 
 
+def test_a_damaged_folder_of_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its configuration, and, for a run of an older version, which has recorded no start, its checkpoint."""
+    pytest.importorskip("pydantic")
+    metrics = write_run(tmp_path) / "metrics.jsonl"
+    metrics.write_text("\n".join(line for line in metrics.read_text().splitlines() if "restarts" not in line))
+    config, manifest = tmp_path / "config.toml", tmp_path / "step-6" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text("{")
+    for text, message in (
+        (None, "config.toml"),
+        ("[model", "config.toml"),
+        ("[model]\nlayer = 2\n", "unknown configuration key 'model.layer'"),
+        ("[model]\nlayers = 1\n", "manifest.json is not a manifest that zeroshard wrote"),
+    ):
+        if text is not None:
+            config.write_text(text)
+        for command in (["report"], ["plan", "--compare"]):
+            assert message in said(capsys, *command, tmp_path, code=2), (command, text)
+
+
 def test_a_recorded_step_is_drawn_as_it_was_recorded(tmp_path: Path) -> None:
     """Two forwards, one of them inside of the other, a wait and its gather."""
     rows = [

@@ -12,6 +12,7 @@ from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.formats import decode
 from zeroshard.checkpoint.manifest import MANIFEST_NAME
 from zeroshard.cli.models import configuration_file
+from zeroshard.errors import CheckpointError, InvalidValue
 from zeroshard.report import RunRecord, read_run
 
 if TYPE_CHECKING:
@@ -54,8 +55,16 @@ def _saved_step(run: Path) -> Path | None:
 
 
 def _ranks_of(step: Path | None) -> int:
-    """The world size recorded in the checkpoint; 1 without a checkpoint."""
+    """The world size recorded in the checkpoint; 1 without a checkpoint.
+
+    Raises:
+        ValueError: the manifest is damaged.
+    """
     if step is None:
         return 1
-    found = decode((step / MANIFEST_NAME).read_bytes()).values.get("world_size")
+    path = step / MANIFEST_NAME
+    try:
+        found = decode(path.read_bytes()).values.get("world_size")
+    except CheckpointError as error:
+        raise InvalidValue(f"{path} {error}") from error
     return found if isinstance(found, int) else 1
