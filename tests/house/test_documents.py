@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -142,6 +143,14 @@ def drawn(name: str) -> str:
 def test_the_picture_shows_what_the_planner_says() -> None:
     script = script_of("bytes_per_rank.py")
     assert script.draw(*script.measure()) == drawn("bytes-per-rank.svg"), "run bytes_per_rank.py again"
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "pictures").rglob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_small_and_follow_the_readers_colours(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 50_000
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "prefers-color-scheme:dark" in text
 
 
 def test_the_other_pictures_are_those_of_their_scripts() -> None:

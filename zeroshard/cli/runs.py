@@ -10,9 +10,9 @@ import torch
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.formats import decode
-from zeroshard.checkpoint.manifest import MANIFEST_NAME
+from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError
 from zeroshard.cli.models import configuration_file
-from zeroshard.errors import CheckpointError, InvalidValue
+from zeroshard.errors import InvalidValue
 from zeroshard.report import RunRecord, read_run
 
 if TYPE_CHECKING:
