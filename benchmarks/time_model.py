@@ -2,18 +2,18 @@
 
     python benchmarks/time_model.py --ranks 2 4
 
-The rates of this machine are measured first, none of them on a sharded model, all ranks at once:
+The rates of this machine are measured first, on all ranks at once, and on parts of a step only:
 
 | rate | measured on |
 |---|---|
 | flops | forward and backward of the plain model |
-| memory | the update by torch's fused AdamW of the plain model |
-| latency, bandwidth | one gather and one reduction of a small buffer, and of one as large as a transformer block |
+| memory | the update of the plain model by torch's fused AdamW |
+| latency, bandwidth | a gather and a reduction of a small buffer, and of one as large as a transformer block |
 
-With these rates the model (`planning/time_model.py`) predicts the step of each plan, and the step is measured. All of it
-takes turns, round by round, in another order in each round, so that other load affects rates and steps alike. Each time
-is that of the slowest rank, and the medians over the rounds are compared. Ranks of one machine without GPUs copy bytes
-with the cores that compute, so nothing overlaps (`overlaps=False`).
+With these rates the model (`planning/time_model.py`) predicts the step of each plan, and the step is measured. All of
+it takes turns, round by round, in another order in each round, so that other load affects rates and steps alike. Each
+time is that of the slowest rank, and the medians over the rounds are compared. Ranks of one machine without GPUs copy
+bytes with the cores that compute, so nothing overlaps (`overlaps=False`).
 
 As a control the predictions are also made for `--wrong` times the bandwidth.
 """
@@ -183,10 +183,9 @@ def report(ranks: int, found: dict[str, Any], options: argparse.Namespace) -> No
         f"{machine.latency * 1e6:.0f} us and {machine.bandwidth / 1e9:.2f} GB/s in messages; "
         f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores\n"
     )
-    print(
-        f"| ranks | plan | modelled ms | measured ms | 25 % to 75 % | modelled / measured | bandwidth x {options.wrong:g} |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    columns = ("ranks", "plan", "modelled ms", "measured ms", "25 % to 75 %", "modelled / measured")
+    print("|", " | ".join((*columns, f"control: bandwidth x {options.wrong:g}")), "|")
+    print("|" + "---|" * (len(columns) + 1))
     for plan, forecast in forecasts.items():
         values = found["seconds"][plan]
         measured, (low, _, high) = statistics.median(values), statistics.quantiles(values, n=4)
