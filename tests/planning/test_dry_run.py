@@ -18,6 +18,7 @@ from tests.kit import PLANS, SCHEDULES, Block, Net, make
 from tests.planning.models import MODELS
 from tests.planning.test_plan import LOW_BIT, PRECISIONS, accumulate, expect_measured, without_phase
 from tests.together import in_turn
+from zeroshard.layout import pool_plan
 from zeroshard.planning import Configuration, dry_run
 from zeroshard.testing import run_ranks
 
@@ -70,6 +71,20 @@ def test_a_dry_run_holds_and_sends_what_is_planned(model: str) -> None:
     cases = [(case,) for case in every if model in ("", case[5])]
     alone(lambda: in_turn(lambda rank, case: expect_case(case), cases)(0))
     print(f"{len(cases)} dry runs: planned and measured are equal {model}")
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5_000, 12_000, 20_000])
+def test_which_frozen_weights_stay_gathered_is_planned(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner once expected all of them to be gathered again in each step if any buffer was given back, also a
+    bucket."""
+    monkeypatch.setattr(pool_plan, "KEPT_BYTES", kept_bytes)
+
+    def check() -> None:
+        with dry_run(2) as mesh:
+            configuration = Configuration(plan="zero3", ranks=2, micro_batches=2, device="cpu", transport="native")
+            expect_measured(MODELS["LoRA"], configuration, mesh, non_finite="ignore")[1].close()
+
+    alone(check)
 
 
 def test_another_number_of_ranks_is_not_what_is_planned() -> None:

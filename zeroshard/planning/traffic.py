@@ -47,7 +47,7 @@ def step_events(training: Training, schedule: Schedule) -> Counter[CommEvent]:
         if unit.spec.trainable and training.plan.weights is REPLICATED and training.plan.main is SHARDED:
             events[_gather(unit, "step", unit.spec.weight_dtype)] += 1
     if training.plan.weights is SHARDED and training.topology.num_shards > 1:
-        events.update(_gathers(training, schedule.micro_batches))
+        events.update(_gathers(training, schedule))
     events.update(_to_owners_and_back(training))
     events.update(_control(training, schedule))
     return Counter({event: number for event, number in events.items() if event.bytes or event.op == "all_to_all"})
@@ -74,16 +74,16 @@ def _foreign(unit: PlannedUnit) -> int:
 # ZERO3 ----------------------------------------------------------------------------------------------------------------
 
 
-def _gathers(training: Training, micro_batches: int) -> Counter[CommEvent]:
+def _gathers(training: Training, schedule: Schedule) -> Counter[CommEvent]:
     """The gathers of a step in which units take turns: a unit is gathered if another one has its buffer."""
     place_of = _places(training.units)
     needs_backward = _reached_by_backward(training.units)
-    stays = _keeps_its_ring(training)
+    stay = _places_that_stay(training, schedule)
     held: dict[Hashable, PlannedUnit] = {}
     events = Counter[CommEvent]()
     for _ in range(2):  # the result is the second step, which starts with the buffers as the first leaves them
         events = Counter()
-        for _ in range(micro_batches):
+        for _ in range(schedule.micro_batches):
             forward = [(unit, "forward") for unit in training.units]
             backward = [(unit, "backward") for unit in reversed(training.units) if needs_backward[unit.spec.name]]
             for unit, phase in [*forward, *backward]:
@@ -91,22 +91,37 @@ def _gathers(training: Training, micro_batches: int) -> Counter[CommEvent]:
                 if held.get(place) is not unit:
                     held[place] = unit
                     events[_gather(unit, phase, unit.spec.weight_dtype)] += 1
-        held = {place: unit for place, unit in held.items() if stays and not unit.spec.trainable}
+        held = {place: unit for place, unit in held.items() if place in stay and not unit.spec.trainable}
     return events
+
+
+def _buffers_of(units: tuple[PlannedUnit, ...]) -> PoolPlan:
+    return PoolPlan.for_weights(unit.spec.weight_request(unit.layout.numel) for unit in units)
 
 
 def _places(units: tuple[PlannedUnit, ...]) -> dict[str, Hashable]:
     """Unit -> its pool buffer, its own or one that it shares: assigned in turn, in the order of first use."""
-    requests = [unit.spec.weight_request(unit.layout.numel) for unit in units]
-    shared = PoolPlan.for_weights(requests).shared
+    shared = _buffers_of(units).shared
     asked = Counter[Hashable]()
     places: dict[str, Hashable] = {}
-    for unit, request in zip(units, requests, strict=True):
+    for unit in units:
+        request = unit.spec.weight_request(unit.layout.numel)
         places[unit.spec.name] = request.key
         if not request.alone:
             places[unit.spec.name] = request.queue, asked[request.queue] % shared[request.queue][0]
             asked[request.queue] += 1
     return places
+
+
+def _places_that_stay(training: Training, schedule: Schedule) -> set[Hashable]:
+    """The pool buffers of weights that stay held through a step (on a CPU, if they are small): what a frozen unit has
+    gathered there stays valid."""
+    plan = _buffers_of(training.units)
+    places = [*plan.own, *((queue, n) for queue, (count, _) in plan.shared.items() for n in range(count))]
+    buffers = training.pool(no_sync=schedule.micro_batches > schedule.reductions)
+    rests = {id(buffer) for buffer in resting(buffers, training.topology.device_type)}
+    of_weights = [buffer for buffer in buffers if buffer.kind == "ring"]
+    return {place for place, buffer in zip(places, of_weights, strict=True) if id(buffer) in rests}
 
 
 def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
@@ -118,13 +133,6 @@ def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
         reached |= unit.spec.modules in trains
         result[unit.spec.name] = reached
     return result
-
-
-def _keeps_its_ring(training: Training) -> bool:
-    """Whether gathered weights stay held through a step (on a CPU, if they are small): then those of frozen units stay
-    valid."""
-    buffers = training.pool()
-    return all(any(buffer is kept for kept in resting(buffers, training.topology.device_type)) for buffer in buffers)
 
 
 # The step -------------------------------------------------------------------------------------------------------------
