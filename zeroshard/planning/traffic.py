@@ -125,12 +125,12 @@ def _places_that_stay(training: Training, schedule: Schedule) -> set[Hashable]:
 
 
 def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
-    """Unit -> whether backward reaches it: units that run before the first trainable one get no gradient. Units of the
-    same modules are reached together."""
-    trains = {unit.spec.modules for unit in units if unit.spec.trainable}
+    """Unit -> whether backward reaches it: units that run before the first trainable one get no gradient. Units that
+    the same modules form (the frozen and the trainable part of a block) are reached together."""
+    trains = {unit.spec.calls for unit in units if unit.spec.trainable}
     reached, result = False, {}
     for unit in units:
-        reached |= unit.spec.modules in trains
+        reached |= unit.spec.calls in trains
         result[unit.spec.name] = reached
     return result
 
