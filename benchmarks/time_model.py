@@ -15,7 +15,7 @@ it takes turns, round by round, in another order in each round, so that other lo
 time is that of the slowest rank, and the medians over the rounds are compared. Ranks of one machine without GPUs copy
 bytes with the cores that compute, so nothing overlaps (`overlaps=False`).
 
-As a control the predictions are also made for `--wrong` times the bandwidth.
+As a control the predictions are also made with the rates of memory and messages times `--wrong`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Probe:
 
     def __init__(self, collectives: Any, num_bytes: int) -> None:
         self.collectives, self.num_bytes, ranks = collectives, num_bytes, collectives.mesh.shard.size
-        self.full = collectives.allocate(num_bytes, collectives.device).view(torch.float32)
+        self.memory = collectives.allocate(num_bytes, collectives.device)  # peers can map it as long as this lives
+        self.full = self.memory.view(torch.float32)
         self.own = self.full.view(ranks, -1)[collectives.mesh.shard.rank]
         needed = collectives.transport.reduce_scratch_bytes(
             self.full.numel(), torch.float32, torch.float32, ranks, 1, in_place=True
@@ -177,14 +178,15 @@ def report(ranks: int, found: dict[str, Any], options: argparse.Namespace) -> No
     forecasts = {plan: zeroshard.plan(model, replace(configuration, plan=plan)) for plan in PLANS}
     elements = sum(unit.layout.numel for unit in forecasts["ddp"].training.units)
     machine = machine_of(found, ranks, 6.0 * elements * tokens)
-    wrong = replace(machine, bandwidth=machine.bandwidth * options.wrong)
+    factor = options.wrong
+    wrong = replace(machine, memory=machine.memory * factor, bandwidth=machine.bandwidth * factor)
     print(
         f"\n{ranks} ranks: {machine.flops / 1e9:.1f} GFLOP/s, {machine.memory / 1e9:.2f} GB/s in an update, "
         f"{machine.latency * 1e6:.0f} us and {machine.bandwidth / 1e9:.2f} GB/s in messages; "
         f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores\n"
     )
     columns = ("ranks", "plan", "modelled ms", "measured ms", "25 % to 75 %", "modelled / measured")
-    print("|", " | ".join((*columns, f"control: bandwidth x {options.wrong:g}")), "|")
+    print("|", " | ".join((*columns, f"control: memory, messages x {factor:g}")), "|")
     print("|" + "---|" * (len(columns) + 1))
     for plan, forecast in forecasts.items():
         values = found["seconds"][plan]
@@ -208,8 +210,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
-    parser.add_argument("--wrong", type=float, default=0.1, help="of the control: factor on the bandwidth")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step")
+    parser.add_argument("--wrong", type=float, default=0.25, help="factor on two rates, as a control")
     options = parser.parse_args()
     if min(options.ranks) < 2 or options.rounds < 2:
         parser.error("--ranks and --rounds must be at least 2")
