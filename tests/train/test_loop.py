@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from zeroshard.cli.main import run as run_command
 from zeroshard.cli.runs import saved_run
 from zeroshard.comm import watch
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop
 from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
@@ -389,6 +391,8 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(plain: Path) -> N
         folder = plain / "nowhere"
         config = resolve([plain / "whole" / "config.toml"], {})
         ranks = type("Ranks", (), {"world_size": 2, "device": torch.device("cpu")})
+        collectives = SimpleNamespace(transport=SharedTransport)
+        handle = SimpleNamespace(engine=SimpleNamespace(collectives=collectives))
 
     line = loop.written_report(Fake())  # type: ignore[arg-type]
     assert line.startswith("NO report was written (InvalidValue: ") and str(Fake.folder) in line

@@ -81,7 +81,7 @@ def fit(
     if budget < 1:
         raise InvalidValue(f"the budget must be at least one byte, found {budget}")
     given, precisions = configuration or Configuration(), list(precisions)
-    candidates = []
+    candidates: list[Candidate] = []
     for chosen in plans:
         for precision in precisions:
             for tried in _sizes(replace(given, plan=chosen, precision=precision)):
