@@ -191,8 +191,8 @@ def expect_saved(folder: Path, handle: Any, optimizer: Any, planned: Forecast) -
     assert abs(files - planned.checkpoint_bytes) <= 2000 * planned.configuration.ranks
     with Reader(step) as reader:
         manifest = replace(reader.manifest, values={}, versions={})
-    # Random states are texts, so sizes and offsets may have a digit more or less.
-    assert abs(manifest.files[rank].index_bytes - planned.index_bytes) <= 40
+    # Random states are texts, so sizes and the offset of each tensor may have a digit more or less.
+    assert abs(manifest.files[rank].index_bytes - planned.index_bytes) <= 40 + len(manifest.tensors)
     assert abs(len(manifest.encode()) - planned.manifest_bytes) <= 16 * planned.configuration.ranks
 
 
