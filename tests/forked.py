@@ -58,7 +58,7 @@ class Forked(subprocess.Popen):
         # preexec_fn runs between fork and exec. `become` never returns, so there is no exec.
         environment = dict(os.environ if env is None else env)
         program = partial(become, partial(_run, rest, ranks or Forked), environment, before=before)
-        super().__init__(args, preexec_fn=program, **options)
+        super().__init__(args, preexec_fn=program, restore_signals=False, **options)
 
 
 def become(

@@ -3,6 +3,7 @@ by itself; and whoever waits for a rank that has ended, or for nothing, is told 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -285,17 +286,23 @@ def test_the_end_of_a_rank_is_seen_while_a_forked_copy_of_it_still_runs() -> Non
     os.waitpid(pid, 0)
 
 
-def test_a_peer_that_has_ended_is_an_error_also_where_a_script_restored_the_default_of_sigpipe() -> None:
-    """The default ends the process, without a message. Scripts whose output is piped to `head` restore it."""
+@pytest.mark.parametrize("by_python", [True, False])
+def test_a_peer_that_has_ended_is_an_error_also_where_the_default_of_sigpipe_is_restored(by_python: bool) -> None:
+    """The default ends the process, without a message. Scripts whose output is piped to `head` restore it, and so does
+    `subprocess` before `preexec_fn`: then Python does not know."""
 
     def send() -> None:
         first, second = ends_of()
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if by_python:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        else:
+            ctypes.CDLL(None).signal(signal.SIGPIPE, 0)
+        known = signal.getsignal(signal.SIGPIPE)
         for file in [*first._files]:
             first._release(file)
         with pytest.raises(RuntimeError, match=r"connection to rank 0 closed: .*Broken pipe"):
             second.send(0, A, number(1))
-        assert not signal.sigpending() and signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL
+        assert not signal.sigpending() and signal.getsignal(signal.SIGPIPE) is known
         assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     assert in_a_copy(send) == 0  # in a process of its own, which the signal would end

@@ -133,7 +133,8 @@ def _rank(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as `run_ranks` does
     log = os.open(SHARED / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
-    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    # pytest's own objects for both write to files that are closed now, whose numbers a pipe of the engine may have.
+    sys.stdout, sys.stderr = (open(file, "w", closefd=False, buffering=1) for file in (1, 2))  # noqa: SIM115
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     try:
         limit = timedelta(seconds=timeout)

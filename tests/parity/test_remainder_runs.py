@@ -110,10 +110,11 @@ def test_a_lost_carry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # A whole run ----------------------------------------------------------------------------------------------------------
 
 
-def write_ties_away(self: MainWeights, piece: Interval, value: Tensor) -> None:
+def write_ties_away(self: MainWeights, piece: Interval, value: Tensor | None = None) -> None:
     """`MainWeights.write` for fp32 main, with ties rounded away from zero."""
     assert self.extra is not None and self.extra.dtype == torch.float32
-    self.weights[piece.relative_to(self.interval.start).slice].copy_(nearest_bf16_ties_away(value))
+    local = piece.relative_to(self.interval.start).slice
+    self.weights[local].copy_(nearest_bf16_ties_away(self.extra[local] if value is None else value))
 
 
 def set_ties_away(self: MainWeights, piece: Interval, value: Tensor, *, spare: bool = False) -> None:

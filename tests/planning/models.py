@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kit import HIDDEN, LENGTH, VOCAB, WIDTH, Block, Net
-from zeroshard.layout.cuts import PIECE_NUMEL
+from zeroshard.layout.cuts import SIZES
 from zeroshard.model.units import UnitPolicy
 from zeroshard.train.model import GPT
 from zeroshard.train.model import Block as GPTBlock
@@ -116,7 +116,7 @@ class Primes(nn.Module):
         return logits
 
 
-assert PIECE_NUMEL < 7 * 37_501
+assert SIZES["cpu"].piece < 7 * 37_501
 
 
 @dataclass(frozen=True)

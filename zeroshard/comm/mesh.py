@@ -95,6 +95,8 @@ def _join(backend: str | None, timeout: timedelta) -> None:
 def _for_nccl(timeout: timedelta) -> dict[str, Any]:
     """Options of the default group: bound to the current device, so that its communicator is created at once; and with
     streams of high priority, as it gathers: a forward waits for gathers. (Reductions have a group of their own.)"""
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        return {}  # torch says what its build lacks
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout  # torch warns if it is another one than `timeout=`

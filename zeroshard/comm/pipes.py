@@ -370,9 +370,8 @@ def _expect(path: str, name: str) -> None:
 def _write(file: int, data: bytes) -> int:
     """`os.write`, which fails if nobody reads any longer, whatever the process does on SIGPIPE."""
     # Python ignores SIGPIPE. But scripts whose output is piped to `head` restore its default, which ends the process
-    # without a message. Sockets have MSG_NOSIGNAL for this; pipes have nothing like it.
-    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:
-        return os.write(file, data)
+    # without a message. Sockets have MSG_NOSIGNAL for this; pipes have nothing like it. `signal.getsignal` does not
+    # tell: after a fork by `subprocess`, which restores defaults, it still returns SIG_IGN.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
     try:
         return os.write(file, data)
