@@ -139,6 +139,7 @@ class Everything:
         # object must live until then: C++ keeps only its own half of it, without `get_future`.
         self.latest: Timed | None = None
         self.small: deque[Timed] = deque(maxlen=16)
+        self._reads = False
         self._thread: threading.Thread | None = None
         self._process = 0
 
@@ -154,9 +155,17 @@ class Everything:
 
     def read_everything(self, group: TimedGroup | None = None) -> None:
         with self.lock:
-            for work in self.waiting:
-                if not work.is_read and (group is None or work.group is group):
-                    work.read()
+            # The lock lets its own thread in: garbage collection can drop a collective in the middle of an issue, and
+            # the engine then waits for it. gloo would see that rank's collectives in another order, or twice.
+            if self._reads:
+                raise RuntimeError("a wait began in the middle of an issue of the same thread")
+            self._reads = True
+            try:
+                for work in self.waiting:
+                    if not work.is_read and (group is None or work.group is group):
+                        work.read()
+            finally:
+                self._reads = False
             self.waiting = [work for work in self.waiting if not (work.is_read and (work.late or work.is_written))]
 
     def _start(self) -> None:

@@ -22,7 +22,7 @@ from tests.kit import Block, Job, Net, Outcome, State, logs, loss_of_tokens, mak
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, connected
+from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, Reentered, _Peer, connected
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -168,6 +168,28 @@ def test_a_wait_may_begin_just_before_the_same_thread_polls() -> None:
     first._poller = Poller()  # type: ignore[assignment]
     outer[0].wait()
     assert (inner[1].item(), outer[1].item()) == (1, 2)
+
+
+def test_a_wait_inside_of_a_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when garbage collection drops a communication there: messages that it reads would overtake the one that has
+    just been read, in the same channel."""
+    first, second = ends_of(timeout=5.0)
+    works = [receive(first, 1, channel) for channel in (A, A, B)]
+    match, begins = _Peer._match, [True]
+
+    def interrupted(self: Any, key: int, one: Any, other_type: Any) -> Any:
+        if begins.pop() if begins else False:
+            second.send(0, A, number(2))
+            second.send(0, B, number(3))
+            with pytest.raises(Reentered, match="a wait began while the same thread"):
+                works[2][0].wait()
+        return match(self, key, one, other_type)
+
+    second.send(0, A, number(1))
+    monkeypatch.setattr(_Peer, "_match", interrupted)
+    for work, _ in works:
+        work.wait()
+    assert [int(into) for _, into in works] == [1, 2, 3]
 
 
 def in_threads(work: Callable[[int], list[int]]) -> dict[int, list[int]]:

@@ -96,8 +96,7 @@ class Pending:
         # tag ("Timed out waiting ... for send operation to complete"). So a result is waited for even if nobody uses
         # it. But not after a failure: then the messages may never come.
         if self._owner is not None and not self._owner.messages.failed:
-            with suppress(RuntimeError):
-                if self._announced is not None:
-                    self._announced.arrive()
-                for work in [*self._works, *self._acknowledgements]:
-                    work.wait()
+            announced = [] if self._announced is None else [self._announced.arrive]
+            for wait in [*announced, *(work.wait for work in (*self._works, *self._acknowledgements))]:
+                with suppress(RuntimeError):
+                    wait()

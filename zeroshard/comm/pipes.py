@@ -22,8 +22,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -80,6 +80,11 @@ class Receive:
         if len(data) != self._into.nbytes:
             raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
         ctypes.memmove(self._into.data_ptr(), data, len(data))
+
+
+class Reentered(Error, RuntimeError):
+    """Garbage collection has begun a wait inside of another operation on the same pipes. The message will be received
+    all the same: its receive is posted."""
 
 
 class PeerGone(Error, RuntimeError):
@@ -163,6 +168,7 @@ class Pipes:
         """
         self._timeout, self._pid = timeout, os.getpid()
         self._changed = threading.Condition()
+        self._holder: int | None = None  # the thread that is in `_locked`
         self._polls: int | None = None  # the thread that is in `poll`, on behalf of all that wait
         self._closed = ""  # the reason, once closed
         self._files: set[int] = set()
@@ -222,7 +228,7 @@ class Pipes:
         peer = self._peers[rank]
         data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         deadline = time.monotonic() + self._timeout
-        with self._changed:
+        with self._locked():
             # Through `unsent`: a full pipe takes a part of a message, and another thread may send before the rest.
             peer.unsent += data
             while peer.unsent:
@@ -246,7 +252,7 @@ class Pipes:
         assert into.is_contiguous()
         self._expect_original()
         receive = Receive(self, rank, into)
-        with self._changed:
+        with self._locked():
             self._peers[rank].post(channel, receive)
         return receive
 
@@ -261,7 +267,7 @@ class Pipes:
             return
         self._expect_original()
         deadline = time.monotonic() + self._timeout
-        with self._changed:
+        with self._locked():
             while not is_there():
                 self._expect_open(self._peers[rank])
                 self._take_in(deadline, self._peers[rank])
@@ -292,7 +298,35 @@ class Pipes:
                 "gathers, reduces or steps in the rank itself, not in a DataLoader worker or another forked process"
             )
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """
+        Raises:
+            Reentered: this thread is inside already.
+        """
+        # Garbage collection can run in the middle of any of these sections, and the `__del__` of a communication waits
+        # (`pending.py`). Read by it, a message would overtake the one that is being handed over.
+        if self._holder == threading.get_ident():
+            raise Reentered("a wait began while the same thread was reading from the pipes or writing to them")
+        with self._changed:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
     # Under the lock --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Others, and garbage collection, may read and write meanwhile."""
+        self._holder = None
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+            self._holder = threading.get_ident()
 
     def _take_in(self, deadline: float, peer: _Peer, *, writes: bool = False) -> None:
         """Wait until something can be read (or written to the peer, if `writes`), and read it. At most one thread
@@ -306,6 +340,7 @@ class Pipes:
             raise PeerGone(f"timed out waiting for rank {peer.rank}: nothing came for {self._timeout:.0f} s")
         if self._polls not in (None, threading.get_ident()):
             self._changed.wait(min(left, _SHORT) if writes else left)
+            self._holder = threading.get_ident()  # another thread had the lock
             return
         # This thread may be here already, just before its poll: garbage collection can run the `__del__` of a
         # communication that is waited for (`pending.py`). To wait for another thread to poll would be to wait forever.
@@ -314,12 +349,8 @@ class Pipes:
             self._polls = threading.get_ident()
             if writes:
                 self._poller.register(peer.outbox, select.POLLOUT)
-            # Without the lock, so that other threads can post receives and send meanwhile.
-            self._changed.release()
-            try:
+            with self._unlocked():
                 ready = {file for file, _ in self._poller.poll(1000 * min(left, _LONG))}
-            finally:
-                self._changed.acquire()
         finally:
             if writes:
                 with suppress(KeyError):  # interrupted before it was registered
