@@ -134,22 +134,28 @@ def test_plans_have_the_same_bits_and_the_planned_bytes(as_on_cuda: None) -> Non
             assert norms == norms[:3] * len(PLANS), precision
         return found
 
+    def by_reference(rank: int) -> list[dict[str, torch.Tensor]]:
+        results = []
+        for precision in PRECISIONS:
+            model = make(Net)
+            reference = Reference(
+                model,
+                torch.optim.AdamW,
+                num_ranks=3,
+                precision=precision,
+                params=in_two_groups(model),
+                lr=1e-2,
+                foreach=True,
+            )
+            for step in range(3):
+                reference.step(lambda model, rank, micro, step=step: loss_of_tokens(model, rank, micro, step))
+            parameters = model.state_dict(keep_vars=True)
+            results.append({name: reference.main[parameter].detach() for name, parameter in parameters.items()})
+        return results
+
     of_ranks = run_ranks(check, 3)
-    for precision in PRECISIONS:
-        model = make(Net)
-        reference = Reference(
-            model,
-            torch.optim.AdamW,
-            num_ranks=3,
-            precision=precision,
-            params=in_two_groups(model),
-            lr=1e-2,
-            foreach=True,
-        )
-        for step in range(3):
-            reference.step(lambda model, rank, micro, step=step: loss_of_tokens(model, rank, micro, step))
-        parameters = model.state_dict(keep_vars=True)
-        main = {name: reference.main[parameter].detach() for name, parameter in parameters.items()}
+    # In a rank as well: so it has as many threads as the others.
+    for precision, main in zip(PRECISIONS, run_ranks(by_reference, 1)[0], strict=True):
         assert all(same_bits(found[f"{precision} {PLANS[0]}"], main) for found in of_ranks), precision
 
 
