@@ -18,8 +18,8 @@ from zeroshard.checkpoint import meeting
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.comm import positions
 from zeroshard.comm.bell import Bell, connection_of_its_own
+from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Pace
 from zeroshard.comm.positions import Position, Wait, in_short, knot
-from zeroshard.comm.watch import BEAT_SECONDS, Pace
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
 
@@ -79,10 +79,13 @@ def test_a_bell_is_heard_each_time_and_by_nobody_else(make: Callable[[], Any]) -
 def test_the_pace_of_a_rank() -> None:
     pace = Pace(120.0)
     assert pace.seconds == 10.0 and Pace(4.0).seconds == BEAT_SECONDS
-    found = [pace.is_time(is_stuck=stuck) for stuck in (False, False, True, True, False, False)]
-    assert found == [True, False, True, False, True, False]  # first; when it gets stuck; when it no longer is
-    assert not pace.is_called(0) and not pace.is_time(is_stuck=False)
-    assert pace.is_called(1) and pace.is_time(is_stuck=False) and pace.is_time(is_stuck=False)
+    no, regular, news = Due.NOTHING, Due.REGULAR, Due.NEWS
+    found = [pace.due(is_stuck=stuck) for stuck in (False, False, True, True, False, False)]
+    assert found == [regular, no, news, no, news, no]  # first; when it gets stuck; when it no longer is
+    found = [pace.due(is_stuck=False, is_spoken_for=spoken) for spoken in (True, True, False, False)]
+    assert found == [no, no, regular, no]  # when nobody speaks for it any longer
+    assert not pace.is_called(0) and pace.due(is_stuck=False) is no
+    assert pace.is_called(1) and [pace.due(is_stuck=False) for _ in range(2)] == [news, news]
     assert not pace.is_called(1)
 
 

@@ -33,7 +33,8 @@ from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.comm import watch
 from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.watch import BEAT_SECONDS, GRACE_SECONDS
+from zeroshard.comm.heartbeat import BEAT_SECONDS
+from zeroshard.comm.watch import GRACE_SECONDS
 
 _PART = 1 << 20  # a store refuses long values
 _FOLLOWERS = 64

@@ -5,7 +5,8 @@
 | who-R | the process of rank R | once |
 | come | how many ranks have started | once by each |
 | seats-H, seat-H-n | how many ranks have started on host H, and the n-th of them | once by each |
-| beat-R | heartbeat number, place, what R waits for (if for long), collectives begun (at the end) | see `Pace` |
+| beat-R | heartbeat number, place, what R waits for (if for long), collectives begun (at the end) | by R: see `Pace` |
+| told-R | a heartbeat of R | by the rank that speaks for R (`heartbeat.py`) |
 | looker | the rank that reads the heartbeats of all others | when a rank has waited for long, or timed out |
 | looks | how often all ranks have been asked where they are | before such a look |
 | bell-R | no content: rank R blocks on this key, then reads `failure` and `looks` | with these |
@@ -13,8 +14,8 @@
 | failure | a cause: all ranks leave | when the first rank has printed its traceback |
 | come-K | how many ranks have come to the wait K, summed over all its uses | as they come |
 
-No rank polls the store for news: it blocks on its bell. So the store serves one heartbeat per rank and pace, and one
-rank that reads all heartbeats in one call.
+No rank polls the store for news: it blocks on its bell. So the store serves one call per host and pace, and one rank
+that reads all heartbeats in one call.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Notices:
         """Register this rank's process and host: five calls, independent of the number of ranks."""
         # The order matters: a rank that finds `who-R` reads `beat-R` with a get that blocks until the key exists, and a
         # rank that finds `come` complete looks for new seats only once more.
-        self.beat(store, Beat(0, "at the start", None))
+        first = Beat(0, "at the start", None)
+        self.beat(store, first, {self._rank: first.encode()})
         store.set(f"who-{self._rank}", json.dumps(who.as_list()))
         host = _name(who)
         store.set(f"seat-{host}-{store.add(f'seats-{host}', 1)}", str(self._rank))
@@ -104,16 +106,22 @@ class Notices:
         if not store.check(keys):
             ranks = [rank for rank in ranks if store.check([f"who-{rank}"])]
             keys = [f"who-{rank}" for rank in ranks]
-        return {rank: Who(*json.loads(data)) for rank, data in zip(ranks, _all_of(store, keys), strict=True)}
+        return {rank: Who.of(json.loads(data)) for rank, data in zip(ranks, _all_of(store, keys), strict=True)}
 
-    def beat(self, store: Store, beat: Beat) -> None:
-        store.set(f"beat-{self._rank}", beat.encode())
+    def beat(self, store: Store, beat: Beat, told: Mapping[int, str] | None = None) -> None:
+        """Write this rank's heartbeat, and those that it tells for others, encoded, in one call."""
+        beats = {f"beat-{self._rank}": beat.encode(), **{f"told-{rank}": text for rank, text in (told or {}).items()}}
+        cast(Any, store).multi_set(list(beats), list(beats.values()))
 
     def last_beats(self, store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
         """The last heartbeats of `ranks`, which must have started: the read blocks until the keys exist."""
         ranks = list(ranks)
-        found = _all_of(store, [f"beat-{rank}" for rank in ranks])
-        return {rank: Beat.decode(data) for rank, data in zip(ranks, found, strict=True)}
+        found = _all_of(store, [f"{kind}-{rank}" for kind in ("beat", "told") for rank in ranks])
+        beats = [Beat.decode(data) for data in found]
+        # A rank and its speaker write to keys of their own. With one key, a heartbeat that the speaker has read before
+        # could replace a newer one: the last one of all, for example, which says that the rank has left.
+        newest = (max(pair, key=lambda beat: beat.number) for pair in zip(beats, beats[len(ranks) :], strict=False))
+        return dict(zip(ranks, newest, strict=True))
 
     def leave(self, store: Store, number: int, where: str) -> None:
         self.beat(store, Beat(number, where, None, dict(HERE.begun)))

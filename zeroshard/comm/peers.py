@@ -26,14 +26,15 @@ class Peers:
 
     Attributes:
         me: this rank's process.
+        neighbours: the other ranks whose processes this rank can see.
         looks: whether this rank, having waited for long, is the one that reads all heartbeats.
     """
 
-    def __init__(self, rank: int, world_size: int, notices: Notices) -> None:
-        self.me, self.looks = Who.this(), False
+    def __init__(self, rank: int, world_size: int, notices: Notices, me: Who | None = None) -> None:
+        self.me, self.looks = me or Who.this(), False
         self._rank, self._world_size, self._notices = rank, world_size, notices
         self._who = {rank: self.me}
-        self._neighbours: dict[int, Who] = {}
+        self.neighbours: dict[int, Who] = {}
         self._seen: dict[int, Seen] = {}
         self._begun: dict[int, Mapping[str, int]] = {}  # by those that have left
         self._suspected: list[int] = []
@@ -55,7 +56,7 @@ class Peers:
 
     def _know(self, found: Mapping[int, Who]) -> None:
         self._who |= found
-        self._neighbours |= {
+        self.neighbours |= {
             rank: who for rank, who in found.items() if rank != self._rank and who.is_neighbour_of(self.me)
         }
 
@@ -73,7 +74,7 @@ class Peers:
 
     def death(self, store: Store) -> Cause | None:
         """The cause, if a process on this host has ended without a report; else None."""
-        for rank, who in self._neighbours.items():
+        for rank, who in self.neighbours.items():
             # A rank whose work is done writes so before its process ends (`Watch.close`): without that, it has died.
             if who.state == "ended" and self._notices.last_beats(store, [rank])[rank].left is None:
                 died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
@@ -126,7 +127,7 @@ class Peers:
 
     def stopped(self) -> dict[int, Who]:
         """The ranks on this host that are stopped by a signal."""
-        return {rank: who for rank, who in self._neighbours.items() if who.state == "stopped"}
+        return {rank: who for rank, who in self.neighbours.items() if who.state == "stopped"}
 
     def wake(self) -> None:
         """Continue ranks that are stopped by a signal, so that they can end, too."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,18 +18,25 @@ class Who:
         pid: process number in that namespace.
         started: start time in clock ticks since boot: tells a later process with the same pid apart.
         name: host name, for people.
+        board: where its neighbours find its heartbeats (`comm/boards.py`); empty if it has no board.
     """
 
     host: str
     pid: int
     started: int
     name: str
+    board: tuple[int, ...] = ()
 
     @classmethod
-    def this(cls) -> Who:
-        return cls(_host(), os.getpid(), _stat(os.getpid())[1], socket.gethostname())
+    def this(cls, board: tuple[int, ...] = ()) -> Who:
+        return cls(_host(), os.getpid(), _stat(os.getpid())[1], socket.gethostname(), board)
 
-    def as_list(self) -> list[str | int]:
+    @classmethod
+    def of(cls, found: Sequence[Any]) -> Who:
+        host, pid, started, name, board = found
+        return cls(host, pid, started, name, tuple(board))
+
+    def as_list(self) -> list[Any]:
         return list(astuple(self))
 
     def __str__(self) -> str:

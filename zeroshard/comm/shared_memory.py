@@ -165,6 +165,19 @@ def _label(process: Process, segment: int) -> str:
 
 
 def _map_labelled(process: Process, location: Location) -> Tensor:
+    fd = open_labelled(process, location)
+    try:
+        return _map(f"/proc/self/fd/{fd}", location.num_bytes)
+    finally:
+        os.close(fd)
+
+
+def open_labelled(process: Process, location: Location) -> int:
+    """A descriptor of a peer's segment, which the caller must close.
+
+    Raises:
+        OSError: there is no such file, or it is not that peer's segment.
+    """
     # [Note: a process number is not a process]
     # In a container every rank may be process 1, and /proc/1 is then this process itself. Or the pid now belongs to a
     # new process. A rank that maps its own memory in place of a peer's would train on wrong values without an error. So
@@ -175,9 +188,10 @@ def _map_labelled(process: Process, location: Location) -> Tensor:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         _expect(label, f"/proc/self/fd/{fd}")
-        return _map(f"/proc/self/fd/{fd}", location.num_bytes)
-    finally:
+    except OSError:
         os.close(fd)
+        raise
+    return fd
 
 
 def _expect(label: str, path: str) -> None:

@@ -37,16 +37,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
 from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
+from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Heartbeats
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.peers import Peers
 from zeroshard.comm.pipes import interrupt_all
 from zeroshard.comm.positions import HERE
+from zeroshard.comm.processes import Who
 from zeroshard.comm.store_line import Silent, StoreLine
 from zeroshard.comm.whereabouts import waits_in_vain, where
 from zeroshard.errors import Error
 
-BEAT_SECONDS = 0.5
-"""Seconds between two rounds of the watch, and between two heartbeats while a checkpoint is saved."""
 GRACE_SECONDS = 2.0
 """How long the other ranks have, after a rank has failed, to end or to stop writing a checkpoint."""
 PATIENCE_SECONDS = 1.0
@@ -66,9 +66,6 @@ _HOLDER_ENDED = "the launcher or rank 0, whichever held it, has ended, or its ho
 _TAG = 31_333
 """A tag that no rank sends with (see `interrupt_gloo`)."""
 _PREFIX = "zeroshard/watch"
-_PACE_SECONDS = 10.0
-_HURRY_SECONDS = 10.0
-"""For how long a rank that has been asked where it is writes a heartbeat in every round."""
 _OTHERS_PATIENCE = 8 * BEAT_SECONDS
 """How long a rank waits for the finding of another rank that has timed out, too, and reads all heartbeats."""
 
@@ -94,35 +91,6 @@ class LostPeer(Error, RuntimeError):
         return cls(str(cause), cause, [])
 
 
-class Pace:
-    """When a rank writes a heartbeat: every `seconds`; at once if a long wait begins or ends; and in every round for a
-    while after the rank has been asked.
-
-    Attributes:
-        timeout: of collectives, in seconds: a rank without a heartbeat for this long is lost.
-        seconds: between two regular heartbeats.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.seconds = max(BEAT_SECONDS, min(_PACE_SECONDS, timeout / 8))
-        self._next, self._hurries_until, self._calls, self._was_stuck = 0.0, 0.0, 0, False
-
-    def is_called(self, calls: int) -> bool:
-        """Whether a rank has asked since the last call of this method. `calls`: how often ranks have asked in all."""
-        self._calls, before = calls, self._calls
-        if calls > before:
-            self._hurries_until = time.monotonic() + _HURRY_SECONDS
-        return calls > before
-
-    def is_time(self, *, is_stuck: bool) -> bool:
-        now, was_stuck, self._was_stuck = time.monotonic(), self._was_stuck, is_stuck
-        due = now >= self._next or now < self._hurries_until or is_stuck != was_stuck
-        if due:
-            self._next = now + self.seconds
-        return due
-
-
 class Watch:
     """The watch of one rank, from `start` to `stop`: decides when this rank gives up, and what it reports.
 
@@ -139,9 +107,9 @@ class Watch:
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         """`timeout`: of collectives, in seconds; a store that has not answered for this long is lost."""
         self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
-        self._pace = Pace(timeout)
         self._notices = Notices(rank, world_size)
-        self._peers = Peers(rank, world_size, self._notices)
+        self._heart = Heartbeats(rank, self._notices, timeout)
+        self._peers = Peers(rank, world_size, self._notices, Who.this(self._heart.card))
         self.beats = 0
         self._cause: Cause | None = None
         self._ending = threading.Event()
@@ -171,6 +139,7 @@ class Watch:
             self.line.close(self._leave, LEAVING_SECONDS)
 
     def _leave(self, store: Store) -> None:
+        self._heart.end()
         self._notices.leave(store, self.beats, where(threading.main_thread().ident))
 
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
@@ -228,10 +197,10 @@ class Watch:
         # Twice the timeout, so that this call does not give up first: the guard ends the process if the store does not
         # answer for the timeout. `heard` before the call: a ring after it must not be missed.
         heard = self.bell.count
-        come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._pace.timeout)
+        come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._heart.pace.timeout)
         if come == everyone:
             self.ring(missing)
-        pause, longest = 0.0005, self._pace.seconds if self.bell.blocks else 0.05
+        pause, longest = 0.0005, self._heart.pace.seconds if self.bell.blocks else 0.05
         while come < everyone:
             self.bell.wait(heard, pause)
             heard, pause = self.bell.count, min(2 * pause, longest)
@@ -253,7 +222,7 @@ class Watch:
         """
         if self._cause is not None:
             raise LostPeer.because(self._cause)
-        if any(self._peers.silence_of(rank) > self._pace.timeout for rank in ranks):
+        if any(self._peers.silence_of(rank) > self._heart.pace.timeout for rank in ranks):
             raise self.what_happened()
 
     def last_seen(self, rank: int) -> str:
@@ -275,20 +244,20 @@ class Watch:
         failure = self._notices.failure(store)
         if failure is not None:
             self._cause = failure
-        elif self._pace.is_called(self._notices.calls(store)):
+        elif self._heart.pace.is_called(self._notices.calls(store)):
             self.line.hurry()
 
     # Twice a second, on the line to the store ------------------------------------------------------------------------
 
     def _beat(self, store: Store) -> None:
-        """One round: write a heartbeat if one is due, and look for a failure."""
+        """One round: write the heartbeats that are due, and look for a failure."""
         self.beats += 1
         main = threading.main_thread().ident
         position = HERE.position(sys._current_frames().get(main or 0))
         at = where(main)
         is_stuck = position is not None
-        if self._pace.is_time(is_stuck=is_stuck):
-            self._notices.beat(store, Beat(self.beats, GIVING_UP if self._reported else at, position))
+        beat = Beat(self.beats, GIVING_UP if self._reported else at, position)
+        if self._heart.round(store, beat, self._peers.neighbours) is not Due.NOTHING:
             self._peers.decide_who_looks(store, is_stuck=is_stuck)
         self._look_for_death(store)
         if self._cause is None and position is not None and self._peers.looks:
@@ -315,7 +284,7 @@ class Watch:
                 if has_one_launcher(self.world_size):
                     self._end(Cause(None, "is gone"))
                 return None
-            if self.line.silent_for() > self._pace.timeout:
+            if self.line.silent_for() > self._heart.pace.timeout:
                 return self._end(Cause("", self._on_silence()))
         return None
 

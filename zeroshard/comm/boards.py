@@ -1,0 +1,99 @@
+"""Boards: each rank posts its heartbeat in memory that the other ranks of its host read, without a call to the store.
+
+A board is a labelled memory file, found as in `shared_memory.py`. It stays readable after its process has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from zeroshard.comm.processes import Who
+from zeroshard.comm.shared_memory import Location, Process, SharedMemory, open_labelled
+
+_BYTES = 1 << 20
+"""Of one board. Only the pages that have been written take memory."""
+_HEAD = struct.Struct("<II")
+"""Checksum and length of what is posted."""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What a rank has posted.
+
+    Attributes:
+        number: of its heartbeat.
+        beat: the heartbeat, encoded.
+        speaks_for: the ranks whose heartbeats it writes to the store.
+    """
+
+    number: int
+    beat: str
+    speaks_for: tuple[int, ...]
+
+
+class Board:
+    """The memory of one rank's heartbeats: written by that rank, read by the others."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._last: Posted | None = None
+
+    def post(self, number: int, beat: str, speaks_for: Iterable[int]) -> bool:
+        """Replace what is posted. False if it does not fit: then nothing is posted."""
+        data = json.dumps([number, beat, list(speaks_for)]).encode()
+        fits = len(data) <= _BYTES - _HEAD.size
+        data = data if fits else b""
+        self._memory[: _HEAD.size + len(data)] = _HEAD.pack(zlib.crc32(data), len(data)) + data
+        return fits
+
+    def read(self) -> Posted | None:
+        """What was posted last; None if there is nothing. Any process may read at any time."""
+        checksum, size = _HEAD.unpack(self._memory[: _HEAD.size])
+        data = self._memory[_HEAD.size : _HEAD.size + size]
+        # There is no lock: a reader that meets the writer in the middle finds a wrong checksum, and keeps what it has
+        # read before. So does one whose peer was killed in the middle.
+        if zlib.crc32(data) == checksum:
+            self._last = None
+            if data:
+                number, beat, speaks_for = json.loads(data)
+                self._last = Posted(number, beat, tuple(speaks_for))
+        return self._last
+
+
+class OwnBoard(Board):
+    """The board of this process. `card`: what other processes of this host need to open it, see `open_board`."""
+
+    def __init__(self) -> None:
+        shared = SharedMemory()
+        segment, fd = shared.create(_BYTES)
+        weakref.finalize(self, os.close, fd)  # peers open it through /proc
+        super().__init__(mmap.mmap(fd, _BYTES))
+        self.card = (shared.process.identity, segment, fd)
+
+
+def make_board() -> OwnBoard | None:
+    """A board for this process; None where the system has no such memory."""
+    with suppress(OSError, AttributeError):  # os.memfd_create exists on Linux only
+        return OwnBoard()
+    return None
+
+
+def open_board(who: Who) -> Board | None:
+    """The board of a process of this host; None if it has none, or this process may not open it."""
+    if who.board:
+        identity, segment, fd = who.board
+        with suppress(OSError):
+            file = open_labelled(Process(who.pid, identity), Location(segment, fd, _BYTES, 0))
+            try:
+                return Board(mmap.mmap(file, _BYTES))
+            finally:
+                os.close(file)
+    return None
