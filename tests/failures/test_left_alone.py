@@ -65,11 +65,14 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
     everybody = dict(zip(cases, finish_all(groups), strict=True))
     for (plan, case), ended in everybody.items():
         if case == "ends":
+            # On a busy machine rank 0 may have waited for long before it finds why its wait has failed: then its watch
+            # is first, and says what it waits for.
             expect(
                 ended,
-                r"rank 0 of 2 failed while waiting for another rank:\nzeroshard: rank 1 .*has reached the end of",
-                r"failed while waiting( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\) "
-                r"has reached the end of its program without an error; it was last seen .*are collective: every rank",
+                r"rank 0 of 2 failed while waiting for another rank:\nzeroshard: rank 1 .*has reached the end of|"
+                r"exits because ranks wait for each other \(deadlock\): rank 0 waits in .*; rank 1 has reached the end",
+                r"(failed while waiting( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\)|"
+                r"rank 1) has reached the end of its program without an error; it was last seen .*are collective:",
                 r"use `with handle.join\(\):`",
             )
         elif case == "meets":
