@@ -97,7 +97,8 @@ test-everything: $(STAMP)
 		tests/outside/test_fully_shard_compose.py tests/outside/test_sharded_ddp.py \
 		tests/runtime/test_freezing.py tests/runtime/test_accumulation.py tests/runtime/test_backward_threads.py \
 		tests/real_models/test_finetuning.py tests/planning/test_plan.py tests/planning/test_dry_run.py \
-		tests/planning/test_whole_model.py tests/documents/test_will_it_fit.py
+		tests/planning/test_whole_model.py tests/documents tests/integrations/test_with_transformers.py \
+		tests/integrations/test_with_accelerate.py
 
 test-hosts: $(STAMP)
 	$(BIN)/python -m pytest -m hosts -s tests/hosts
@@ -105,3 +106,4 @@ test-hosts: $(STAMP)
 # The fault tests with their full counts, whose figures docs/reliability.md records: about an hour on 2 cores.
 test-faults: $(STAMP)
 	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/checkpoint tests/failures --timeout 7200 -s
+	ZEROSHARD_FAULTS=full $(BIN)/python -m pytest tests/integrations -k leave_in_seconds -s

@@ -101,8 +101,8 @@ class StoreServer:
     def __init__(self, num_ranks: int) -> None:
         reader, writer = os.pipe()
         parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             try:
                 store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
                 os.write(writer, str(store.port).encode())
@@ -115,8 +115,8 @@ class StoreServer:
         os.close(reader)
 
     def close(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
 
 def join(port: int, rank: int, num_ranks: int, timeout: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.checkpoint.faults import StoreServer, fork, join
 from tests.patience import wait_until
+from tests.queueing import Queueing, queued_by_this_thread
 from zeroshard.comm import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
@@ -35,11 +36,17 @@ def wait_until_noted() -> None:
 @dataclass(frozen=True)
 class Ended:
     """Exit statuses, and seconds from `mark` (the moment of the fault) to the end, by rank. The status is None for a
-    rank that had to be killed at the end. `said`: the stderr of all ranks, in order."""
+    rank that had to be killed at the end. `said`: the stderr of all ranks, in order. `queued`: how many of these
+    seconds some process was ready and had no processor, see `tests/queueing.py`."""
 
     statuses: list[int | None]
     seconds: list[float]
     said: str
+    queued: list[float]
+
+    def seconds_of_their_own(self) -> float:
+        """Until the last rank has ended, without the time in which a process had no processor."""
+        return max(0.0, *(seconds - queued for seconds, queued in zip(self.seconds, self.queued, strict=True)))
 
 
 class Ranks:
@@ -61,6 +68,8 @@ class Ranks:
         self._marked: float | None = None
         self._statuses: dict[int, int | None] = {}
         self._ends: dict[int, float] = {}
+        self._queueing: Queueing | None = None
+        self._queued, self._queued_here = dict[int, float](), 0.0
         self.pids = fork(num_ranks, lambda rank: self._run(fn, rank, num_ranks, timeout, args))
 
     def _run(self, fn: Callable[..., Any], rank: int, num_ranks: int, timeout: float, args: Sequence[Any]) -> None:
@@ -88,10 +97,10 @@ class Ranks:
             ended = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in self.pids]
             assert not all(ended), "all ranks have ended without a mark"
         os.read(self._reader, 1)
-        self._marked = time.monotonic()
+        self._mark()
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        self._marked = self._marked or time.monotonic()
+        self._mark()
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -104,13 +113,24 @@ class Ranks:
         """Record the ranks that have ended; returns whether all awaited ranks have."""
         with suppress(BlockingIOError):
             if os.read(self._reader, 1):
-                self._marked = self._marked or time.monotonic()
+                self._mark()
+        # What this process has queued since it looked last: an end may have been there so much earlier.
+        before, self._queued_here = self._queued_here, queued_by_this_thread()
+        if self._queueing is not None:
+            self._queueing.look()
         for rank, pid in enumerate(self.pids):
             if rank not in self._statuses:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
                     self._statuses[rank], self._ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+                    of_ranks = 0.0 if self._queueing is None else self._queueing.seconds
+                    self._queued[rank] = of_ranks + self._queued_here - before
         return all(rank in self._statuses for rank in self._awaited)
+
+    def _mark(self) -> None:
+        if self._marked is None:
+            self._marked = time.monotonic()
+            self._queueing = Queueing([*self.pids, self._store.pid])
 
     def close(self) -> Ended:
         for rank, pid in enumerate(self.pids):
@@ -124,7 +144,12 @@ class Ranks:
         self._store.close()
         began = self._marked if self._marked is not None else time.monotonic()
         order = range(len(self.pids))
-        return Ended([self._statuses[rank] for rank in order], [self._ends[rank] - began for rank in order], said)
+        return Ended(
+            [self._statuses[rank] for rank in order],
+            [self._ends[rank] - began for rank in order],
+            said,
+            [self._queued.get(rank, 0.0) for rank in order],
+        )
 
 
 def finish_all(groups: Sequence[Ranks], limit: float = 600.0) -> list[Ended]:
@@ -133,5 +158,5 @@ def finish_all(groups: Sequence[Ranks], limit: float = 600.0) -> list[Ended]:
     for ranks in groups:
         os.set_blocking(ranks._reader, False)
     while not all([ranks.poll() for ranks in groups]) and time.monotonic() < deadline:  # noqa: C419  all of them
-        time.sleep(0.002)
+        time.sleep(0.01)
     return [ranks.close() for ranks in groups]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.failures.common import Ended, Ranks, finish_all
+from tests.failures.common import FULL, Ended, Ranks, finish_all
 from tests.kit import Block, Net, State, make
-from tests.patience import AT_ONCE
+from tests.patience import AT_ONCE, OUT
 
 STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.5
 
@@ -112,14 +112,18 @@ class _Faulty(torch.utils.data.Dataset[Any]):
 
 
 def expect_faults_to_end_all(run: Callable[..., None], *args: Any, kinds: Sequence[str] = FAULTS) -> None:
-    """Each fault of rank 1 ends both ranks soon, and the first line that zeroshard prints says what happened. All
-    faults are tried at the same time, each on ranks of its own.
+    """Each fault of rank 1 ends both ranks within `OUT`, and the first line that zeroshard prints says what happened.
+    All faults are tried at the same time, each on ranks of its own. The seconds are printed (`pytest -s`).
 
     Args:
         run: `run(rank, fault, *args)` trains on two ranks with a `Fault`.
     """
     groups = [Ranks(_with_a_fault, 2, run, kind, *args) for kind in kinds]
     for kind, ended in zip(kinds, finish_all(groups), strict=True):
+        print(
+            f"{run.__name__}, {kind}: ranks ended after {', '.join(f'{one:.1f}' for one in ended.seconds)} s; "
+            f"{ended.seconds_of_their_own():.1f} s without waiting for a processor"
+        )
         _expect_end(kind, ended)
 
 
@@ -128,7 +132,7 @@ def _with_a_fault(rank: int, mark: Callable[[], Any], run: Callable[..., None], 
 
 
 def _expect_end(kind: str, ended: Ended) -> None:
-    assert max(ended.seconds) < AT_ONCE, (kind, ended)
+    assert ended.seconds_of_their_own() < OUT and (not FULL or max(ended.seconds) < AT_ONCE), (kind, ended)
     first = next(line for line in ended.said.splitlines() if line.startswith("zeroshard:"))
     if kind == "killed":
         assert ended.statuses[1] == -signal.SIGKILL and ended.statuses[0] not in (None, 0), ended

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.examples import run_example
+from tests.grids import EVERYTHING
 from tests.integrations.common import (
     MAX_NORM,
     MICRO_BATCHES,
@@ -110,6 +111,23 @@ def test_the_loop_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
                 shutil.rmtree(tmp_path / "checkpoints")
 
     run_ranks(check, 3)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="takes ten seconds: make test-everything")
+def test_a_compiled_model_has_them_too() -> None:
+    """Without generated kernels."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        losses, weights = plain_loop(rank, 2, in_turns)
+        run = Run("zero3", dynamo_backend="eager")
+        assert run.train(STEPS) == losses
+        assert torch._dynamo.utils.counters["frames"]["ok"]
+        assert same_bits(run.weights(), weights)
+        assert run.accelerator.unwrap_model(run.model, keep_torch_compile=False) is run.model._orig_mod
+
+    run_ranks(check, 2)
 
 
 def automatic(folder: Path) -> Any:

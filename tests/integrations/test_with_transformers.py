@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.examples import run_example
+from tests.grids import EVERYTHING
 from tests.integrations.common import Fault, as_launched, expect_faults_to_end_all
 from tests.kit import State, make, same_bits
 from zeroshard.testing import run_ranks
@@ -135,6 +136,38 @@ def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
             saved = hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict()
             assert same_bits(dict(saved), weights) is same
         read_by_the_ranks(tmp_path / "a" / f"checkpoint-{STEPS}", weights)
+
+    run_ranks(check, 2)
+
+
+def test_recomputed_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        lines, weights = plain_loop(rank)
+        run = trainer(tmp_path, "zero3", save_strategy="no", gradient_checkpointing=True)
+        run.train()
+        assert run.model.is_gradient_checkpointing
+        assert logged(run) == lines
+        assert same_bits(run.handle.full_state_dict(), weights)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="takes half a minute: make test-everything")
+def test_a_compiled_model(tmp_path: Path) -> None:
+    """Last bits differ, as in plain torch."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        lines, _ = plain_loop(rank)
+        run = trainer(tmp_path, "zero3", save_strategy="no", torch_compile=True, torch_compile_backend="eager")
+        run.train()
+        assert torch._dynamo.utils.counters["frames"]["ok"]
+        for found, expected in zip(logged(run), lines, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
 
     run_ranks(check, 2)
 
