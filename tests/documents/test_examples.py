@@ -4,6 +4,8 @@ that library (`ELSEWHERE`)."""
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.faults import StoreServer
 from tests.examples import FOLDER, run_example
 from tests.failures.hosts import on_hosts
+from tests.forked import Forked
 from tests.hosts.namespaces import SHARED
+from zeroshard.checkpoint import verify
 from zeroshard.testing import run_ranks
 
 KEPT = {
@@ -105,7 +110,7 @@ def test_a_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
 
 def test_every_example_is_run_somewhere() -> None:
     scripts = {path.stem for path in FOLDER.glob("*.py")}
-    assert scripts == {*KEPT, *ELSEWHERE, "resume"}
+    assert scripts == {*KEPT, *ELSEWHERE, "resume", "two_machines"}
     for name, test in ELSEWHERE.items():
         assert name in (FOLDER.parent / test).read_text(), name
     listed = set(re.findall(r"\| \[`(\w+)\.py`\]", (FOLDER / "README.md").read_text()))
@@ -117,3 +122,25 @@ def test_two_machines_give_the_losses_of_one(tmp_path: Path) -> None:
     apart = on_hosts(resumed, [0, 1], [str(SHARED / "apart")])
     assert apart.statuses == [0, 0], apart.said
     assert apart.values == run_ranks(resumed, 2, [str(tmp_path / "together")])
+
+
+def losses_of_two_machines(rank: int, folder: str) -> str:
+    """What the example prints at its end: without torchrun, on one host."""
+    names = run_example("two_machines", folder)
+    return f"rank {rank}: step {names['step'] + 1} loss {names['loss'].item():.6f}"
+
+
+def test_one_launcher_for_each_machine(tmp_path: Path) -> None:
+    """Two launchers, as on two machines, and here on one. (`tests/hosts/test_hosts_example.py` has the machines.)"""
+    store = StoreServer(2)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-conf=is_host=0"]
+    launcher += ["--local-addr=localhost", str(FOLDER / "two_machines.py"), str(tmp_path / "run")]
+    pipe = subprocess.PIPE
+    started = [Forked(launcher, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path) for _ in range(2)]
+    said = [process.communicate() for process in started]
+    store.close()
+    assert [process.returncode for process in started] == [0, 0], said
+    expected = run_ranks(losses_of_two_machines, 2, str(tmp_path / "reference"))
+    assert sorted(out.splitlines()[-1] for out, _ in said) == expected
+    assert verify(tmp_path / "run" / "step-50").step == 50
