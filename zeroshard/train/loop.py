@@ -324,7 +324,8 @@ def introduce(run: Run, found: Found | None, console: Console) -> None:
     )
     if run.language.hf_config is not None and (known := run.language.hf_config.vocab_size) >= 2 * tokens:
         tell(console, f"the model has {known:,} tokens, the text only {tokens:,}: --data.tokenizer names a tokenizer")
-    tell(console, f"run folder {run.folder}; Control-C stops and saves, kill -USR1 {os.getpid()} saves")
+    tell(console, f"run folder {run.folder}")
+    tell(console, f"Control-C stops and saves, kill -USR1 {os.getpid()} saves")
     for problem in () if found is None else found.skipped:
         tell(console, f"SKIPPED a damaged checkpoint: {problem}")
     if found is not None:
@@ -344,7 +345,7 @@ def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:
     if not is_complete:
         tell(console, f"stopped after step {step} and saved; continue with: zeroshard train --resume {run.folder}")
         return
-    tell(console, f"saved in {run.folder}, metrics in {run.folder / METRICS}")
+    tell(console, f"saved in {run.folder}, with {METRICS}")
     if run.language.hf_config is not None:
         saved = steps(run.folder)[step]
         folder = run.ranks.first_does(lambda: release(saved, run.folder, run.language, run.tokenizer))
