@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.house.pages import CONTINUES, OWN, blocks, sides, sides_of_the_readmes_diff
+from tests.house.pages import CONTINUES, OWN, blocks, commands, sides, sides_of_the_readmes_diff
+from zeroshard.cli.main import run
 from zeroshard.testing import run_ranks
 
 
@@ -85,7 +88,24 @@ def run_page(rank: int, page: str, folder: str) -> dict[str, list[float]]:
                 continue
             exec(program, names := {"__name__": "page"})
             losses[f"{number} {side}"] = names["losses"]
+            run_commands(rank, page, after=f"{number} {side}")
+    run_commands(rank, page, after="")
     return losses
+
+
+AFTER = {"import": "0 before", "export": "0 after"}
+"""On pages with diffs: the command that reads what a side of a diff has written."""
+
+
+def run_commands(rank: int, page: str, after: str) -> None:
+    """Rank 0 runs the page's commands for checkpoints: those that come after a side of a diff, or (""), where there
+    is no diff, all of them."""
+    dist.barrier()
+    for line in commands(page) if rank == 0 else ():
+        program, *words = shlex.split(line)
+        if program == "zeroshard" and (AFTER[words[0]] if blocks(page, "diff") else "") == after:
+            assert run(words) == 0, line
+    dist.barrier()
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the other libraries

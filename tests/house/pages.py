@@ -7,6 +7,8 @@ Every block of code is run (`tests/documents/test_pages.py`), or has a line abov
 
 The examples of some pages (`CONTINUES`) run after the README's five lines. The examples of all other pages start in an
 empty namespace.
+
+Commands are indented lines. Each is in `COMMANDS`, with the test that runs it or the reason why none does.
 """
 
 from __future__ import annotations
@@ -49,6 +51,33 @@ def blocks(page: str, *languages: str) -> list[Block]:
 
 def names_of_pages(pages: list[Path]) -> list[str]:
     return [page.relative_to(ROOT).as_posix() for page in pages]
+
+
+COMMANDS = {
+    r"README\.md: pip install .*": "tests/cli/test_installed.py",
+    r"docs/install\.md: pip install .*": "tests/cli/test_installed.py",
+    r"(README|docs/install)\.md: (python|torchrun .*) examples/train_\w+\.py.*": "tests/house/test_documents.py",
+    r"docs/(tutorial|moving/fsdp)\.md: zeroshard .*": "tests/documents/test_pages.py",
+    r"docs/will-it-fit\.md: zeroshard plan .*": "tests/documents/test_will_it_fit.py",
+    r"docs/memory\.md: zeroshard plan --compare .*": "tests/cli/test_plan_command.py",
+    r"docs/(memory|report)\.md: zeroshard (plan [^-]|report plan\.).*": "tests/documents/test_commands_of_pages.py",
+    r"docs/report\.md: zeroshard report runs/books": "tests/train/test_loop.py",
+    r"docs/train\.md: zeroshard train .*": "tests/cli/test_cli.py",
+    r"docs/train\.md: torchrun .*": "tests/cli/test_cli.py",
+    r"docs/train\.md: zeroshard tokenizer .*": "tests/cli/test_cli.py",
+    r"CONTRIBUTING\.md: make test-gpu.*": "not run: needs a GPU; its pieces run on CPUs in `make test`",
+    r"docs/log\.md: .*": "not run: what was measured at the time",
+    r"docs/numerics\.md: python benchmarks/precision_curves\.py .*": "not run: takes minutes",
+}
+"""Page and command -> the test that runs it (of long runs, of the trainer and of pip: the same command with other
+values), or the reason why none does."""
+PROGRAMS = r"(?:sudo |[A-Z_]+=\S+ )*(?:zeroshard|python|pip|torchrun|make|pytest|accelerate)\b"
+
+
+def commands(page: str) -> list[str]:
+    """The indented lines that begin with a program, without comments. (`zeroshard: ...` is output.)"""
+    text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"))
+    return [line.partition(" #")[0].strip() for line in re.findall(rf"^    ({PROGRAMS}(?!:).*)$", text, re.MULTILINE)]
 
 
 def sides(diff: str) -> tuple[list[str], list[str]]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +15,9 @@ from xml.etree import ElementTree
 import pytest
 
 import zeroshard
+from tests.house import pages
 from tests.house.pages import (
+    COMMANDS,
     CONTINUES,
     DOCS,
     NOT_CODE,
@@ -23,6 +25,7 @@ from tests.house.pages import (
     PAGES,
     ROOT,
     blocks,
+    commands,
     names_of_pages,
     sides_of_the_readmes_diff,
 )
@@ -42,22 +45,60 @@ def test_every_block_is_run_or_says_why_not() -> None:
         assert "```" not in text, f"{page}: a block inside of something else is not found, and not run"
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
+def test_every_command_is_run_or_says_why_not() -> None:
+    unused = set(COMMANDS)
     for page in names_of_pages(PAGES):
-        for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
-            if re.match(r"    zeroshard \w+ ", line):
-                yield page, line.partition(" #")[0].split()[1:]
+        for command in commands(page):
+            found = [pattern for pattern in COMMANDS if re.fullmatch(pattern, f"{page}: {command}")]
+            assert len(found) == 1, (
+                f"{page}: {command!r} is in {len(found)} lines of COMMANDS, see tests/house/pages.py"
+            )
+            unused -= {*found}
+    assert not unused, f"no page has these commands any more: {unused}"
+    for where in COMMANDS.values():
+        assert where.startswith("not run: ") or (ROOT / where).exists(), where
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```python\nprint()\n```\n", ""),
+        ("```\nprint()\n```\n", "has no language"),
+        ("```bash\ntorchrun a.py\n```\n", "a block of bash is not run here: say why, in a mark"),
+        ("<!-- not run: needs a cluster -->\n```bash\ntorchrun a.py\n```\n", ""),
+        ("1. A list\n\n   ```python\n   print()\n   ```\n", "a block inside of something else is not found"),
+        ("Write\n\n    zeroshard train --help\n", "is in 0 lines of COMMANDS"),
+        ("Write\n\n    sudo make test-hosts\n", "is in 0 lines of COMMANDS"),
+        ("It says\n\n    zeroshard: rank 1 of 3 failed first:\n", ""),
+    ],
+)
+def test_a_new_block_or_command_that_nothing_runs_is_found(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = importlib.import_module(__name__)
+    (tmp_path / "README.md").write_text(text)
+    for module in (here, pages):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(here, "PAGES", [tmp_path / "README.md"])
+    monkeypatch.setattr(here, "COMMANDS", {})
+    said = []
+    for check in (test_every_block_is_run_or_says_why_not, test_every_command_is_run_or_says_why_not):
+        try:
+            check()
+        except AssertionError as error:
+            said.append(str(error))
+    assert bool(said) == bool(problem) and problem in "".join(said), said
 
 
 def test_commands_and_their_options_exist() -> None:
     click = pytest.importorskip("click")
     main = importlib.import_module("zeroshard.cli.main").main
-    for page, words in commands():
-        if words[0] in ("rank", "no"):
-            continue  # "zeroshard: rank 1 ..." is output
-        command = main.commands[words[0]]
-        command.make_context(words[0], words[1:], parent=click.Context(main), resilient_parsing=False)
-        assert page
+    for page in names_of_pages(PAGES):
+        for line in commands(page):
+            program, *words = shlex.split(line)
+            if program == "zeroshard":
+                command = main.commands[words[0]]
+                command.make_context(words[0], words[1:], parent=click.Context(main), resilient_parsing=False)
 
 
 def test_the_five_lines_are_those_of_the_examples() -> None:

@@ -119,6 +119,10 @@ def helpers_of_torch(rank: int, plan: str) -> None:
         set_state_dict(other, new, model_state_dict=dict(weights), optim_state_dict=state)
     assert same_bits(other_handle.full_state_dict(), fresh) and not same_bits(everything(other_handle, new), before)
     with other_handle.unsharded(write=True):
+        set_state_dict(other, new, model_state_dict=dict(weights), optim_state_dict=state)
+    assert same_bits(everything(other_handle, new), before)
+    other, other_handle, new = sharded(plan, seed=2)
+    with other_handle.unsharded(write=True):
         set_model_state_dict(other, dict(weights))
     set_optimizer_state_dict(other, new, state)
     assert same_bits(everything(other_handle, new), before)
