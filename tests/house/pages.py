@@ -59,6 +59,7 @@ COMMANDS = {
     r"(README|docs/install)\.md: (python|torchrun .*) examples/train_\w+\.py.*": "tests/house/test_documents.py",
     r"docs/(tutorial|moving/fsdp)\.md: zeroshard .*": "tests/documents/test_pages.py",
     r"docs/will-it-fit\.md: zeroshard plan .*": "tests/documents/test_will_it_fit.py",
+    r"docs/will-it-fit\.md: python benchmarks/plan_time\.py": "tests/documents/test_will_it_fit.py",
     r"docs/memory\.md: zeroshard plan --compare .*": "tests/cli/test_plan_command.py",
     r"docs/(memory|report)\.md: zeroshard (plan [^-]|report plan\.).*": "tests/documents/test_commands_of_pages.py",
     r"docs/report\.md: zeroshard report runs/books": "tests/train/test_loop.py",
