@@ -15,6 +15,10 @@ of the ratios within single rounds. Plans with a sharded optimizer gather weight
 timing waits for these gathers, so that no contender's work falls into the time of the next one; `--block` times several
 steps of one contender in a row, as in training, and waits once.
 
+DeepSpeed, FairScale and Megatron-core take part where they can be imported and are named (`peers.py`):
+
+    python benchmarks/step_time.py --contenders zero1 zero2 zero3 "DeepSpeed ZeRO-3" "FairScale OSS"
+
 At the end the losses of all contenders are compared. If they differ, no ratios are printed.
 """
 
@@ -37,6 +41,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import peers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,6 +59,9 @@ PAIRS = [
     ("zero1", "torch ZeRO"),
     ("zero2", "torch ZeRO"),
     ("zero3", "torch FSDP2"),
+    ("zero2", peers.FAIRSCALE),
+    *((f"zero{stage}", f"{peers.DEEPSPEED}{stage}") for stage in (1, 2, 3)),
+    ("zero1", peers.MEGATRON),
     *((plan, PLAIN) for plan in PLANS),
     *((plan, OTHER + plan) for plan in PLANS),
 ]
@@ -100,15 +108,16 @@ class Contender:
 
     version: Version
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | peers.Steps
     clip: Callable[[float], Any]
     settle: Callable[[], None] = lambda: None
+    backward: Callable[[Tensor], Any] = Tensor.backward
     losses: list[Tensor] = field(default_factory=list)
 
     def step(self, tokens: Tensor, max_norm: float) -> None:
         self.optimizer.zero_grad()
         loss = self.model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        self.backward(loss)
         if max_norm:
             self.clip(max_norm)
         self.optimizer.step()
@@ -159,6 +168,11 @@ def torch_fsdp2(version: Version, model: nn.Module, setting: Setting) -> Contend
     return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw))
 
 
+def peer(name: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
+    steps = peers.build(name, model, setting.adamw, setting.dtype)
+    return Contender(version, steps.model, steps, steps.clip, backward=steps.backward)
+
+
 def _data_parallel(model: nn.Module) -> nn.Module:
     # DDP's fastest configuration: no copies between gradients and buckets, no broadcast of buffers.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
@@ -175,6 +189,7 @@ BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
     "torch DDP": torch_ddp,
     "torch ZeRO": torch_zero,
     "torch FSDP2": torch_fsdp2,
+    **{name: partial(peer, name) for name in peers.NAMES},
 }
 
 
@@ -293,7 +308,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="rounds that count")
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
-    parser.add_argument("--contenders", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="NAME")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=BUILDERS, metavar="NAME", help=f"default: all but {', '.join(peers.NAMES)}"
+    )
     parser.add_argument("--other", type=Path, help="another checkout of zeroshard, whose plans take part as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="per rank on CPU; 0: cores / ranks, at least 1")
@@ -311,6 +328,11 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps < 2 or options.block < 1:
         parser.error("--steps must be at least 2 and --block at least 1")
+    if options.contenders is None:
+        options.contenders = [name for name in BUILDERS if name not in peers.NAMES]
+    for name in filter(peers.NAMES.__contains__, options.contenders):
+        if why := peers.missing(name, options.device):
+            parser.error(f"{name}: {why}. See benchmarks/peers.py")
     if options.other is not None:
         options.contenders += [OTHER + name for name in options.contenders if name in PLANS]
     return options
