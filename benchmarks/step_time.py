@@ -67,7 +67,7 @@ PAIRS = [
 ]
 """(plan, peer): the time of the plan is divided by that of the peer."""
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16-mixed": 2e-2}
 """Relative tolerance of losses after all steps: the contenders add up gradients in different orders."""
 
 
@@ -112,11 +112,13 @@ class Contender:
     clip: Callable[[float], Any]
     settle: Callable[[], None] = lambda: None
     backward: Callable[[Tensor], Any] = Tensor.backward
+    autocast: bool = False
     losses: list[Tensor] = field(default_factory=list)
 
     def step(self, tokens: Tensor, max_norm: float) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = self.model(tokens[:, :-1], tokens[:, 1:])
         self.backward(loss)
         if max_norm:
             self.clip(max_norm)
@@ -126,16 +128,19 @@ class Contender:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders share. `adamw`: arguments of `torch.optim.AdamW`."""
+    """What all contenders share. `adamw`: arguments of `torch.optim.AdamW`. `dtype`: of the model as it is built.
+    `mixed`: it computes in bf16, and the optimizer updates fp32 values: here an fp32 copy of bf16 weights; FSDP2's
+    mixed precision; autocast in the others."""
 
     adamw: dict[str, Any]
     dtype: torch.dtype
     device: str
+    mixed: bool = False
 
 
 def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
     zeroshard, dtype = version.package, setting.dtype
-    precision = zeroshard.MixedPrecision(dtype, dtype, None, dtype)
+    precision = "bf16" if setting.mixed else zeroshard.MixedPrecision(dtype, dtype, None, dtype)
     handle = zeroshard.shard(model, plan, units=version.model.Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **setting.adamw)
     engine = getattr(handle, "engine", handle)  # older checkouts have no engine beside the handle
@@ -143,12 +148,12 @@ def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Con
 
 
 def plain(version: Version, model: nn.Module, setting: Setting) -> Contender:
-    return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw))
+    return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw), setting.mixed)
 
 
 def torch_ddp(version: Version, model: nn.Module, setting: Setting) -> Contender:
     wrapped = _data_parallel(model)
-    return _of_torch(version, wrapped, torch.optim.AdamW(wrapped.parameters(), **setting.adamw))
+    return _of_torch(version, wrapped, torch.optim.AdamW(wrapped.parameters(), **setting.adamw), setting.mixed)
 
 
 def torch_zero(version: Version, model: nn.Module, setting: Setting) -> Contender:
@@ -156,21 +161,25 @@ def torch_zero(version: Version, model: nn.Module, setting: Setting) -> Contende
 
     wrapped = _data_parallel(model)
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **setting.adamw)
-    return _of_torch(version, wrapped, optimizer)
+    return _of_torch(version, wrapped, optimizer, setting.mixed)
 
 
 def torch_fsdp2(version: Version, model: nn.Module, setting: Setting) -> Contender:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setting.mixed else MixedPrecisionPolicy()
     mesh = dist.init_device_mesh(setting.device, (dist.get_world_size(),))
     for module in [*(m for m in model.modules() if isinstance(m, version.model.Block)), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw))
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw), autocast=False)
 
 
 def peer(name: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
-    steps = peers.build(name, model, setting.adamw, setting.dtype)
-    return Contender(version, steps.model, steps, steps.clip, backward=steps.backward)
+    own = name != peers.FAIRSCALE  # the others keep an fp32 copy of bf16 weights themselves
+    dtype = torch.bfloat16 if setting.mixed and own else setting.dtype
+    steps = peers.build(name, model.to(dtype), setting.adamw, dtype)
+    autocast = setting.mixed and not own
+    return Contender(version, steps.model, steps, steps.clip, backward=steps.backward, autocast=autocast)
 
 
 def _data_parallel(model: nn.Module) -> nn.Module:
@@ -178,9 +187,13 @@ def _data_parallel(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def _of_torch(version: Version, model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
+def _of_torch(version: Version, model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool) -> Contender:
     parameters = list(model.parameters())
-    return Contender(version, model, optimizer, lambda max_norm: nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def clip(max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    return Contender(version, model, optimizer, clip, autocast=autocast)
 
 
 BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
@@ -199,11 +212,13 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device, rank % torch.cuda.device_count() if options.device == "cuda" else None)
     if options.device == "cpu":
         torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shape = {key: getattr(options, key) for key in ("layers", "width", "heads", "context", "tied")}
     this = Version(None)
     other = Version(options.other.resolve()) if options.other is not None else this
-    setting = Setting({"lr": 1e-3, "weight_decay": 0.1, "fused": True}, dtype, options.device)
+    setting = Setting(
+        {"lr": 1e-3, "weight_decay": 0.1, "fused": True}, dtype, options.device, options.dtype == "bf16-mixed"
+    )
     contenders = {}
     for name in options.contenders:
         if name == PLAIN and dist.get_world_size() > 1:
@@ -314,7 +329,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--other", type=Path, help="another checkout of zeroshard, whose plans take part as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="per rank on CPU; 0: cores / ranks, at least 1")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights, gradients and state")
+    kinds = "of weights, gradients and state; bf16-mixed: see Setting"
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp32", help=kinds)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
