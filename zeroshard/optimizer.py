@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class ShardedOptimizer(TorchOptimizer):
         elementwise: whether an unknown class updates every element on its own; None: found by a trial (see
             `granularity.py`).
         process_group: only for parameters without a handle.
-        **defaults: the class's own arguments.
+        **defaults: the class's own arguments, by name.
 
     `param_groups` contain the user's parameters: schedulers work as usual, and changed hyper-parameters take effect.
     The order of calls is torch's: `zero_grad`, forward, `backward`, optionally `clip_grad_norm_`, `step`. `step` frees
@@ -75,7 +75,7 @@ class ShardedOptimizer(TorchOptimizer):
         self,
         handle_or_params: Handle | Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         optimizer_class: type[torch.optim.Optimizer],
-        *,
+        *positional: NoReturn,
         loss_scale: LossScalePolicy | float | Literal["dynamic"] | None = None,
         non_finite: NonFinite | None = None,
         skip_norm_above: float | None = None,
@@ -84,7 +84,7 @@ class ShardedOptimizer(TorchOptimizer):
         **defaults: Any,
     ) -> None:
         expect_parameters(handle_or_params)
-        expect_class(optimizer_class)
+        expect_class(optimizer_class, positional)
         handle = handle_or_params if isinstance(handle_or_params, Handle) else None
         if handle is not None:
             handle.engine.check_open("build an optimizer")

@@ -14,7 +14,7 @@ import pytest
 from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import verify
-from zeroshard.cli.main import _continued, _other_names, main, run
+from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, main, run
 from zeroshard.train.ranks import cores
 
 SMALL = [
@@ -60,6 +60,8 @@ def steps(folder: Path) -> list[int]:
         ("train --plan zero4", "'zero4' is not one of 'ddp', 'zero1', 'zero2', 'zero3'"),
         ("train --model.layer 4", "unknown option --model.layer; did you mean --model.layers?"),
         ("train --lrr 4", "unknown option --lrr; did you mean --lr?"),
+        ("train --learning-rate 4", "unknown option --learning-rate; did you mean --optimizer.lr?"),
+        ("train --batch_size 4", "unknown option --batch_size; did you mean --batch.sequences?"),
         ("train --model.layers four", "'four' is not a valid integer"),
         ("train --model.layers 0", "model.layers = 0: expected greater than or equal to 1"),
         ("train --nproc 0", "parallel.nproc = 0: expected greater than or equal to 1"),
@@ -202,3 +204,8 @@ def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> Non
     code, _, err = finish(process)
     assert code == 1
     assert "died of SIGKILL; the other ranks were stopped" in err
+
+
+def test_what_other_programs_call_an_option_has_a_name_here() -> None:
+    known = {name.lstrip("-") for option in main.commands["train"].params for name in option.opts}
+    assert {*ELSEWHERE.values()} <= known and not {*ELSEWHERE} & known

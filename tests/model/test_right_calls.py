@@ -62,6 +62,8 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
             TypeError, rf"found a module \(Sequential\): {write}.*the model stays", sharded, model, torch.optim.AdamW
         )
         refused(TypeError, "the handle comes first", sharded, torch.optim.AdamW, handle)
+        told = r"AdamW are passed by name: write ShardedOptimizer\(handle, AdamW, lr=0\.01, betas=\(0\.9, 0\.99\)\)"
+        refused(TypeError, told, sharded, handle, torch.optim.AdamW, 1e-2, (0.9, 0.99))
         refused(TypeError, "found an object of type int", sharded, 3, torch.optim.AdamW)
         optimizer, second = sharded(handle, torch.optim.AdamW, lr=1e-3), zeroshard.shard(build(), "zero1")
         # Checkpoints

@@ -40,6 +40,20 @@ SHORT = {
     "parallel.max_restarts": "--max-restarts",
 }
 
+ELSEWHERE = {
+    **dict.fromkeys(("batch-size", "global-batch-size", "train-batch-size"), "batch.sequences"),
+    **dict.fromkeys(("gradient-accumulation-steps", "accumulate"), "batch.micro_batches"),
+    "learning-rate": "optimizer.lr",
+    **dict.fromkeys(("epochs", "num-epochs", "max-steps", "num-train-epochs", "iters", "max-iters"), "steps"),
+    **dict.fromkeys(("output-dir", "save-dir", "out-dir"), "out"),
+    **dict.fromkeys(("block-size", "seq-len", "seq-length", "sequence-length", "max-length"), "model.context"),
+    **dict.fromkeys(("hidden-size", "dim", "d-model", "n-embd"), "model.width"),
+    **dict.fromkeys(("num-layers", "n-layer", "n-layers", "depth"), "model.layers"),
+    **dict.fromkeys(("nproc-per-node", "num-processes", "world-size"), "nproc"),
+    **dict.fromkeys(("dtype", "mixed-precision"), "precision"),
+}
+"""What other programs call an option -> its name here, for the message about an unknown one."""
+
 
 def run(arguments: list[str]) -> int:
     """Carry out one command and return the exit code. Bad input: one line on stderr and 2, never a traceback."""
@@ -47,7 +61,9 @@ def run(arguments: list[str]) -> int:
         result = main(arguments or ["--help"], prog_name="zeroshard", standalone_mode=False, obj=arguments)
         return result if isinstance(result, int) else 0
     except click.NoSuchOption as error:
-        nearest = difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
+        elsewhere = ELSEWHERE.get(error.option_name.lstrip("-").replace("_", "-"))
+        nearest = [f"--{elsewhere}"] if elsewhere and arguments[0] == "train" else []
+        nearest += difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
         return _refuse(
             f"unknown option {error.option_name}{f'; did you mean {nearest[0]}?' if nearest else ''}", arguments
         )

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from zeroshard.errors import InvalidState
+from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.layout.layout import Slot
 
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -42,6 +42,11 @@ _LIKE_ANOTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as", "resize_
 _CONVERT = {"to", "type", "type_as", "cpu", "cuda", "xpu", "float", "half", "double", "bfloat16", "contiguous"}
 _TO_THE_GRAPH = {"view_as", "expand_as"}
 """Operations that code uses to find the graph node of a leaf: `p.expand_as(p).grad_fn`."""
+
+NOT_COPIED = (
+    "a sharded model cannot be copied: copy it before shard(), or build a new one and load handle.full_state_dict() "
+    "into it"
+)
 
 
 class _NeedsValues(Exception):
@@ -117,6 +122,22 @@ class AbsentTensor(Tensor):
 
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
+
+    # A model with parameters of its own comes here before it comes to its hooks, which cannot be copied either.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        try:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        except InvalidState as error:
+            if any(isinstance(copied, nn.Module) for copied in memo.values()) and not self.home.why_lost:
+                raise InvalidType(NOT_COPIED) from error
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        try:
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        except InvalidState as error:
+            told = "a sharded model cannot be pickled: save handle.full_state_dict() instead"
+            raise InvalidState(f"{told}. {error}") from error
 
 
 class Absent:

@@ -5,7 +5,8 @@ For example `handle(x)`, an optimizer instance in place of its class, the model 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -121,13 +122,20 @@ def expect_parameters(found: object) -> None:
     raise InvalidType(f"params must be a handle, or an iterable of tensors or dicts, found {_kind(found)}{hint}")
 
 
-def expect_class(found: object) -> None:
-    """Check the `optimizer_class` argument.
+def expect_class(found: object, positional: Sequence[object] = ()) -> None:
+    """Check the `optimizer_class` argument, and that nothing comes behind it without a name: `positional`.
 
     Raises:
-        TypeError: an instance, a name, or something else.
+        TypeError: an instance, a name, or something else; arguments without a name.
     """
     if isinstance(found, type):
+        if positional:
+            names = list(inspect.signature(found).parameters)[1:]  # without `params`
+            named = ", ".join(f"{name}={value!r}" for name, value in zip(names, positional, strict=False))
+            raise InvalidType(
+                f"the arguments of {found.__name__} are passed by name: write ShardedOptimizer(handle, "
+                f"{found.__name__}, {named or 'lr=...'})"
+            )
         return
     name = "torch.optim.AdamW"
     if isinstance(found, torch.optim.Optimizer):
