@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,8 @@ from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 from zeroshard.runtime.hooks import OutsideGraphs, Schedule
 from zeroshard.testing import RankError, run_ranks
+
+CAN_COMPILE = shutil.which("g++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 
 
 @dataclass
@@ -417,7 +420,7 @@ def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: boo
     """By default under two plans. Blocks that are compiled in place train under the other two with generated kernels,
     see below."""
     plans = (zeroshard.DDP, zeroshard.ZERO2) if "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3)
-    if EVERYTHING or ("blocks" in how and shutil.which("g++") is None):
+    if EVERYTHING or ("blocks" in how and not CAN_COMPILE):
         plans = PLANS
 
     def check(rank: int) -> None:
@@ -584,7 +587,7 @@ def raises(*_: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="generated kernels need a compiler")
+@pytest.mark.skipif(not CAN_COMPILE, reason="generated kernels need g++ and the header files of this Python")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("how", "before_shard"),
