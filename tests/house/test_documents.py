@@ -116,17 +116,25 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         found = page.parent / path if path else page
         assert found.exists(), f"{page.name}: {path}"
+        on_site = found.resolve().is_relative_to(DOCS) or found.name in ("README.md", *MADE)
+        assert on_site or page.parent != DOCS, f"{page.name}: {path} is no page of the site: name it without a link"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in anchors, f"{page.name}: {path}{anchor}"
 
 
+MADE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "LICENSE": "license.md"}
+"""Files outside of docs/ -> pages of the site (`docs/site/pages.py`); README.md is its first page."""
+
+
 def test_every_page_is_in_the_navigation() -> None:
     """(`mkdocs build --strict` checks more, but needs packages that these tests do not.)"""
     navigation = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
-    made = {"index.md", "contributing.md", "changelog.md", "license.md"}  # by docs/site/pages.py
-    assert navigation == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made
+    assert navigation == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | {
+        "index.md",
+        *MADE.values(),
+    }
 
 
 def test_the_api_pages_have_everything_that_is_public() -> None:
