@@ -119,3 +119,35 @@ def nothing_is_looked_for(rank: int) -> None:
 
 def test_finite_gradients_have_no_origin() -> None:
     run_ranks(nothing_is_looked_for, 2)
+
+
+def of_a_single_rank(rank: int) -> None:
+    """It takes the norms later: when the next backward adds to the gradients, or on the way to the error."""
+
+    def message(plan: str, micro_batches: int, bad: int, edit: bool = False) -> str:
+        model = Layers()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for micro_batch in range(micro_batches):
+            model.after = 2 if micro_batch == bad else None
+            model(torch.ones(2, 4)).backward()
+            if edit and micro_batch == bad:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(torch.nan)
+        with pytest.raises(RuntimeError, match="Nothing has been updated") as error:
+            optimizer.step()
+        return str(error.value)
+
+    for plan in PLANS:
+        for micro_batches, bad in ((1, 0), (3, 0), (3, 1), (3, 2)):
+            text = message(plan, micro_batches, bad)
+            assert f"layers.2.bias (micro-batch {bad}), layers.2.weight (micro-batch {bad})" in text
+            assert "layers.3" not in text and text.count("micro-batch") == 3
+        # The values that backward has left are gone: nothing is said about it.
+        text = message(plan, 1, 0, edit=True)
+        assert "micro-batch" not in text and "layers.3.bias" in text
+
+
+def test_a_single_rank_names_it_as_well() -> None:
+    run_ranks(of_a_single_rank, 1)

@@ -138,6 +138,9 @@ class Gatherer:
         """The optimizer has changed the own interval (`slots`: only in these slots). Weights that rest in full start to
         be gathered from the other ranks. Collective."""
         were_there = unit.weights.state is not Residency.SHARDED
+        if were_there and self.collectives.mesh.world.size == 1:  # nothing to gather, and nobody to compare with
+            self._called.discard(unit)
+            return
         unit.weights.drop()
         if unit.weights.buffer.rests_in_full:
             # If the weights were not complete before (after a failed write inside `unsharded`, for example), more than

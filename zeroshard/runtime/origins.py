@@ -17,24 +17,53 @@ _NAMED = 3
 """How many parameters are named at most, for each rank."""
 
 
+class Look:
+    """The gradients of one unit after one backward. `names`: of the parameters."""
+
+    def __init__(self, names: list[str], grads: Gradients, slots: list[int]) -> None:
+        self.names = names
+        self.norms: list[Tensor] = []
+        self._grads, self._slots = grads, slots
+
+    def take(self) -> None:
+        """Take the norm of each gradient, if the bucket is still here. Later calls have no effect."""
+        full = self._grads.buffer.full
+        if self._slots and full is not None:
+            views, wide = self._grads.buffer.views(), torch.promote_types(full.dtype, torch.float32)
+            # The 2-norm, as it takes a tenth of the time of the largest value on a CPU.
+            self.norms = list(torch._foreach_norm([views[index] for index in self._slots], 2, dtype=wide))
+        self._slots = []
+
+
 class Origins:
     """Norms of the gradients that this rank has accumulated since the last step, in the order of backward."""
 
-    def __init__(self) -> None:
-        self._backwards: list[list[tuple[list[str], list[Tensor]]]] = [[]]
+    def __init__(self, num_ranks: int) -> None:
+        self._is_alone = num_ranks == 1
+        self._backwards: list[list[Look]] = [[]]
+        self._version: object = None  # of the gradients, at the end of the last backward
 
     def look(self, unit: Unit, grads: Gradients) -> None:
-        """Take the norms of the current backward's gradients of a unit. (Slots lie in the order of backward.)"""
+        """Take the norms of the current backward's gradients of a unit, or, on a single rank, remember to do so. (Slots
+        lie in the order of backward.)"""
         views = grads.buffer.views()
         fresh = [index for index in sorted(grads.ready - grads.stale) if views[index].numel()]
         if fresh:
-            wide = torch.promote_types(grads.buffer.dtype, torch.float32)
-            # The 2-norm, as it takes a tenth of the time of the largest value on a CPU.
-            norms = torch._foreach_norm([views[index] for index in fresh], 2, dtype=wide)
-            self._backwards[-1].append(([unit.layout.slots[index].name for index in fresh], list(norms)))
+            look = Look([unit.layout.slots[index].name for index in fresh], grads, fresh)
+            self._backwards[-1].append(look)
+            if not self._is_alone:
+                look.take()
 
-    def next_backward(self) -> None:
+    def end_backward(self, version: object) -> None:
+        """From here on, only the user changes gradients. `version`: of the gradients (`VisibleGradients.version`)."""
         self._backwards.append([])
+        self._version = version
+
+    def take(self, version: object) -> None:
+        """Take the norms that have not been taken yet: a backward is about to add to the gradients, or somebody asks.
+        If the user has changed gradients since the last backward, nothing is known about it."""
+        for look in self._backwards[-2] if len(self._backwards) > 1 and version == self._version else ():
+            look.take()
 
     def clear(self) -> None:
         """The gradients have been used, or discarded."""
@@ -45,8 +74,8 @@ class Origins:
         finite. Later micro-batches may contain what was reduced before, so the ranks with the earliest micro-batch are
         the origin."""
         for micro_batch, looks in enumerate(self._backwards):
-            names = [name for of_unit, _ in looks for name in of_unit]
-            values = [value for _, of_unit in looks for value in of_unit]
+            names = [name for look in looks if look.norms for name in look.names]
+            values = [value for look in looks for value in look.norms]
             finite = torch.isfinite(torch.stack(values)).tolist() if values else []
             bad = [name for name, fine in zip(names, finite, strict=True) if not fine and name in among]
             if bad and len(bad) == len(names) > 1:

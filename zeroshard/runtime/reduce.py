@@ -48,7 +48,7 @@ class Reducer:
         self.local: frozenset[Unit] = frozenset()
         self.ledger = ledger
         self.visible = VisibleGradients(tuple(self.grads), collectives, ledger)
-        self.origins = Origins()
+        self.origins = Origins(collectives.mesh.world.size)
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
@@ -75,6 +75,7 @@ class Reducer:
     @phase("begin of backward")
     def begin_backward(self) -> None:
         """A backward begins to accumulate gradients."""
+        self.origins.take(self.version)
         # Before any gradient: autograd would add to the view of the bucket that lies in `p.grad`.
         self.visible.withdraw()
         self.forget_losses()
@@ -259,7 +260,6 @@ class Reducer:
                 self._look(unit)
             elif index >= self._cursor:
                 self._launch(unit)
-        self.origins.next_backward()
         # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
         self.collectives.give_order("end")
         self._finish()
@@ -267,6 +267,7 @@ class Reducer:
             if self.grads[unit].state is GradState.REDUCED:
                 self.grads[unit].release()
         self.visible.show()
+        self.origins.end_backward(self.version)
         if self.collectives.orders is not None:
             self.collectives.orders.version = self.visible.version
 

@@ -302,7 +302,9 @@ class Agreement:
         ]
         reduced = sorted({tuple(place) for places in collectives.exchange_objects(mine) for place in places})
         names = [name for *_, name in reduced]
-        found = collectives.exchange_objects(self._engine.reducer.origins.first(set(names)))
+        reducer = self._engine.reducer
+        reducer.origins.take(reducer.version)
+        found = collectives.exchange_objects(reducer.origins.first(set(names)))
         origins = [(*origin, rank) for rank, origin in enumerate(found) if origin is not None]
         if origins:
             first = min(micro_batch for micro_batch, *_ in origins)
