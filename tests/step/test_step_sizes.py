@@ -6,6 +6,7 @@ operations of its own, and a GPU waited for the host.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,13 @@ from zeroshard.layout import cuts
 from zeroshard.layout.cuts import SIZES, Sizes
 from zeroshard.planner import plan_memory
 from zeroshard.reference import Reference
+from zeroshard.step.flat_step import FlatStep
 from zeroshard.testing import run_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder")
 MOST = {"fp32": 11, "bf16": 20, "bf16-remainder": 24}
 """The most operations for one more unit, with the numbers of AdamW's step counts (two for each piece)."""
-TINY = Sizes(piece=256, batch=256, at_once=256)
+TINY = Sizes(piece=256, batch=256, at_once=256, in_place=256)
 """For controls."""
 
 
@@ -184,9 +186,36 @@ def test_small_operations_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     def check(rank: int) -> None:
         for precision in PRECISIONS:
             expected = weights_of(SIZES["cuda"], precision)
-            for sizes in (Sizes(1 << 18, 1 << 20, 256), Sizes(512, 2048, 256), Sizes(512, 1 << 20, 1 << 18), TINY):
+            others = (
+                Sizes(1 << 18, 1 << 20, 256, 1 << 20),
+                Sizes(512, 2048, 256, 4096),
+                Sizes(512, 1 << 20, 1 << 18, 2048),
+                TINY,
+            )
+            for sizes in others:
                 assert same_bits(weights_of(sizes, precision), expected), (sizes, precision)
         assert abs(float(expected["blocks.1.up.weight"][0, 0]) - 0.25) < 1e-3
 
     assert WIDTH > 3 and cuts.sizes_for("xpu") is SIZES["cuda"]
     run_ranks(check, 1)
+
+
+def test_batches_are_larger_where_nothing_is_cast_and_nothing_is_gathered_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each batch is one call of the class."""
+
+    def check(rank: int, num_ranks: int) -> None:
+        monkeypatch.setitem(SIZES, "cpu", Sizes(piece=256, batch=512, at_once=256, in_place=2048))
+        for plan, precision in itertools.product(("ddp", "zero1", "zero3"), PRECISIONS):
+            handle = zeroshard.shard(make(Net), plan, units=Block, precision=precision)
+            (stepper,) = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW).steppers
+            assert isinstance(stepper, FlatStep)
+            sizes = [sum(piece.world.numel for piece in batch.pieces) for batch in stepper._batches]
+            is_whole = num_ranks == 1 or plan == "ddp"
+            limit = 2048 if is_whole and precision != "bf16-remainder" else 512
+            assert limit / 2 < max(sizes) <= limit, (plan, precision, sizes)
+            handle.close()
+
+    for num_ranks in (1, 2):
+        run_ranks(check, num_ranks, num_ranks)

@@ -30,19 +30,22 @@ class Sizes:
         batch: the most of a batch: the pieces of one call of the optimizer. Scratch for gradients and joined main, and
             the temporaries of the user's class, have at most so many elements.
         at_once: the most of one operation around that call (casts, the factor, rounding). Its temporaries have so many.
+        in_place: the most of a batch that needs no scratch and is followed by no gather. It saves calls of the class;
+            a gather should start early.
     """
 
     piece: int
     batch: int
     at_once: int
+    in_place: int
 
 
 SIZES = {
     # A piece in fp32, its gradient and two moments fit into a core's cache, and a batch into the processor's.
-    "cpu": Sizes(piece=1 << 18, batch=1 << 20, at_once=1 << 18),
+    "cpu": Sizes(piece=1 << 18, batch=1 << 20, at_once=1 << 18, in_place=1 << 22),
     # Each operation costs the host several microseconds, however small it is: few, large ones. A piece ends only with
     # its shard or param group, unless it is larger than a batch.
-    "cuda": Sizes(piece=1 << 26, batch=1 << 26, at_once=1 << 24),
+    "cuda": Sizes(piece=1 << 26, batch=1 << 26, at_once=1 << 24, in_place=1 << 26),
 }
 """By type of device; other accelerators have the sizes of CUDA."""
 

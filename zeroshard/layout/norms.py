@@ -10,7 +10,7 @@ ROW_NUMEL = 1024
 
 
 def norms_of_rows(flat: Tensor, norm_type: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-    """The norm of each row of `ROW_NUMEL` elements, and of the rest (0 if there is none): [rows + 1].
+    """The norm of each row of `ROW_NUMEL` elements, and of the rest, if there is one.
 
     The norm of these norms is the norm of `flat`. With one running sum over all elements, the error is 1e-5 for a
     quarter of a million elements and 1e-3 for 25 million. By rows it was within 1e-6 of fp64 in all comparisons, at the
@@ -18,5 +18,6 @@ def norms_of_rows(flat: Tensor, norm_type: float = 2.0, dtype: torch.dtype | Non
     """
     end = flat.numel() // ROW_NUMEL * ROW_NUMEL
     rows = vector_norm(flat[:end].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype)
-    rest = vector_norm(flat[end:], norm_type, dtype=dtype) if end < flat.numel() else rows.new_zeros(())
-    return torch.cat([rows, rest.view(1)])
+    if end == flat.numel():
+        return rows
+    return torch.cat([rows, vector_norm(flat[end:], norm_type, dtype=dtype).view(1)])

@@ -13,7 +13,7 @@ operations then depends on the number of units, and not on the number of param g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.profiling import phase
-from zeroshard.layout.cuts import Sizes, batches, sizes_for
+from zeroshard.layout.cuts import batches, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, main_tensor
@@ -53,13 +53,11 @@ class Stretch:
 
     @property
     def is_cast(self) -> bool:
-        """Whether gradients are cast to main's dtype."""
-        return self.unit.grads.held_in != self.unit.main.dtype
+        return _is_cast(self.unit)
 
     @property
     def is_joined(self) -> bool:
-        """Whether main is joined from weights and remainder."""
-        return self.unit.main.needs_scratch
+        return _is_joined(self.unit)
 
     @cached_property  # like the next one read in every step
     def places(self) -> tuple[slice, ...]:
@@ -196,7 +194,7 @@ class FlatStep:
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Call another method of the class on all pieces; then set the weights from main."""
         with self.state.inner.with_options(options):
-            (every,) = _in_batches(self.state.pieces, replace(self._sizes, batch=1 << 62))
+            (every,) = _in_batches(self.state.pieces, 1 << 62, self._sizes.at_once)
             new = partial(torch.empty, device=self.assignment.collectives.device)
             joined = [self._bring_main(stretch, new) for stretch in every]
             result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
@@ -255,7 +253,9 @@ class FlatStep:
         # Every unit must be finished exactly once, in the same order on all ranks, also if this rank has no piece of
         # it: `updated` starts a gather.
         units, done = list(self.assignment.groups), 0
-        planned = _in_batches([piece for piece in self.state.pieces if piece.active], self._sizes)
+        pieces = [piece for piece in self.state.pieces if piece.active]
+        is_in_place = all(_is_in_place(unit) for unit in {piece.unit for piece in pieces})
+        planned = _in_batches(pieces, self._sizes.in_place if is_in_place else self._sizes.batch, self._sizes.at_once)
         found = []
         for of_batch, following in zip(planned, [*planned[1:], []], strict=True):
             end = units.index(following[0].unit) if following else len(units)
@@ -281,10 +281,25 @@ class FlatStep:
             scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
 
 
-def _in_batches(pieces: Sequence[Piece], sizes: Sizes) -> list[list[Stretch]]:
-    """The stretches of each batch."""
+def _is_cast(unit: Unit) -> bool:
+    """Whether gradients are cast to main's dtype."""
+    return unit.grads.held_in != unit.main.dtype
+
+
+def _is_joined(unit: Unit) -> bool:
+    """Whether main is joined from weights and remainder."""
+    return unit.main.needs_scratch
+
+
+def _is_in_place(unit: Unit) -> bool:
+    """Whether a step needs no scratch for the unit, and nothing is gathered after it."""
+    return not _is_cast(unit) and not _is_joined(unit) and unit.main.interval.numel == unit.layout.numel
+
+
+def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[Stretch]]:
+    """The stretches of each batch. `limit`: the most elements of a batch; `at_once`: of one operation."""
     planned = []
-    for of_batch in batches([piece.world.numel for piece in pieces], sizes.batch):
+    for of_batch in batches([piece.world.numel for piece in pieces], limit):
         stretches: list[list[Piece]] = []
         for piece in pieces[of_batch.start : of_batch.stop]:
             last = stretches[-1][-1] if stretches else None
@@ -292,5 +307,5 @@ def _in_batches(pieces: Sequence[Piece], sizes: Sizes) -> list[list[Stretch]]:
                 stretches[-1].append(piece)
             else:
                 stretches.append([piece])
-        planned.append([Stretch(tuple(one), sizes.at_once) for one in stretches])
+        planned.append([Stretch(tuple(one), at_once) for one in stretches])
     return planned
