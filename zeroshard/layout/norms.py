@@ -17,7 +17,7 @@ def norms_of_rows(flat: Tensor, norm_type: float = 2.0, dtype: torch.dtype | Non
     same speed.
     """
     end = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    rows = vector_norm(flat[:end].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype)
+    rows: Tensor = vector_norm(flat[:end].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype)
     if end == flat.numel():
         return rows
     return torch.cat([rows, vector_norm(flat[end:], norm_type, dtype=dtype).view(1)])
