@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -140,6 +141,7 @@ def _run(arguments: list[str], ranks: type[subprocess.Popen[Any]]) -> int:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(arguments)
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))  # as an interpreter does, for its imports
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):

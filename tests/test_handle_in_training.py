@@ -348,7 +348,7 @@ class Fragile(torch.optim.SGD):
 
 
 def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cuts.SIZES, "cpu", replace(cuts.SIZES["cpu"], batch=256))
+    monkeypatch.setitem(cuts.SIZES, "cpu", replace(cuts.SIZES["cpu"], batch=256, in_place=256))
 
     def check(rank: int) -> None:
         for plan in PLANS:

@@ -210,7 +210,7 @@ def _set_small_random_state(rank: int) -> None:
 def unpack(name: str, directory: Path) -> tuple[Manifest, dict[str, Any]]:
     """Unpack the step into `directory`; returns its manifest and the expected loaded state."""
     with tarfile.open(FOLDER / f"{name}.tar.gz") as archive:
-        archive.extractall(directory, filter="data")
+        archive.extractall(directory, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     with Reader(directory / f"step-{STEP}") as reader:
         return reader.manifest, json.loads((FOLDER / f"{name}.json").read_text())
 

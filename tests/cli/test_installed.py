@@ -61,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         shutil.copy(ROOT / name, source)
     sdist = build("sdist", source, folder)
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # 3.11.4 has it
     return sdist, build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
 
 

@@ -12,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,33 @@ def test_hostile_metadata_made_by_hand(fsdp: Path, tmp_path: Path) -> None:
     for data in (*short, deep, loop):
         (folder / ".metadata").write_bytes(data)
         refused(folder, tmp_path)
+
+
+class AsPython3110(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_members_of_enums_as_early_python_3_11_writes_them(fsdp: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    shutil.copytree(fsdp / "nested", folder)
+    with DcpFolder(folder) as before:
+        expected = before.tensors
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    written = io.BytesIO()
+    AsPython3110(written, 4).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    (folder / ".metadata").write_bytes(written.getvalue())
+    with DcpFolder(folder) as after:
+        assert after.tensors == expected
+    # The name getattr opens nothing: not other classes, and not attributes of values.
+    for call in ((getattr, os, "system"), (getattr, "text", "format"), (getattr, dict, "get"), (getattr, torch.Size)):
+        metadata.planner_data = Attack(call[0], *call[1:])
+        with suppress(TypeError):  # modules cannot be pickled
+            (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+            refused(folder, tmp_path)
 
 
 def changed_archive(data: bytes, **entries: bytes | None) -> bytes:

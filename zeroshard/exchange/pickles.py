@@ -2,7 +2,8 @@
 
 A pickle is a program for a small stack machine. This machine supports only the instructions that build numbers,
 strings, lists, tuples and dicts. A class or function becomes a `Name`, and only if the caller has allowed it. A call
-becomes a `Recipe`: the name, the arguments, and the state that the object would have had.
+becomes a `Recipe`: the name, the arguments, and the state that the object would have had. A member of an enum is the
+call of its class; Python 3.11.0 to 3.11.3 write `getattr(class, name)` instead, which is read as the same.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_TUPLE": tuple,
 }
 _MARK = object()
+_GETATTR = "builtins.getattr"
 
 
 @dataclass
@@ -117,7 +119,7 @@ class _Machine:
             stack.append(self._name(".".join(_expect(part, str) for part in parts)))
         elif name in ("REDUCE", "NEWOBJ"):
             of, args = self._pop(2)
-            stack.append(Recipe(_expect(of, Name).text, _expect(args, tuple)))
+            stack.append(_recipe(_expect(of, Name), _expect(args, tuple)))
         elif name == "BUILD":
             (state,) = self._pop(1)
             _expect(stack[-1], Recipe).state = state
@@ -127,7 +129,7 @@ class _Machine:
             refuse(f"is a pickle with the instruction {name}, which no such file needs")
 
     def _name(self, text: str) -> Name:
-        if text not in self.allowed:
+        if text not in self.allowed and text != _GETATTR:
             refuse(f"names {short(text)}, which no such file needs: it may be an attack, and nothing of it was run")
         return Name(text)
 
@@ -145,6 +147,14 @@ class _Machine:
         values = self.stack[at + 1 :]
         del self.stack[at:]
         return values
+
+
+def _recipe(of: Name, args: tuple[Any, ...]) -> Recipe:
+    if of.text != _GETATTR:
+        return Recipe(of.text, args)
+    if not (len(args) == 2 and isinstance(args[0], Name) and isinstance(args[1], str)):
+        refuse(f"calls {_GETATTR!r}, but not with a class and a name: it may be an attack, and nothing was run")
+    return Recipe(args[0].text, args[1:])
 
 
 def _expect(value: Any, kind: type) -> Any:
