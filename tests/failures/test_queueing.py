@@ -47,11 +47,11 @@ def on_one_processor(children: int, fn: Callable[[], None]) -> list[tuple[float,
 def test_programs_beside_it_do_not_count() -> None:
     found = on_one_processor(3, compute)
     assert max(seconds for seconds, _ in found) > 0.75  # the last one to end, of 0.9 s for one processor
-    assert all(0.3 <= own < 0.45 for _, own in found), found
+    assert all(0.2 < own < 0.6 for _, own in found), found
 
 
 def test_waiting_for_a_time_counts() -> None:
-    assert all(own >= 0.3 for _, own in on_one_processor(2, lambda: time.sleep(0.3)))
+    assert all(own > 0.2 for _, own in on_one_processor(2, lambda: time.sleep(0.3)))
 
 
 def test_threads_and_processes_are_added_up() -> None:

@@ -155,7 +155,7 @@ def test_unknown_classes_train_as_on_one_process(num_ranks: int) -> None:
 
 def test_counts_in_a_group_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counts once advanced for each batch of pieces, and not at all on a rank without pieces."""
-    monkeypatch.setitem(cuts.SIZES, "cpu", replace(cuts.SIZES["cpu"], batch=256))
+    monkeypatch.setitem(cuts.SIZES, "cpu", replace(cuts.SIZES["cpu"], batch=256, in_place=256))
 
     def check(rank: int) -> None:
         for make_model in (lambda: nn.Linear(40, 40), lambda: nn.Linear(4, 4)):
