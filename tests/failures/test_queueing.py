@@ -9,6 +9,7 @@ from threading import Event, Thread
 
 import pytest
 
+from tests.patience import wait_until
 from tests.queueing import IS_COUNTED, Queueing, queued_by_this_thread, queued_by_threads
 
 pytestmark = pytest.mark.skipif(not IS_COUNTED, reason="the kernel does not count this (CONFIG_SCHED_INFO)")
@@ -51,7 +52,8 @@ def test_programs_beside_it_do_not_count() -> None:
 
 
 def test_waiting_for_a_time_counts() -> None:
-    assert all(own > 0.2 for _, own in on_one_processor(2, lambda: time.sleep(0.3)))
+    """In one of many tries: beside other programs the scheduler counts a part of a sleep as waiting for a processor."""
+    wait_until(lambda: own_seconds(lambda: time.sleep(0.05))[1] > 0.04)
 
 
 def test_threads_and_processes_are_added_up() -> None:
