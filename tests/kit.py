@@ -161,6 +161,11 @@ def travelling(way: str) -> Iterator[None]:
         yield
 
 
+def transport_of(handle: zeroshard.Handle) -> Any:
+    """What `plan_memory` has to be told in order to plan for the transport that these ranks use."""
+    return handle.engine.collectives.transport.name
+
+
 SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch": (3, True)}
 """Number of micro-batches, and whether gradients are reduced after each of them."""
 

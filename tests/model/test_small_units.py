@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train, transport_of
 from tests.together import Together
 from zeroshard.layout.layout import numel_multiple
 from zeroshard.model import small_units
@@ -74,6 +74,7 @@ def test_norms_between_other_units_are_gathered_once_and_planned() -> None:
     def check(rank: int) -> Any:
         sharded = make(model)
         handle = zeroshard.shard(sharded, "zero3", **options)
+        planned = partial(plan_memory, make(model), "zero3", 2, rank=rank, transport=transport_of(handle), **options)
         specs = [unit.spec for unit in handle.engine.units]
         (norms,) = [spec for spec in specs if spec.outer and not spec.name.startswith("root")]
         assert len(norms.names) == 2 * 8
@@ -86,7 +87,7 @@ def test_norms_between_other_units_are_gathered_once_and_planned() -> None:
             assert gathered.count(norms.name) == 1 < gathered.count(first), gathered
             optimizer.step()
         for peak in (False, True):
-            assert handle.memory(peak=peak) == plan_memory(make(model), "zero3", 2, rank=rank, peak=peak, **options)
+            assert handle.memory(peak=peak) == planned(peak=peak)
         return handle.comm_log
 
     expect_same_logs(run_ranks(check, 2))

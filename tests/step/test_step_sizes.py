@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
-from tests.kit import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, WIDTH, Block, Net, loss_of_tokens, make, same_bits, transport_of
 from zeroshard.layout import cuts
 from zeroshard.layout.cuts import SIZES, Sizes
 from zeroshard.planner import plan_memory
@@ -128,6 +128,7 @@ def test_plans_have_the_same_bits_and_the_planned_bytes(as_on_cuda: None) -> Non
                     precision=precision,
                     group_of=lambda name: name.endswith("bias"),
                     rank=rank,
+                    transport=transport_of(handle),
                 )
                 assert handle.memory() == planned, (precision, plan)
                 found[f"{precision} {plan}"] = handle.full_state_dict(main=True)

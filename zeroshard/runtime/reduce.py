@@ -300,7 +300,7 @@ class Reducer:
 
     def _finish(self) -> None:
         """Wait for all reductions, and reset the records of this backward."""
-        self._reductions.wait()
+        self._reductions.end()
         self._cursor = 0
         self._complete_but_seen = False
         for grads in self.grads.values():

@@ -100,6 +100,16 @@ class Reductions:
         while self._read_by_peers:
             self._release_oldest()
 
+    def end(self) -> None:
+        """Wait for all reductions at the end of a backward. One bucket of each queue stays held for the next one."""
+        self.wait()
+        # The others have been given back before the last unit, unless the last two units were open at once: units of
+        # two precisions in one block, for example.
+        for queue in self._last_two:
+            held = [bucket for bucket in self._buckets.shared[queue] if bucket.is_held]
+            for bucket in held[1:]:
+                bucket.try_to_give_back()
+
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
         grads.arrive()
