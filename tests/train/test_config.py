@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.config import Config, UserError, check_divides, fields, resolve, with_values, write
+from zeroshard.cli.main import _click_type
+from zeroshard.train.config import Config, ParallelConfig, UserError, check_divides, fields, resolve, with_values, write
 
 
 def resolved(tmp_path: Path, text: str, **overrides: object) -> Config:
@@ -48,6 +49,27 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, message: s
     with pytest.raises(UserError, match=message) as caught:
         resolved(tmp_path, text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "field", "value"),
+    [
+        ('plan = "fsdp"', "plan", "zero3"),
+        ("plan = 2", "plan", "zero2"),
+        ('plan = "full_shard"', "plan", "zero3"),
+        ('precision = "bf16-mixed"', "precision", "bf16"),
+    ],
+)
+def test_names_of_other_libraries_are_known(tmp_path: Path, written: str, field: str, value: str) -> None:
+    assert getattr(resolved(tmp_path, f"[parallel]\n{written}\n").parallel, field) == value
+    on_the_command_line = _click_type(ParallelConfig.model_fields[field])
+    assert on_the_command_line.convert(written.partition(" = ")[2].strip('"'), None, None) == value
+
+
+@pytest.mark.parametrize("written", ['plan = "hybrid"', "plan = true", 'precision = "bf16-true"', "precision = 1.5"])
+def test_other_names_are_refused_with_the_choices(tmp_path: Path, written: str) -> None:
+    with pytest.raises(UserError, match=r"expected '(ddp|fp32)', "):
+        resolved(tmp_path, f"[parallel]\n{written}\n")
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -97,10 +97,19 @@ for _command in (*COMMANDS, plan, report, tokenizer):
     main.add_command(_command)
 
 
+class _Choice(click.Choice[str]):
+    """Takes the names of other libraries, too: `--plan fsdp`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from zeroshard.train.config import named_as_here
+
+        return super().convert(named_as_here(value, self.choices), param, ctx)
+
+
 def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
     kind = info.annotation
     if get_origin(kind) is Literal:
-        return click.Choice(get_args(kind))
+        return _Choice(get_args(kind))
     optional = [part for part in get_args(kind) if part is not type(None)]
     kind = optional[0] if optional else kind
     assert isinstance(kind, type)

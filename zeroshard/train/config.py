@@ -7,15 +7,18 @@ A field, its default, its range and its help text are defined only in the record
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from zeroshard.errors import Error, InvalidValue
+from zeroshard.placement import as_plan
+from zeroshard.precision import NAMED, as_precision
 
 
 class UserError(Error):
@@ -24,6 +27,17 @@ class UserError(Error):
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def named_as_here(value: Any, choices: Sequence[str]) -> Any:
+    """The choice that other libraries call `value` ("fsdp", 3, "bf16-mixed"); `value` itself if there is none."""
+    with suppress(InvalidValue):
+        if (plan := as_plan(value).name) in choices:
+            return plan
+    with suppress(InvalidValue):
+        precision = as_precision(value)
+        return next((name for name, named in NAMED.items() if named == precision and name in choices), value)
+    return value
 
 
 class ModelConfig(_Section):
@@ -98,6 +112,12 @@ class ParallelConfig(_Section):
     max_transient_bytes: int | None = Field(None, ge=1, description="cap on gather and reduce buffers per rank")
     timeout: float = Field(120.0, gt=0, description="seconds without an answer until a peer counts as lost")
     max_restarts: int = Field(0, ge=0, description="times to start all ranks again after one has failed (with --nproc)")
+
+    @field_validator("plan", "precision", mode="before")
+    @classmethod
+    def _named_as_here(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return named_as_here(value, get_args(cls.model_fields[info.field_name].annotation))
 
 
 class EvaluationConfig(_Section):
