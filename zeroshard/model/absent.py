@@ -47,6 +47,7 @@ NOT_COPIED = (
     "a sharded model cannot be copied: copy it before shard(), or build a new one and load handle.full_state_dict() "
     "into it"
 )
+NOT_PICKLED = "a sharded model cannot be pickled: save handle.full_state_dict() instead"
 
 
 class _NeedsValues(Exception):
@@ -136,8 +137,7 @@ class AbsentTensor(Tensor):
         try:
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         except InvalidState as error:
-            told = "a sharded model cannot be pickled: save handle.full_state_dict() instead"
-            raise InvalidState(f"{told}. {error}") from error
+            raise InvalidState(f"{NOT_PICKLED}. {error}") from error
 
 
 class Absent:

@@ -31,7 +31,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import InvalidState, InvalidType
-from zeroshard.model.absent import NOT_COPIED, as_tensors
+from zeroshard.model.absent import NOT_COPIED, NOT_PICKLED, as_tensors
 from zeroshard.model.casting import Cast, attach_casts, cast
 from zeroshard.model.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.model.trees import tensors_in
@@ -49,7 +49,7 @@ class NotCopied:
         raise InvalidType(NOT_COPIED)
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidType("a sharded model cannot be pickled: save handle.full_state_dict() instead")
+        raise InvalidType(NOT_PICKLED)
 
 
 class OutsideGraphs(NotCopied, partial[Any]):
