@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 
 class Forked(subprocess.Popen):
@@ -132,6 +133,9 @@ def _print_warning(message: Any, category: Any, filename: str, line: int, file: 
 def _run(arguments: list[str], ranks: type[subprocess.Popen[Any]]) -> int:
     """Run the module or script; returns the exit status that the interpreter would return."""
     subprocess_handler.Popen = ranks
+    # It searches all imported modules for the source of each frame, twice for each event that nobody reads. Here, where
+    # all tests' modules are imported, that would take a second of each launcher's time.
+    dynamic_rendezvous.get_method_name = lambda: "not looked up"
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
