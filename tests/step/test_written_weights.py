@@ -16,7 +16,7 @@ import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from tests.together import in_turn
 from zeroshard.optim import Lamb
-from zeroshard.storage.main_weights import follow_weights, join_remainder
+from zeroshard.storage.main_weights import follow_weights, have_same_bits, join_remainder
 from zeroshard.testing import run_ranks
 
 BOUND = 0.07
@@ -154,6 +154,21 @@ def test_elements_that_nobody_wrote_keep_their_low_half() -> None:
         kept[::7] = kept[3] = False
         assert torch.equal(main[kept], before[kept])
         main = before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_one_changed_element_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
+    store, other = torch.randn(40).to(dtype), torch.randn(40).to(dtype)
+    store[5] = torch.nan
+    for numel in range(1, 14):
+        for at, at_other in ((0, 0), (4, 8), (2, 4), (1, 3)):
+            a, b = store[at : at + numel], other[at_other : at_other + numel]
+            b.copy_(a)
+            assert have_same_bits(a, b) or a.isnan().any()
+            for changed in range(numel):
+                kept, b[changed] = b[changed].clone(), 0.25
+                assert not have_same_bits(a, b)
+                b[changed] = kept
 
 
 def test_what_it_costs() -> None:

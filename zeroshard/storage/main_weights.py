@@ -62,8 +62,18 @@ def follow_weights(
     """Set `main` to `weights` (of the same shape) where they differ from `rounded(main)`. See [Note: written weights].
     `held`: scratch like `weights`."""
     held = rounded(main).to(weights.dtype) if held is None else held.copy_(main)
-    if main.is_cuda or not torch.equal(held, weights):
+    if main.is_cuda or not have_same_bits(held, weights):
         main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
+
+
+def have_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits; on False they may still be equal (0.0
+    and -0.0)."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    # torch.equal compares one element after the other: 8 bytes at a time take a quarter of the time that bf16 takes.
+    if all(number % 4 == 0 for number in (a.numel(), a.storage_offset(), b.storage_offset())):
+        a, b = a.view(torch.int64), b.view(torch.int64)
+    return torch.equal(a, b)
 
 
 class MainWeights:
