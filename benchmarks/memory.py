@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_time import BUILDERS
+from step_time import BUILDERS, Setting, Version
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -85,7 +85,7 @@ def measure(rank: int, name: str, options: argparse.Namespace) -> tuple[float, f
         torch.manual_seed(0)
         model = GPT(config, options.vocabulary)
         numel = sum(parameter.numel() for parameter in model.parameters())
-        contender = BUILDERS[name](model, {"lr": 1e-3, "fused": True}, torch.float32, "cpu")
+        contender = BUILDERS[name](Version(None), model, Setting({"lr": 1e-3, "fused": True}, torch.float32, "cpu"))
         if isinstance(contender.optimizer, zeroshard.ShardedOptimizer):
             peers.append(contender.optimizer.handle.engine.collectives.shared)
         for step in range(STEPS):

@@ -412,7 +412,7 @@ def test_a_handle_that_is_kept_is_seen() -> None:
 
     def check(rank: int) -> None:
         before = counted()
-        kept = start("zero3")
+        kept = start("zero1")  # under ZERO3 shards lie side by side, and need no descriptor
         after = counted()
         assert all(a > b for a, b in zip(after, before, strict=True))
         del kept

@@ -5,6 +5,7 @@ The model keeps its class, its names and its `nn.Parameter` objects; only their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.common import Common
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.same import expect_same
+from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
 from zeroshard.handle import Handle
@@ -27,7 +30,7 @@ from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
-from zeroshard.placement import Plan, as_plan
+from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
 from zeroshard.ready import device_of, expect_ready, expect_same_model
 from zeroshard.runtime.engine import Engine
@@ -199,12 +202,13 @@ class _Built:
 
 def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives) -> Engine:
     """Build the engine. If any rank fails, all ranks raise, and all models are restored."""
+    commons = _lay_side_by_side(chosen, collectives)
     if chosen.on_meta:
         move(chosen.model, META, collectives.device)
     # No other reference to the parameters' data: they must die one by one while the units are filled.
     placeholders = [(p, p.data) for p in chosen.parameters.values()] if chosen.on_meta else []
     built = _Built()
-    build = partial(_build, chosen, options, collectives, built)
+    build = partial(_build, chosen, options, collectives, built, commons)
     try:  # `patient`, as some ranks may read files much more slowly than others
         together(collectives, "shard", build, words=_in_words, patient=True)
     except ValueError as error:
@@ -223,13 +227,30 @@ def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives)
     return built.engine
 
 
-def _build(chosen: _Chosen, options: _Options, collectives: Collectives, built: _Built) -> None:
+def _lay_side_by_side(chosen: _Chosen, collectives: Collectives) -> list[Common | None]:
+    """Memory for the shards of each unit's weights, where those of all ranks lie side by side. Called before any
+    unit is built: if a rank fails here, there is nothing to undo."""
+    if chosen.plan.weights is not SHARDED:
+        return []
+    shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
+    sizes = [spec.layout(*shape).numel * spec.weight_dtype.itemsize for spec in chosen.specs]
+    return lay_side_by_side(collectives, sizes, "shard", _in_words)
+
+
+def _build(
+    chosen: _Chosen,
+    options: _Options,
+    collectives: Collectives,
+    built: _Built,
+    commons: Sequence[Common | None],
+) -> None:
     """Broadcast values, build units and engine, attach hooks. Units and engine are put into `built` as soon as they
     exist, so that the caller can undo everything if a later line fails."""
     parameters, units = chosen.parameters, built.units
     if not chosen.on_meta and options.values == "broadcast":
         collectives.broadcast([*(parameter.data for parameter in parameters.values()), *chosen.buffers.values()])
-    for unit in build_units(parameters, chosen.specs, chosen.plan, collectives, fill=not chosen.on_meta):
+    fill = not chosen.on_meta
+    for unit in build_units(parameters, chosen.specs, chosen.plan, collectives, fill=fill, commons=commons):
         units.append(unit)
     limit = options.max_transient_bytes
     engine = Engine(chosen.plan, units, collectives, chosen.model, chosen.managed, limit)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.comm.common import Common
 from zeroshard.comm.messages import Announcement
 from zeroshard.comm.samples import Samples, first_difference
-from zeroshard.comm.shared_memory import SharedMemory
+from zeroshard.comm.shared_memory import Location, Process, SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
@@ -61,6 +62,14 @@ def test_ranks_that_read_their_own_memory_for_that_of_a_peer_raise(
         known[segment] = tensor.view(-1)
         return tensor
 
+    map_common = SharedMemory.map_common
+
+    def own_common(self: SharedMemory, process: Process, location: Location, own: slice) -> Common:
+        if process != self.process:
+            process, location = self.process, Location(*self.create(location.num_bytes), location.num_bytes, 0)
+        return map_common(self, process, location, own)
+
+    monkeypatch.setattr(SharedMemory, "map_common", own_common)
     monkeypatch.setattr(SharedTransport, "_peer", own_memory)
     monkeypatch.setattr(SharedMemory, "map", remembered)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -12,23 +13,26 @@ import zeroshard
 from zeroshard.model.absent import as_tensors
 
 
-def storages(tensors: list[Any]) -> dict[int, int]:
+def storages(tensors: list[Any], foreign: Collection[int] = ()) -> dict[int, int]:
+    """Address -> bytes. `foreign`: storages to leave out, by `_cdata`: rank 0's shard has the address of the common
+    memory in which it lies."""
     found = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             with as_tensors():
                 storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            if storage._cdata not in foreign:
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
-def live_storages() -> dict[int, int]:
+def live_storages(foreign: Collection[int] = ()) -> dict[int, int]:
     """Address -> bytes of every storage of a tensor that Python can reach, found without the engine's own records.
 
     Call `gc.freeze()` first: objects that existed before (all of torch) are then left out of the search.
     """
     gc.collect()
-    return storages([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+    return storages([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)], foreign)
 
 
 def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: int = 0, looks: int = 3000) -> None:
@@ -39,12 +43,12 @@ def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: in
     """
     memory = handle.memory()
     shared = handle.engine.collectives.shared
-    old = before | storages(shared.mapped() if shared is not None else [])
-    old |= storages(handle.engine.collectives.samples.tensors())
+    foreign = {tensor.untyped_storage()._cdata for tensor in (shared.mapped() if shared is not None else [])}
+    old = before | storages(handle.engine.collectives.samples.tensors())
     for same in (optimizer.agreement.same for optimizer in handle.engine.claims.owners()):
         old |= storages(same.tensors() if same is not None else [])
     for _ in range(looks):
-        new = {at: size for at, size in live_storages().items() if at not in old and size > 64}
+        new = {at: size for at, size in live_storages(foreign).items() if at not in old and size > 64}
         if sum(new.values()) == sum(memory.values()) - memory["scalars"] + stray:
             return
         time.sleep(0.02)

@@ -199,10 +199,16 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = ST
     map_peers = Collectives.map_peers
     # Before memory of peers is mapped, which would be counted.
     Collectives.map_peers = lambda self: (noted.append(live.most), map_peers(self))[1]  # type: ignore[method-assign]
+    init = Collectives.__init__
+
+    def notice(self: Collectives, *args: Any) -> None:
+        init(self, *args)
+        live.shared = self.shared  # maps common memory while units are built
+
+    Collectives.__init__ = notice  # type: ignore[method-assign]
     with live:
         handle = zeroshard.shard(model, "zero3", units=Block)
     assert num_ranks == 1 or handle.engine.collectives.transport.name == transport
-    live.shared = handle.engine.collectives.shared
     besides = live.now() - sum(handle.memory().values())  # samples of gathered values
     optimizer = zeroshard.ShardedOptimizer(handle, adam(before=live.restart), lr=1e-2, foreach=False)
     phases = []

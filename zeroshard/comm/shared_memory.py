@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.comm.common import Common
 from zeroshard.errors import SystemRefused
 
 
@@ -63,6 +64,8 @@ class SharedMemory:
         self.process = process or Process(os.getpid(), secrets.randbits(62))
         self._own: dict[int, tuple[int, int]] = {}  # address -> (segment, fd)
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
+        # By the address of the own shard. Weak: common memory belongs to the weights that lie in it.
+        self._commons: weakref.WeakValueDictionary[int, Common] = weakref.WeakValueDictionary()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """uint8 zeros [num_bytes]. Peers can map them as long as the tensor lives."""
@@ -121,9 +124,30 @@ class SharedMemory:
         for segment, fd, num_bytes in segments:
             self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))
 
+    def map_common(self, process: Process, location: Location, own: slice) -> Common:
+        """Map a segment of `process`, in which the bytes `own` are for the shard of this rank.
+
+        Raises:
+            OSError: there is no such segment.
+        """
+        fd = open_labelled(process, location)
+        try:
+            common = Common(fd, location.num_bytes, own)
+        finally:
+            os.close(fd)
+        self._commons[common.address] = common
+        return common
+
+    def common_of(self, tensor: Tensor) -> Common | None:
+        """The common memory in which a tensor lies that is part of this rank's shard; None for any other tensor."""
+        found = self._commons.get(tensor.untyped_storage().data_ptr())
+        # Freed memory may have its address again.
+        return found if found is not None and found.own.nbytes else None
+
     def mapped(self) -> list[Tensor]:
-        """The mapped segments of peers (the peers' own memory, not a copy)."""
-        return list(self._mapped.values())
+        """The mapped segments of peers (the peers' own memory, not a copy), and common memory. Own shards are not
+        listed: their tensors have storages of their own."""
+        return [*self._mapped.values(), *(part for one in self._commons.values() for part in (one.full, one.everyone))]
 
 
 class Probe:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm.common import Common
 from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Announcement
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.pipes import Connecting, connected
 from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
-from zeroshard.comm.transport import Gather, Sum, Transport
+from zeroshard.comm.transport import Gather, Sum, Transport, is_same_place
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
 
 
@@ -27,6 +28,7 @@ class SharedTransport(Transport):
 
     name = "shared"
     reads_peers = True
+    lays_side_by_side = True
     memory: SharedMemory
 
     def __init__(self, otherwise: Transport, memory: SharedMemory, processes: Mapping[int, Process]) -> None:
@@ -74,14 +76,21 @@ class SharedTransport(Transport):
         return PairwiseTransport
 
     def gather(self, gather: Gather) -> Pending:
+        common = self.memory.common_of(gather.own)
+        if common is not None:
+            return self._announce_shard(gather, common)
         location = self.memory.locate(gather.own)
         if location is None:
             return self._otherwise.gather(gather)
         axis, full, moved = gather.axis, gather.full, gather.portions
         # [Note: who may write to shared memory]
-        # A peer reads the announced memory at any later time. Nothing may write to it until the peers have acknowledged
-        # (`release`), or until all ranks have met in another exchange: shards of weights are written by a step, and a
-        # step begins with the control exchange. Buckets are reused within a backward, so reductions always acknowledge.
+        # A peer reads the announced memory at any later time, and computes with it if shards lie side by side. Nothing
+        # may write to it until the peers have acknowledged (`release`), or until all ranks have met in an exchange that
+        # each of them enters after its last use. So whatever writes to shards of weights begins with an exchange: a
+        # step with the control exchange; a load, and `load_full_state_dict`, with the comparison of what was found;
+        # `set_main_parts` and `unsharded(write=True)` with one of their own. The user cannot write to them: the full
+        # weights are private pages ([Note: two mappings] in `common.py`) or copies. Buckets are reused within a
+        # backward, so reductions always acknowledge.
         announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes, location)
 
         def copy_from_peers() -> Sequence[Any]:
@@ -93,6 +102,20 @@ class SharedTransport(Transport):
             return self.messages.acknowledge(axis) if gather.acknowledge else []
 
         return Pending(self, (), copy_from_peers, announced)
+
+    def _announce_shard(self, gather: Gather, common: Common) -> Pending:
+        """A gather of shards that lie side by side: each rank announces that its own is complete."""
+        axis, full = gather.axis, gather.full
+        announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes)
+
+        def copy_to_other_memory() -> Sequence[Any]:
+            if not is_same_place(full, common.full):  # a scope of `unsharded` has a tensor of its own
+                to, where = in_shards(full, axis.size), in_shards(common.everyone.view(full.dtype), axis.size)
+                for rank in axis.peers:
+                    to[rank].copy_(where[rank])
+            return self.messages.acknowledge(axis) if gather.acknowledge else []
+
+        return Pending(self, (), copy_to_other_memory, announced)
 
     def reduce(self, sum_: Sum) -> Pending:
         # A peer reads the buffer in the dtype in which it is held: terms that must be cast have to be sent.
@@ -138,7 +161,17 @@ class SharedTransport(Transport):
         return self.memory.allocate(num_bytes) if device.type == "cpu" else super().allocate(num_bytes, device)
 
     def is_shared(self, tensor: Tensor) -> bool:
-        return self.memory.locate(tensor) is not None
+        return self.memory.locate(tensor) is not None or self.memory.common_of(tensor) is not None
+
+    def map_common(self, axis: Axis, segment: int, fd: int, num_bytes: int) -> Common:
+        """Map a segment that the first rank of the axis has created, with the shards of its ranks side by side.
+
+        Raises:
+            OSError: there is no such segment.
+        """
+        shard = num_bytes // axis.size
+        own = slice(axis.rank * shard, (axis.rank + 1) * shard)
+        return self.memory.map_common(self._processes[axis.ranks[0]], Location(segment, fd, num_bytes, 0), own)
 
     def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
         # A rank may free its buffers while a slower peer still reads them, provided that the peer has mapped them. So

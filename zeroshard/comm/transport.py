@@ -148,12 +148,15 @@ class Transport(ABC):
         name: for `plan_memory`.
         reads_peers: whether ranks read each other's memory. Then nothing moves until a result is waited for, and this
             rank must not write to what it gave before the peers have read it.
+        lays_side_by_side: whether sharded weights on a CPU lie in common memory (`common.py`). Then a gather only
+            announces them.
         memory: the memory that peers map, or None.
         messages, log: of the mesh.
     """
 
     name: ClassVar[TransportName]
     reads_peers: ClassVar[bool] = False
+    lays_side_by_side: ClassVar[bool] = False
     memory: SharedMemory | None = None
 
     def __init__(self, messages: Messages, log: CommLog) -> None:

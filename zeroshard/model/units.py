@@ -62,11 +62,17 @@ class UnitSpec:
         quantised ones."""
         return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
 
-    def weight_request(self, numel: int) -> Request:
+    def weight_request(self, numel: int, *, in_common: bool = False) -> Request:
         """The request for a full-size buffer to gather into. Units that differ in dtype, trainability or precision may
-        be needed at the same time (several units of one module), so they have different queues."""
+        be needed at the same time (several units of one module), so they have different queues.
+
+        Args:
+            in_common: whether the shards lie side by side: the buffer then needs no memory. The unit still takes turns,
+                so that the same units are gathered at the same times under every transport.
+        """
         queue = (self.weight_dtype, self.trainable, self.precision)
-        return Request(self.name, queue, numel * self.weight_dtype.itemsize, self.outer or self.stays)
+        num_bytes = 0 if in_common else numel * self.weight_dtype.itemsize
+        return Request(self.name, queue, num_bytes, self.outer or self.stays)
 
     def bucket_request(self, numel: int) -> Request:
         """The request for a full-size bucket to accumulate into."""

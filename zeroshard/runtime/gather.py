@@ -56,7 +56,11 @@ class Gatherer:
         self._begun: list[Unit] = []  # updated units whose gather has begun; peers' shards may not be copied yet
         self._read_by_peers = Pending()  # done when the peers have copied this rank's updated shards
         self._own_thread = os.getpid(), threading.get_ident()
-        requests = {unit: unit.spec.weight_request(unit.layout.numel) for unit in units if unit.weights.buffer.borrows}
+        requests = {
+            unit: unit.spec.weight_request(unit.layout.numel, in_common=unit.weights.place is not None)
+            for unit in units
+            if unit.weights.buffer.borrows
+        }
         self._turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
         for unit in units:
             if unit not in requests:
@@ -131,7 +135,7 @@ class Gatherer:
         self._protected = ()
         for unit in self.units:
             if unit.weights.is_passing:
-                unit.weights.put_away()
+                unit.weights.put_away(after_forward=False)
 
     @phase("step: updated", of_unit=True)
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
@@ -282,7 +286,10 @@ class Gatherer:
             elif buffer.occupant.weights.state is not Residency.SHARDED:
                 buffer.occupant.weights.drop()
         buffer.occupy(unit)
-        unit.weights.gather(self.collectives, during, buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype))
+        full = unit.weights.place
+        if full is None:
+            full = buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype)
+        unit.weights.gather(self.collectives, during, full)
 
     def _needed(self, occupant: Unit, current: Unit) -> bool:
         return occupant is current or occupant in self._protected or occupant.weights.in_use > 0

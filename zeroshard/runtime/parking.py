@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable
 
 import torch
@@ -92,8 +93,11 @@ class Parking:
         # A mapped file cannot be resized as a storage, and peers have mapped it. `madvise` frees its pages, for all
         # ranks, and keeps the mappings.
         if self._collectives.is_shared(tensor):
-            if ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), _MADV_REMOVE
+            page = os.sysconf("SC_PAGE_SIZE")  # whole pages of this rank alone: shards may lie side by side
+            start = -(-storage.data_ptr() // page) * page
+            stop = (storage.data_ptr() + storage.nbytes()) // page * page
+            if start < stop and ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE
             ):
                 raise SystemRefused("park: the system does not give back shared memory (madvise)")
         else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.common import Common
 from zeroshard.comm.messages import labels
 from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import as_tensors
@@ -33,8 +35,15 @@ class Unit:
     """
 
     def __init__(
-        self, index: int, spec: UnitSpec, parameters: Sequence[nn.Parameter], plan: Plan, collectives: Collectives
+        self,
+        index: int,
+        spec: UnitSpec,
+        parameters: Sequence[nn.Parameter],
+        plan: Plan,
+        collectives: Collectives,
+        common: Common | None = None,
     ) -> None:
+        """`common`: the memory for the shard of the weights, if those of all ranks lie side by side."""
         self.index, self.spec, self.plan = index, spec, plan
         self.edits = 0
         collectives.messages.introduce(*labels(spec.name))
@@ -42,10 +51,10 @@ class Unit:
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
         self._indices = {slot.name: index for index, slot in enumerate(self.layout.slots)}
-        allocate = partial(collectives.allocate, device=self.parameters[0].device)
+        allocate = common.hold if common else partial(collectives.allocate, device=self.parameters[0].device)
         rank = mesh.shard.rank
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
-        self.weights = Weights(spec.name, self.parameters, buffer)
+        self.weights = Weights(spec.name, self.parameters, buffer, common)
         self.grads: AnyGradients = NoGradients()
         self.main = MainWeights(self.own_shard(), buffer.shard, None)
         if spec.trainable:
@@ -205,10 +214,11 @@ def build_units(
     *,
     fill: bool = True,
     first: int = 0,
+    commons: Sequence[Common | None] = (),
 ) -> Iterator[Unit]:
-    """Allocate and fill the units, one after the other; the first one gets the index `first`."""
-    for index, spec in enumerate(specs, start=first):
-        unit = Unit(index, spec, [parameters[name] for name in reversed(spec.names)], plan, collectives)
+    """Allocate and fill the units, one after the other; the first one gets the index `first`. `commons`: see `Unit`."""
+    for index, (spec, common) in enumerate(zip_longest(specs, commons), start=first):
+        unit = Unit(index, spec, [parameters[name] for name in reversed(spec.names)], plan, collectives, common)
         if fill:
             # Frees the storages that the parameters had, before the next unit is allocated: keep no reference to them.
             unit.fill()

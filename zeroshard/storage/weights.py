@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.common import Common
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import Absent, as_tensors, give
 from zeroshard.placement import REPLICATED, SHARDED
@@ -47,18 +48,25 @@ class Weights:
     Attributes:
         absent: the stand-ins for the parameters while they are hidden.
         buffer: the flat buffer, in the compute dtype.
+        place: where the full weights always lie, if the shards of all ranks lie side by side. None: they are gathered
+            into a pool buffer.
         in_use: how many running forwards and open scopes (`unsharded`) need these weights.
         writers: how many of these scopes allow writes.
         shown: whether the parameters point into the full buffer (else they are absent).
     """
 
-    def __init__(self, unit: str, parameters: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
+    def __init__(
+        self, unit: str, parameters: Sequence[nn.Parameter], buffer: FlatBuffer, common: Common | None = None
+    ) -> None:
+        """`common`: the memory in which the shard of `buffer` lies beside those of the other ranks."""
         self._unit = unit
         self._parameters = tuple(parameters)
         self.absent = Absent(unit, buffer.layout.slots, buffer.shard)
         self._offsets = [slot.world.start * buffer.dtype.itemsize for slot in buffer.layout.slots]
         self._pointers: list[int] = []  # addresses of the parameters' data as this class has set them
         self.buffer = buffer
+        self._common = common
+        self.place = None if common is None else common.full.view(buffer.dtype)
         buffer.become(SHARDED)  # until they are filled
         self.in_use = self.writers = 0
         self.shown = False
@@ -116,7 +124,10 @@ class Weights:
         self._expect(Residency.SHARDED, "gather")
         if full is not None:
             self.buffer.attach(full)
-            self.buffer.own_part_of_full().copy_(self.buffer.shard)
+            if self._common is not None and full is self.place:
+                self._common.begin()
+            else:
+                self.buffer.own_part_of_full().copy_(self.buffer.shard)
         portions = self.buffer.layout.portions(slots) if slots is not None else None
         self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
 
@@ -151,20 +162,21 @@ class Weights:
         if self.buffer.borrows:
             self.drop(forget=True)
 
-    def put_away(self) -> None:
+    def put_away(self, *, after_forward: bool = True) -> None:
         """Hide the parameters after a forward or backward. The values stay in the buffer until `drop`.
 
         Raises:
             RuntimeError: a parameter has been written to.
         """
         if self.shown:
-            self._expect_unwritten()
+            self._expect_unwritten(after_forward=after_forward)
             self.hide()
 
-    def _expect_unwritten(self) -> None:
+    def _expect_unwritten(self, *, after_forward: bool) -> None:
         """Check that a borrowed buffer has not been written to: what is written there is lost when the buffer is given
-        back. Writes through `p.data` leave the version as it is, so the own interval is compared as well, once: modules
-        that set their parameters themselves do so in their first forward.
+        back. Writes through `p.data` leave the version as it is. Where shards lie side by side, the page table shows
+        them (`Common.is_written`). Elsewhere the own interval is compared as well, once: modules that set their
+        parameters themselves do so in their first forward.
 
         Raises:
             RuntimeError: a parameter has been written to.
@@ -172,16 +184,26 @@ class Weights:
         versions = [parameter._version for parameter in self._parameters]
         slots = zip(self.buffer.layout.slots, self._versions, versions, strict=True)
         names = [slot.name for slot, before, after in slots if before != after]
-        if not names and not self._was_compared:
-            self._was_compared = True
-            own, kept = self.buffer.own_part_of_full().view(torch.uint8), self.buffer.shard.view(torch.uint8)
-            names = [] if torch.equal(own, kept) else ["a parameter"]
+        if not names and after_forward and self._differs_from_shard():
+            names = ["a parameter"]
         if names:
+            if self._common is not None:  # the values are as before: training can go on
+                self._common.renew()
+                self._versions = versions
             raise InvalidState(
                 f"unit {self._unit}: {names[0]} has been written to in a forward or backward, where its values are "
                 "borrowed: the write is lost. Write inside `with handle.unsharded(write=True), torch.no_grad():`. If a "
                 "module sets its parameters in its first forward, call the model once before shard()"
             )
+
+    def _differs_from_shard(self) -> bool:
+        found = None
+        if self._common is not None and self.buffer.full is self.place:
+            found = self._common.is_written()
+        if found is None and not self._was_compared:
+            own, kept = self.buffer.own_part_of_full().view(torch.uint8), self.buffer.shard.view(torch.uint8)
+            found, self._was_compared = not torch.equal(own, kept), True
+        return bool(found)
 
     def show(self) -> None:
         """Point the parameters at their values."""
@@ -193,6 +215,8 @@ class Weights:
             self.absent.give(self._parameters, self.buffer.views())
             first = self.full.data_ptr()  # not cached: it changes each time the storage is emptied and refilled
             self.shown, self._pointers = True, [first + offset for offset in self._offsets]
+            if self._common is not None:
+                self._common.watch()
             if self.buffer.borrows:
                 self._versions = [parameter._version for parameter in self._parameters]
 
@@ -211,6 +235,9 @@ class Weights:
             self.absent.take(self._parameters)
         self.shown, self._pointers = False, self.absent.pointers
         self.buffer.free()
+        self.place = None
+        if self._common is not None:
+            self._common.free()
 
     def abandon(self) -> None:
         """Give the parameters up. If all values rest here in full, the parameters keep them; else they are lost, and a
