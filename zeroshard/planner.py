@@ -195,9 +195,10 @@ class PlannedUnit:
         """The interval that the rank updates."""
         return Interval(0, self.layout.numel) if self.plan.main is REPLICATED else self.layout.shard(rank)
 
-    def reduce_scratch(self, topology: Topology, *, in_place: bool) -> int:
+    def reduce_scratch(self, topology: Topology, *, in_place: bool) -> tuple[int, int]:
+        """Of the sum over shards, and of the sum over replicas."""
         precision, sizes = self.spec.precision, (topology.num_shards, topology.num_replicas)
-        return topology.transport.reduce_scratch_bytes(
+        return topology.transport.scratch_of_each(
             self.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
         )
 
@@ -312,8 +313,10 @@ class Training:
             idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else number - 1
             buffers += [PlannedBuffer("buckets", num_bytes, passing=i < idle) for i in range(number)]
         in_place = not borrowing
-        scratch = max((unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()), default=0)
-        buffers += [PlannedBuffer("scratch", scratch)] * (1 if borrowing else IN_FLIGHT)
+        scratch = [unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()] or [(0, 0)]
+        of_shards, of_replicas = map(max, zip(*scratch, strict=True))
+        buffers += [PlannedBuffer("scratch", of_shards)] * (1 if borrowing else IN_FLIGHT)
+        buffers += [PlannedBuffer("scratch", of_replicas)]
         if no_sync:
             more = beyond_turns(requests, {queue: number for queue, (number, _) in buckets.shared.items()})
             buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]

@@ -67,7 +67,6 @@ GRADIENTS: dict[str, tuple[Verb, dict[GradState, GradState]]] = {
     "accumulate into": (_open, {EMPTY: PARTIAL, REDUCED: PARTIAL}),
     "reduce": (_reduce, {PARTIAL: REDUCING}),
     "wait for": (lambda unit, _: _grads(unit).arrive(), {REDUCING: REDUCED}),
-    "replicate": (lambda unit, collectives: _grads(unit).replicate(collectives), {REDUCED: REDUCED}),
     "assign": (_assign, {EMPTY: REDUCED, REDUCED: REDUCED}),
 }
 TO_GRADIENTS: dict[GradState, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.alike import are_alike, as_terms
+from zeroshard.comm.chain import Chain, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
 from zeroshard.comm.mesh import Axis, Mesh, problem_of
 from zeroshard.comm.messages import Messages, label
@@ -45,6 +46,7 @@ from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.profiling import profiled, span
+from zeroshard.comm.replicas import SumOverReplicas
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
@@ -63,6 +65,7 @@ class Collectives:
 
     Attributes:
         transport: moves full buffers. Small rows, and sums over replicas, use its fallback.
+        beside: the stream on which exchanges that follow each other are queued; None: the host starts them.
         device: of control data, and of all tensors passed in.
         samples: of gathered weights, to compare between ranks.
         orders: inside a join, tells the followers (ranks without inputs) what comes next; else None.
@@ -80,6 +83,9 @@ class Collectives:
         self.transport: Transport = transport(self.messages, log)
         if mesh.is_pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
+        in_streams = self.device.type != "cpu" and self.transport.orders_by_streams and mesh.world.size > 1
+        self.beside: SideStream | None = SideStream(self.device) if in_streams else None
+        self._of_replicas = Pending()  # the last reduction among replicas
         self.transport.warm_up((mesh.world, mesh.shard, mesh.reduce, mesh.replicate), self.device)
 
     def close(self) -> None:
@@ -121,6 +127,7 @@ class Collectives:
         phase: str,
         acknowledge: bool = False,
         portions: Portions | None = None,
+        of_mean: bool = False,
     ) -> Pending:
         """SHARDED -> REPLICATED, in place. The caller has filled in the own shard of `full` [numel]; the other shards
         are received.
@@ -130,20 +137,22 @@ class Collectives:
             portions: the intervals that are received; the rest of `full` is the same on all ranks already.
             acknowledge: True if the own shard will be written to before the next exchange among all ranks: call
                 `release` before that write. (Weights are written by a step, and a step begins with such an exchange.)
+            of_mean: it follows a reduction. Its place is in the order of the reductions, and it uses their group: it
+                may interleave with other gathers differently on each rank.
         """
         if phase not in ("forward", "backward"):
             self._expect_followed(f"a gather of unit {unit} ({phase})")
-        axis = self.mesh.shard
-        at = self._begin("all_gather", axis, f"all_gather of unit {unit} ({phase})")
+        axis, kind = (self.mesh.reduce, "mean") if of_mean else (self.mesh.shard, "all_gather")
+        at = self._begin(kind, axis, f"all_gather of unit {unit} ({phase})")
         # The number is taken now, not on arrival: gathers may arrive in another order on each rank, and the number
         # chooses which elements are sampled.
-        look = partial(self.samples.take, self.samples.next_number(), unit, full)
+        look = partial(self.samples.take, self.samples.next_number(of_mean=of_mean), unit, full)
         if axis.size == 1 or not full.numel():
             return Pending().at_place(at).then(look)
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
-        gather = Gather(axis, moved, full, own, "all_gather", label(unit, phase), acknowledge)
-        flight = self._start_gather(gather, unit, phase)
+        gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge)
+        flight = self._start_gather("all_gather", gather, unit, phase)
         with profiled("all_gather", unit):
             return self.transport.gather(gather).at_place(at, flight).then(look)
 
@@ -184,22 +193,27 @@ class Collectives:
             pending = Pending()
         if replicas.size == 1 or not full.numel():
             return pending
-        return Pending(self, (), partial(self._sum_over_replicas, pending, sum_, reduction, unit, phase)).at_place(at)
+        total, num_bytes = SumOverReplicas(replicas, sum_, reduction), moved.total * reduction.wire.itemsize
 
-    def _sum_over_replicas(self, pending: Pending, of_shards: Sum, reduction: Reduction, unit: str, phase: str) -> None:
-        """Once `of_shards` is complete, sum its result over the replicas: by a reduction and a gather."""
-        # `release`, not `wait`: only `pending` has the peers' acknowledgements, and the caller's `release` of the outer
-        # `Pending` promises that the peers have read `full`.
-        pending.release()
-        axis, out, moved, itemsize = self.mesh.replicate, of_shards.out, of_shards.portions, reduction.wire.itemsize
-        of_own = Portions.of(moved.inside(of_shards.axis.rank), out.numel(), axis.size)
-        num_elements = of_own.sent_to_reduce(axis.rank) + of_own.sent_to_gather(axis.rank)
-        flight = self.log.start("reduce_replicas", unit, phase, num_elements * itemsize, common=moved.total * itemsize)
-        part, transport = in_shards(out, axis.size)[axis.rank], self.transport.fallback
-        with flight.waiting():
-            transport.reduce(Sum(axis, of_own, out, part, reduction, "replicate")).wait()
-            transport.gather(Gather(axis, of_own, out, part, "replicate")).wait()
-        flight.land()
+        def begin() -> tuple[Wait, Flight]:
+            at = self._begin("reduce_replicas", replicas, f"sum over replicas of unit {unit} ({phase})")
+            return at, self.log.start("reduce_replicas", unit, phase, total.num_bytes, common=num_bytes)
+
+        def reduce() -> Pending:
+            self._of_replicas = total.reduce(self.transport.fallback, self._of_replicas, begin)
+            return self._of_replicas
+
+        return self.follow(self.follow(pending, reduce), partial(total.gather, self.transport.fallback))
+
+    def follow(self, pending: Pending, start: Callable[[], Pending]) -> Pending:
+        """An exchange that begins with the result of `pending`. See `Chain`.
+
+        Args:
+            start: starts it. It follows a reduction: so it must use the group of the reductions, or one that only
+                follows them, as gathers and reductions may interleave differently on each rank.
+        """
+        chain = pending if isinstance(pending, Chain) else Chain(self, pending, self.beside)
+        return chain.follow(start)
 
     def acknowledge(self) -> Pending:
         """Tell the peers on the shard axis that this rank has read all their shared weights. When the result has been
@@ -346,7 +360,7 @@ class Collectives:
             full = rows.view(-1)
             own = in_shards(full, world.size)[world.rank]
             gather = Gather(world, everything(full.numel(), world.size), full, own, "exchange")
-            flight = self._start_gather(gather, "control", "step")
+            flight = self._start_gather("exchange", gather, "control", "step")
             with profiled("exchange", "control"):
                 pending = self.transport.fallback.gather(gather).at_place(at, flight)
             pending.wait()
@@ -403,9 +417,9 @@ class Collectives:
         self._expect_followed(f"a meeting at {point}")
         self.transport.meet_at(point, {"all_gather": self.mesh.shard, "reduce_scatter": self.mesh.reduce})
 
-    def _start_gather(self, gather: Gather, unit: str, phase: str) -> Flight:
-        num_elements, itemsize = gather.portions.sent_to_gather(gather.axis.rank), gather.full.element_size()
-        return self.log.start(gather.kind, unit, phase, num_elements * itemsize, common=gather.num_bytes)
+    def _start_gather(self, op: str, gather: Gather, unit: str, phase: str) -> Flight:
+        num_bytes = gather.portions.sent_to_gather(gather.axis.rank) * gather.full.element_size()
+        return self.log.start(op, unit, phase, num_bytes, common=gather.num_bytes, kind=gather.kind)
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -37,6 +37,10 @@ class Flight:
         op, unit, phase, _ = self.event
         return span(name or op, unit, "wait", phase)
 
+    def part(self) -> Flight:
+        """For an exchange that is only the first part of this collective: its waits belong to it."""
+        return Flight(self.event)
+
     def land(self) -> None:
         if self._range is not None:
             self._range.close()
@@ -51,18 +55,27 @@ class CommLog:
     wait_seconds: float = 0.0
     digests: dict[str, int] = field(default_factory=dict)
 
-    def start(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> Flight:
+    def start(
+        self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None, kind: str = ""
+    ) -> Flight:
         """Record a collective that starts here. Whoever waits for it calls `land`."""
-        event = self.record(op, unit, phase, num_bytes, common=common)
+        event = self.record(op, unit, phase, num_bytes, common=common, kind=kind)
         return Flight(event, RECORDER.open("collective", *event))
 
-    def record(self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None) -> CommEvent:
-        """`common`: a number that is the same on every rank, for the digest, if ranks send different amounts."""
+    def record(
+        self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None, kind: str = ""
+    ) -> CommEvent:
+        """
+        Args:
+            common: a number that is the same on every rank, for the digest, if ranks send different amounts.
+            kind: collectives of one kind have one order on all ranks; by default, those of one `op`.
+        """
+        kind = kind or op
         event = CommEvent(op, unit, phase, num_bytes)
         self.entries.append(event)
         self.total_bytes += num_bytes
-        self.digests[op] = zlib.crc32(
-            f"{unit} {num_bytes if common is None else common}".encode(), self.digests.get(op, 0)
+        self.digests[kind] = zlib.crc32(
+            f"{unit} {num_bytes if common is None else common}".encode(), self.digests.get(kind, 0)
         )
         return event
 

@@ -29,6 +29,8 @@ _TAGS = {
     "read": 6,
     "announce all_gather": 7,
     "announce reduce_scatter": 8,
+    "mean": 9,
+    "announce mean": 10,
 }
 """Point-to-point tags. Messages of one kind arrive in order; messages of different kinds do not wait for each other."""
 

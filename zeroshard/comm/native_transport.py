@@ -27,6 +27,7 @@ class NativeTransport(Transport):
     """
 
     name = "native"
+    orders_by_streams = True
 
     def warm_up(self, axes: Sequence[Axis], device: torch.device) -> None:
         # NCCL creates a communicator in the first collective of a group, and the host waits there for all its ranks:

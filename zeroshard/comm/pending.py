@@ -70,7 +70,7 @@ class Pending:
                 self._acknowledgements = finish() or ()
         self._owner.log.wait_seconds += time.perf_counter() - start
 
-    def at_place(self, at: Wait, flight: Flight | None = None) -> Pending:
+    def at_place(self, at: Wait | None, flight: Flight | None = None) -> Pending:
         """Set `at` and `flight`. Returns self."""
         self.at, self.flight = at, flight
         return self
@@ -90,6 +90,26 @@ class Pending:
         with self._owner.messages.failing(self.at), read:
             for work in works:
                 work.wait()
+
+    # For exchanges that follow each other (`Chain`). A single one is the first and the last.
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no exchange follows the one in progress."""
+        return True
+
+    def wait_for_one(self) -> None:
+        """Wait for the exchange in progress, and start none."""
+        self.wait()
+
+    def release_one(self) -> None:
+        """Like `wait_for_one`, and wait until the peers have read what this rank gave to it."""
+        self.release()
+
+    def advance(self) -> bool:
+        """Wait for the exchange in progress, and start the one that follows it, without waiting for that one. False,
+        without effect, if none follows."""
+        return False
 
     def __del__(self) -> None:
         # gloo: a message whose receive no longer exists blocks its connection for all later messages, whatever their

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _LIMIT = 256
 """The most samples that are kept between two steps; later samples replace the oldest."""
+_OF_MEANS = 64
+"""The same for samples of means, which interleave with gathers of weights differently on each rank."""
 _ROW_BYTES = 128
 _ELEMENTS = 16
 _STEP = 2_654_435_761  # odd and large: the elements of one gather say little about those of the next
@@ -29,18 +31,22 @@ class Samples:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._rows = torch.zeros(_LIMIT, _ROW_BYTES, dtype=torch.uint8, device=device)
+        self._rows = torch.zeros(_LIMIT + _OF_MEANS, _ROW_BYTES, dtype=torch.uint8, device=device)
         factors = torch.randint(
-            -(1 << 62), 1 << 62, (_LIMIT, _ROW_BYTES // 8), generator=torch.Generator().manual_seed(0)
+            -(1 << 62), 1 << 62, (_LIMIT + _OF_MEANS, _ROW_BYTES // 8), generator=torch.Generator().manual_seed(0)
         )
         self._factors = (factors * 2 + 1).to(device)
         self._products = torch.empty_like(self._factors)
         self._taken: dict[int, tuple[int, str]] = {}  # row -> (number, unit)
-        self._numbers = 0
+        self._numbers = self._of_means = 0
         self.turn = 0
 
-    def next_number(self) -> int:
-        """The number of a gather that starts now. Ranks that run the same gathers count the same numbers."""
+    def next_number(self, *, of_mean: bool = False) -> int:
+        """The number of a gather that starts now; below 0 for that of a mean. Ranks that run the same gathers count the
+        same numbers."""
+        if of_mean:
+            self._of_means += 1
+            return -self._of_means
         self._numbers += 1
         return self._numbers - 1
 
@@ -52,8 +58,9 @@ class Samples:
         sample = full[number * _STEP % stride :: stride]
         # A copy on the device. Do not read the sample here: `.item()` would make the host wait for the GPU at every
         # gather.
-        self._rows[number % _LIMIT, : sample.nbytes].view(full.dtype).copy_(sample)
-        self._taken[number % _LIMIT] = number, unit
+        row = number % _LIMIT if number >= 0 else _LIMIT + number % _OF_MEANS
+        self._rows[row, : sample.nbytes].view(full.dtype).copy_(sample)
+        self._taken[row] = number, unit
 
     def digest(self) -> Tensor:
         """0-d int64: upper bits of a sum of products with odd factors; they depend on all bits of the samples."""

@@ -58,15 +58,17 @@ class Reduction:
     """How terms are summed.
 
     Attributes:
-        scratch: uint8, at least `Transport.reduce_scratch_bytes(...)` bytes. Nothing else may use it until the result
-            has been waited for.
+        scratch: uint8, at least `Transport.reduce_scratch_bytes(...)` bytes, or `scratch_of_each` if the sum over
+            replicas has its own. Nothing else may use it until the result has been waited for.
         wire: the dtype in which terms are sent. Sums are taken in the wider of it and the terms' own dtype.
         divisor: divides the sum after it has been rounded to the terms' dtype.
+        of_replicas: uint8, the scratch of the sum over replicas that follows; None: `scratch`.
     """
 
     scratch: Tensor
     wire: torch.dtype
     divisor: int = 1
+    of_replicas: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Transport(ABC):
 
     Attributes:
         name: for `plan_memory`.
+        orders_by_streams: whether, on an accelerator, a wait makes only the current stream wait, and not the host.
         reads_peers: whether ranks read each other's memory. Then nothing moves until a result is waited for, and this
             rank must not write to what it gave before the peers have read it.
         lays_side_by_side: whether sharded weights on a CPU lie in common memory (`common.py`). Then a gather only
@@ -157,6 +160,7 @@ class Transport(ABC):
     name: ClassVar[TransportName]
     reads_peers: ClassVar[bool] = False
     lays_side_by_side: ClassVar[bool] = False
+    orders_by_streams: ClassVar[bool] = False
     memory: SharedMemory | None = None
 
     def __init__(self, messages: Messages, log: CommLog) -> None:
@@ -206,14 +210,21 @@ class Transport(ABC):
     def reduce_scratch_bytes(
         cls, numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, *, in_place: bool
     ) -> int:
-        """Scratch bytes of one `Collectives.reduce_scatter` of `numel` elements. The sum over shards and the sum over
-        replicas use the same bytes, one after the other."""
+        """Scratch bytes of one `Collectives.reduce_scatter` of `numel` elements, if the sum over shards and the sum
+        over replicas use the same bytes, one after the other."""
+        return max(cls.scratch_of_each(numel, grad, wire, num_shards, num_replicas, in_place=in_place))
+
+    @classmethod
+    def scratch_of_each(
+        cls, numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, *, in_place: bool
+    ) -> tuple[int, int]:
+        """Scratch bytes of the sum over shards, and of the sum over replicas."""
         shard, over_shards, over_replicas = numel // num_shards, 0, 0
         if num_shards > 1:
             over_shards = cls.scratch_bytes(numel, num_shards, grad, wire, in_place=in_place)
         if num_replicas > 1:
             over_replicas = cls.fallback_type().scratch_bytes(shard, num_replicas, grad, wire, in_place=True)
-        return max(over_shards, over_replicas)
+        return over_shards, over_replicas
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 zeros [num_bytes] for buffers that peers gather or reduce from."""

@@ -50,7 +50,10 @@ def as_operand(divisor: int, dtype: torch.dtype, device: torch.device) -> Tensor
     if divisor.bit_count() == 1 or torch.tensor(divisor, dtype=dtype).item() != divisor:
         return divisor
     with torch.inference_mode(False):
-        return torch.full((), divisor, dtype=dtype, device=device)
+        operand = torch.full((), divisor, dtype=dtype, device=device)
+    if torch.accelerator.is_available():  # another stream may use it next
+        torch.accelerator.synchronize(device)
+    return operand
 
 
 def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:

@@ -175,7 +175,7 @@ class Reducer:
         for index, term in terms.items():
             if term is not None:
                 sums.views()[index].copy_(term.to_dense() if term.layout is not torch.strided else term)
-        num_bytes = scratch_bytes(unit, self.collectives, in_place=True)
+        num_bytes = max(scratch_bytes(unit, self.collectives, in_place=True))
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device=sums.full.device)
         self.collectives.map_peers()
         sums.redistribute(
@@ -263,9 +263,6 @@ class Reducer:
         # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
         self.collectives.give_order("end")
         self._finish()
-        for unit in self.order:  # only now wait for the gathers of means: all have been started
-            if self.grads[unit].state is GradState.REDUCED:
-                self.grads[unit].release()
         self.visible.show()
         self.origins.end_backward(self.version)
         if self.collectives.orders is not None:

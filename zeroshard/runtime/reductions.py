@@ -2,6 +2,19 @@
 
 fill u3 | reduce u3 ........ | fill u1     bucket 0      a bucket is free when its unit is reduced on this rank,
         | fill u2 | reduce u2 ....         bucket 1      and on every peer that reads the bucket
+
+What follows a reduction (on a 2-D mesh the sum over replicas; under DDP the gather of the mean) goes on during
+backward, each exchange beside the computation of another unit:
+
+    reduce u4 | reduce u3 | reduce u2   | reduce u1   | reduce u0   | end: what is left
+              |           | replicas u4 | replicas u3 | replicas u2 |
+              |           |             | gather u4   | gather u3   |
+
+[Note: the order of reductions]
+Ranks may complete units at different times, and wait for buckets at different times. But each exchange of a reduction
+starts at a place that is given by the number of the reduction: in `start`, and in `end`. So the groups of the
+reductions have the same order of exchanges on all ranks, and how they interleave with gathers of weights does not
+matter: those have another group, or are told apart by their messages.
 """
 
 from __future__ import annotations
@@ -36,11 +49,17 @@ class Reductions:
                 taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
                 self._last_two[queue] = [unit for unit in taking_turns if requests[unit].queue == queue][-2:]
         in_place = not self._borrowing
-        num_bytes = max((scratch_bytes(unit, collectives, in_place=in_place) for unit in grads), default=0)
+        of_units = [scratch_bytes(unit, collectives, in_place=in_place) for unit in grads] or [(0, 0)]
+        num_bytes, of_replicas = map(max, zip(*of_units, strict=True))
         is_alone = self._borrowing and (num_bytes or not reads_peers)
         self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
+        self._of_replicas = pool.buffer("scratch", of_replicas, self)
         self._arriving: deque[tuple[Unit, Gradients, PoolBuffer]] = deque()
         self._read_by_peers: deque[tuple[Unit, Gradients]] = deque()  # reduced here; peers may still read the buckets
+        self._not_over: list[Gradients] = []  # started, and exchanges follow the sum over ranks
+        # How many reductions start before an exchange goes on. None: it goes on at the end. Where ranks read each
+        # other's memory, nothing moves beside the computation, and to go on is to wait for peers.
+        self._lag = None if reads_peers else len(self._free_scratch)
 
     def expect_room(self, units: Collection[Unit]) -> None:
         """Check that all these units could have a bucket at once.
@@ -71,7 +90,7 @@ class Reductions:
         """A bucket that is free, or the first that becomes free when reductions complete; None if there is none."""
         # The last unit takes over the bucket of the one before, so that there is one bucket less.
         if unit in self._last_two.get(grads.buffer.dtype, ())[1:]:
-            self.wait()
+            self._free_all()
         bucket = self._buckets.free(unit)
         while bucket is None and (self._arriving or self._read_by_peers):
             if not self._read_by_peers:
@@ -86,23 +105,41 @@ class Reductions:
             self._finish_oldest()
         # No unit accumulates while the last but one is reduced: complete the others, and free their memory first.
         if unit in self._last_two.get(grads.buffer.dtype, ())[:1]:
-            self.wait()
+            self._free_all()
             for bucket in self._buckets.shared[grads.buffer.dtype]:
                 bucket.try_to_give_back()
         scratch = self._free_scratch.pop()
-        grads.reduce(self._collectives, scratch.storage)
+        grads.reduce(self._collectives, scratch.storage, self._of_replicas.storage)
         self._arriving.append((unit, grads, scratch))
+        if grads.goes_on:
+            self._not_over.append(grads)
+            self._go_on()
 
-    def wait(self) -> None:
-        """Wait for all reductions in flight, here and on the peers that read this rank's buckets."""
+    def _go_on(self) -> None:
+        """Start what follows the reductions before this one: one exchange of each. After the new reduction, which the
+        next units wait for. See [Note: the order of reductions]."""
+        if self._lag is None:
+            return
+        while self._read_by_peers:  # by nobody: they send
+            self._release_oldest()
+        for grads in self._not_over[: -self._lag]:
+            grads.advance()
+
+    def _free_all(self) -> None:
+        """Wait for all sums over ranks in flight, here and on the peers that read this rank's buckets."""
         while self._arriving:
             self._finish_oldest()
         while self._read_by_peers:
             self._release_oldest()
 
     def end(self) -> None:
-        """Wait for all reductions at the end of a backward. One bucket of each queue stays held for the next one."""
-        self.wait()
+        """Wait for everything at the end of a backward. One bucket of each queue stays held for the next one."""
+        self._free_all()
+        while sum(grads.advance() for grads in self._not_over):  # of each one, before any is waited for
+            pass
+        for grads in self._not_over:
+            grads.arrive()
+        self._not_over.clear()
         # The others have been given back before the last unit, unless the last two units were open at once: units of
         # two precisions in one block, for example.
         for queue in self._last_two:
@@ -112,7 +149,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
-        grads.arrive()
+        grads.arrive_in_part()
         self._free_scratch.append(scratch)
         self._read_by_peers.append((unit, grads))
 
@@ -120,8 +157,7 @@ class Reductions:
         unit, grads = self._read_by_peers.popleft()
         # Before the bucket is given to another unit, whose gradients overwrite it: a peer may still be reading. See
         # [Note: who may write to shared memory] in `shared_transport.py`.
-        grads.release()
-        grads.replicate(self._collectives)
+        grads.release_in_part()
         self.close(unit, grads)
 
     def close(self, unit: Unit, grads: Gradients) -> None:
@@ -136,7 +172,8 @@ class Reductions:
         unit: Unit | None = buffer.occupant
         if unit is not None and self._borrowing[unit].state is GradState.EMPTY:
             self.close(unit, self._borrowing[unit])  # its gradients have been discarded
-        if buffer.occupant is not None or any(buffer is scratch for *_, scratch in self._arriving):
+        used = [scratch for *_, scratch in self._arriving] + [self._of_replicas] * bool(self._not_over)
+        if buffer.occupant is not None or any(buffer is scratch for scratch in used):
             return False
         for other, grads in self._borrowing.items() if buffer.kind == "buckets" else ():
             if self._buckets.occupied_by(other) is None:
@@ -144,10 +181,11 @@ class Reductions:
         return True
 
 
-def scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> int:
-    """Scratch bytes for the reduction of a unit. `in_place`: no unit borrows its bucket."""
+def scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> tuple[int, int]:
+    """Scratch bytes for the reduction of a unit: of the sum over shards, and of the sum over replicas. `in_place`: no
+    unit borrows its bucket."""
     precision, mesh = unit.spec.precision, collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
-    return collectives.transport.reduce_scratch_bytes(
+    return collectives.transport.scratch_of_each(
         unit.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
     )

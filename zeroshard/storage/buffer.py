@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,7 +193,8 @@ class FlatBuffer:
         reduction: Reduction | None = None,
         acknowledge: bool = False,
     ) -> None:
-        """Start an exchange that changes the placement to `to`; `arrive` waits for it.
+        """Start the exchanges that change the placement to `to`; `arrive` waits for them. If there are several, each
+        follows the one before it: by `advance`, or in `arrive`.
 
         Args:
             portions: the intervals that move; None: everything.
@@ -206,26 +208,51 @@ class FlatBuffer:
         if self.placement is None or self.is_arriving:
             what = "has no values" if self.placement is None else "waits for values that are arriving"
             raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
-        pending, path = Pending(), moves(self.placement, to)
+        pending, path, full = Pending(), moves(self.placement, to), self.full
         for number, move in enumerate(path):
-            assert self.full is not None, "a redistribution needs the full tensor"
-            if number:
-                pending.release()  # peers may still read what this move overwrites
+            assert full is not None, "a redistribution needs the full tensor"
             if move is Move.REDUCE_SCATTER:
-                assert reduction is not None, "a sum needs scratch"
+                assert reduction is not None and not number, "a sum needs scratch, and comes first"
                 pending = collectives.reduce_scatter(
-                    self.full, self.shard, reduction, unit=unit, phase=phase, portions=portions
+                    full, self.shard, reduction, unit=unit, phase=phase, portions=portions
                 )
-            else:
-                pending = collectives.all_gather(
-                    self.full, self.shard, unit=unit, phase=phase, acknowledge=acknowledge, portions=portions
-                )
+                continue
+            gather = partial(
+                collectives.all_gather,
+                full,
+                self.shard,
+                unit=unit,
+                phase=phase,
+                acknowledge=acknowledge,
+                portions=portions,
+                of_mean=number > 0,
+            )
+            pending = collectives.follow(pending, gather) if number else gather()
         self._pending, self.placement, self.is_arriving = pending, to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:
         """Wait for the redistribution in progress, if there is one. `stale`: its result will not be used."""
         self._pending.wait(stale=stale)
         self.is_arriving = False
+
+    def arrive_in_part(self) -> None:
+        """Wait for the exchange in progress, and start none that follows it."""
+        self._pending.wait_for_one()
+        self.is_arriving = self.goes_on
+
+    def release_in_part(self) -> None:
+        """Like `arrive_in_part`, and wait until the peers have read what this rank gave to that exchange."""
+        self._pending.release_one()
+        self.is_arriving = self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether exchanges follow the one in progress."""
+        return not self._pending.is_last
+
+    def advance(self) -> bool:
+        """Wait for the exchange in progress, and start the one that follows it. False, without effect, if none does."""
+        return self._pending.advance()
 
     def abandon(self) -> None:
         """Drop the redistribution in progress, if any, and the values."""

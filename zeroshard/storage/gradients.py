@@ -10,8 +10,8 @@ Reduction at every micro-batch follows the same rule under all plans, so that th
 so far enters the next sum, times the number of ranks, as part of the owner's own term.
 
 The states are derived from the buffer's placement ([Note: placement] in `buffer.py`): EMPTY is none; PARTIAL is
-PARTIAL; REDUCING is SHARDED while it arrives; REDUCED is every other (the mean, which may still be on its way to ranks
-that do not own it).
+PARTIAL; REDUCING is every other while it arrives: the sum over ranks, and the exchanges that follow it (over the
+replicas of a 2-D mesh; the mean to the ranks that do not own it); REDUCED is the mean, where it rests.
 
 Frozen slots are not summed. Their gradient is zero in the shard and in a buffer that is held in full; in a borrowed
 bucket their values are undefined.
@@ -97,9 +97,7 @@ class Gradients:
             return GradState.EMPTY
         if buffer.placement is PARTIAL:
             return GradState.PARTIAL
-        if buffer.placement is SHARDED and buffer.is_arriving:
-            return GradState.REDUCING
-        return GradState.REDUCED
+        return GradState.REDUCING if buffer.is_arriving else GradState.REDUCED
 
     def sum_only(self, slots: set[int]) -> None:
         """Set the slots that reductions sum. Call it between two backwards, with the same slots on every rank."""
@@ -166,8 +164,9 @@ class Gradients:
         """Whether the shard may move into a pool buffer: nothing else is held, and it is not a guest already."""
         return self.state is GradState.REDUCED and self.buffer.full is None and not self.buffer.is_guest
 
-    def reduce(self, collectives: Collectives, scratch: Tensor) -> None:
-        """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective."""
+    def reduce(self, collectives: Collectives, scratch: Tensor, of_replicas: Tensor | None = None) -> None:
+        """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective. `scratch`,
+        `of_replicas`: see `Reduction`."""
         self._expect((GradState.PARTIAL,), "reduce")
         # Slots without a gradient on this rank still hold old values of the bucket, which would be added to the sum.
         for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
@@ -183,12 +182,13 @@ class Gradients:
             # bucket carries the sum itself (`open`): plans would differ.
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
         self.buffer.redistribute(
-            SHARDED,
+            self.mean.rests,
             collectives,
             unit=self._unit,
             phase="backward",
             portions=self._portions,
-            reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks),
+            reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas),
+            acknowledge=True,
         )
 
     def _clear_between_portions(self) -> None:
@@ -200,26 +200,33 @@ class Gradients:
         self.buffer.shard[end:].zero_()
 
     def arrive(self) -> None:
-        """REDUCING -> REDUCED: the shard holds the mean. A borrowed bucket may be given back (`close`)."""
+        """REDUCING -> REDUCED: wait for everything, also until the peers have read what this rank gave."""
         self._expect((GradState.REDUCING,), "wait for")
-        self.buffer.arrive()
+        self.buffer.release()
         self._carry = False
 
-    def release(self) -> None:
-        """Wait until no peer reads the bucket any more: only then may it be reused."""
-        self.buffer.release()
+    def arrive_in_part(self) -> None:
+        """Wait for the sum over ranks. REDUCING -> REDUCED, unless exchanges follow. The scratch may be reused."""
+        self._expect((GradState.REDUCING,), "wait for")
+        self.buffer.arrive_in_part()
+        self._carry = False
+
+    def release_in_part(self) -> None:
+        """Wait until no peer reads the bucket any more: only then may it be given back (`close`)."""
+        self.buffer.release_in_part()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether exchanges follow the one in progress."""
+        return self.buffer.goes_on
+
+    def advance(self) -> bool:
+        """Start the exchange that follows the one in progress, after this one. False, without effect, if none does."""
+        return self.buffer.advance()
 
     def close(self, *, forget: bool = False) -> None:
         """Give a borrowed bucket back."""
         self.buffer.detach(forget=forget)
-
-    def replicate(self, collectives: Collectives) -> None:
-        """Start to move the mean to its resting placement; `release` waits for it. No peer may still be reading the
-        bucket. Collective."""
-        self._expect((GradState.REDUCED,), "replicate")
-        self.buffer.redistribute(
-            self.mean.rests, collectives, unit=self._unit, phase="backward", portions=self._portions, acknowledge=True
-        )
 
     def free(self) -> None:
         """Free the buffer for good."""

@@ -1,0 +1,107 @@
+"""Exchanges that follow each other: each begins with the result of the one before it.
+
+A CPU has to wait for an exchange before it can start the next one. `Chain.advance` is a moment at which it may do so,
+chosen by the caller: in the same order on all ranks. On an accelerator all exchanges of a chain are queued at once, on
+a stream beside the current one, which waits for none of them before it needs the result:
+
+    current stream | compute ... | reduce | compute ...................................... | wait
+    side stream                           |  wait, divide, gather .............. |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zeroshard.comm.pending import Owner, Pending
+
+
+class SideStream:
+    """A stream beside the one on which a device computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, it is the current stream, and continues after what the stream outside has queued. Waits for works
+        make only this stream wait."""
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def event(self) -> Any:
+        """Stands for all that has been queued here. Its `wait` makes the current stream wait."""
+        assert self._stream is not None, "nothing has been queued"
+        return self._stream.record_event()
+
+
+class Chain(Pending):
+    """Exchanges one after the other."""
+
+    def __init__(self, owner: Owner, first: Pending, beside: SideStream | None = None) -> None:
+        """`beside`: the stream on which all of them are queued at once; None: `advance` starts the next one."""
+        super().__init__()
+        self._of, self._now, self._beside = owner, first, beside
+        self._following: deque[Callable[[], Pending]] = deque()
+
+    def follow(self, start: Callable[[], Pending]) -> Chain:
+        """Add an exchange at the end. Returns self.
+
+        Args:
+            start: starts it. Called when the exchange before it has its result, and the peers have read what this rank
+                gave to that one.
+        """
+        if self._beside is None:
+            self._following.append(start)
+            return self
+        with self._beside.inside():
+            if self._following:
+                last = self._following.pop()()
+                last.release()
+            else:
+                self._now = self._queued(self._now)
+            last = start()
+        self._following.append(lambda: last)
+        return self
+
+    def _queued(self, pending: Pending) -> Pending:
+        """The same exchange, waited for on the side stream: the caller waits for an event there."""
+        assert self._beside is not None
+        flight, pending.flight = pending.flight, None
+        pending.release()
+        return Pending(self._of, [self._beside.event()]).at_place(pending.at, flight)
+
+    @property
+    def is_last(self) -> bool:
+        return not self._following
+
+    def wait_for_one(self) -> None:
+        self._now.wait()
+
+    def release_one(self) -> None:
+        self._now.release()
+
+    def advance(self) -> bool:
+        if not self._following:
+            return False
+        self._now.release()
+        self._now = self._following.popleft()()
+        return True
+
+    def wait(self, *, stale: bool = False) -> None:
+        while self.advance():
+            pass
+        self._now.wait(stale=stale)
+
+    def release(self) -> None:
+        while self.advance():
+            pass
+        self._now.release()
