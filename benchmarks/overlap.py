@@ -3,6 +3,7 @@ on a simulated network (`zeroshard/planning/fabric.py`).
 
     python benchmarks/overlap.py                                        # 8 and 64 ranks, three networks; half an hour
     python benchmarks/overlap.py --ranks 64 --networks slow --profile   # and what was waited for, in each phase
+    python benchmarks/overlap.py --ranks 64 --replicas 8                # a mesh of 8 x 8
     python benchmarks/overlap.py --clock wall                           # waits are slept; needs a quiet machine
 
 One process computes as one rank on one core. The simulated wire runs beside it by the clock, so
@@ -40,12 +41,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from step_time import PLANS, Contender, Setting, Version, plain, torch_ddp, torch_fsdp2, torch_zero
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard
 from zeroshard.planning.fabric import simulated_fabric
-from zeroshard.planning.wire import Clock, Fabric, Network, ProcessorClock, WallClock
+from zeroshard.planning.wire import Clock, Fabric, Network, ProcessorClock, SideOfFabric, WallClock
 from zeroshard.train.config import ModelConfig
 from zeroshard.train.model import GPT, Block
 
@@ -63,8 +66,16 @@ INSTANT = Network(latency=0.0, bandwidth=math.inf)
 PHASES = ("forward", "backward", "step")
 
 
-def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
-    handle = zeroshard.shard(model, plan, units=Block)
+def ours(
+    plan: str,
+    version: Version,
+    model: nn.Module,
+    setting: Setting,
+    mesh: DeviceMesh | None = None,
+    beside: SideOfFabric | None = None,
+) -> Contender:
+    handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+    handle.engine.collectives.beside = beside
     # The values received from ranks that do not exist are copies, so losses have no meaning.
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", **setting.adamw)
     return Contender(version, model, optimizer, optimizer.clip_grad_norm_, handle.engine.gatherer.settle)
@@ -96,7 +107,7 @@ def torch_fsdp2_async(version: Version, model: nn.Module, setting: Setting) -> C
 
 BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
     "plain": plain,
-    **{plan: partial(ours, plan) for plan in PLANS},
+    **{plan: partial(ours, plan) for plan in PLANS},  # without a mesh
     "torch DDP": torch_ddp,
     "torch ZeRO": torch_zero,
     "torch FSDP1": torch_fsdp1,
@@ -189,10 +200,15 @@ def measure(ranks: int, options: argparse.Namespace) -> Turns:
     version = Version(None)
     setting = Setting({"lr": 1e-4, "weight_decay": 0.1, "fused": True}, torch.float32, "cpu")
     with simulated_fabric(ranks, INSTANT, rank=options.rank, clock=clock) as fabric:
+        sizes = options.replicas, ranks // options.replicas
+        names = ("replicate", "shard")
+        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=names) if options.replicas > 1 else None
         contenders = {}
         for name in ["plain", *options.contenders]:
             torch.manual_seed(0)
-            contenders[name] = BUILDERS[name](version, GPT(config, options.vocabulary), setting)
+            beside = SideOfFabric(fabric) if options.streams else None
+            build = partial(ours, name, mesh=mesh, beside=beside) if name in PLANS else BUILDERS[name]
+            contenders[name] = build(version, GPT(config, options.vocabulary), setting)
         turns = Turns(fabric, contenders, options)
         for name in contenders:
             for _ in range(options.warmup):
@@ -254,6 +270,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="world sizes, one after the other")
     parser.add_argument("--rank", type=int, default=0, help="the rank that this process is")
+    parser.add_argument("--replicas", type=int, default=1, help="of the shards of zeroshard's plans: a 2-D mesh")
+    parser.add_argument(
+        "--streams", action="store_true", help="chains of zeroshard's exchanges on a stream, as on a GPU"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="turns of each contender on each network")
     parser.add_argument("--warmup", type=int, default=4, help="turns before them")
     names = [name for name in BUILDERS if name != "plain"]

@@ -1,10 +1,11 @@
 """Finds two accesses to the same bytes that no event orders: simulated streams, on a CPU, in one process.
 
 On CUDA a collective runs on the stream of its group. It begins after what the current stream had queued at its issue,
-and the current stream continues beside it until `wait`. Here every torch operation is an operation on stream MAIN, and
-every collective of the native transport one on its group's stream; `wait` is an event. Order is kept by the vector
-clocks of torch's CUDA sanitizer (`StreamSynchronizations`). That sanitizer compares addresses of tensors. Here byte
-intervals of storages are compared, as most tensors of the engine are parts of a few large storages.
+and the current stream continues beside it until `wait`. Here every torch operation is an operation on the current
+stream, which is MAIN except inside of a `SideStream`, and every collective of the native transport one on its group's
+stream; `wait` is an event. Order is kept by the vector clocks of torch's CUDA sanitizer (`StreamSynchronizations`).
+That sanitizer compares addresses of tensors. Here byte intervals of storages are compared, as most tensors of the
+engine are parts of a few large storages.
 
 Use it in a dry run: the order of accesses on one rank does not depend on the values.
 """
@@ -49,12 +50,17 @@ class Streams(TorchDispatchMode):
     Attributes:
         races: one line for each pair of accesses that conflict, and that nothing orders.
         num_collectives: how many were issued.
+        current: the stream of operations.
+        waits: how often stream MAIN has waited for a collective, or for an event of a `Side`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.races: list[str] = []
         self.num_collectives = 0
+        self.current = MAIN
+        self.waits = 0
+        self._events = 0
         self._order = StreamSynchronizations()
         self._number = 0
         self._streams: dict[Any, int] = {}
@@ -65,7 +71,7 @@ class Streams(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace != "c10d":  # a collective: `issue` records it
-            self.run(MAIN, str(func), *_accessed(func, args, kwargs, result))
+            self.run(self.current, str(func), *_accessed(func, args, kwargs, result))
         return result
 
     def run(self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
@@ -81,19 +87,32 @@ class Streams(TorchDispatchMode):
     def resize(self, storage: torch.UntypedStorage) -> None:
         """The memory of a storage is freed or replaced: as if all of it were written."""
         self._number += 1
-        self._order.update_seq_num(MAIN, self._number)
-        self._access(storage, Access(0, max(storage.nbytes(), 1), True, MAIN, self._number, "resize_"))
+        self._order.update_seq_num(self.current, self._number)
+        self._access(storage, Access(0, max(storage.nbytes(), 1), True, self.current, self._number, "resize_"))
 
     def issue(self, group: Any, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Any) -> Waited:
         """A collective on the stream of its group."""
         self.num_collectives += 1
-        stream = self._streams.setdefault(group, len(self._streams) + 1)
-        begin, end = 2 * self.num_collectives, 2 * self.num_collectives + 1
-        self._order.record_state(begin, MAIN)
-        self._order.stream_wait_for_event(stream, begin)
+        stream = self.stream_of(group)
+        self.record(self.current)(stream)
         self.run(stream, what, reads, writes)
-        self._order.record_state(end, stream)
-        return Waited(work, lambda: self._order.stream_wait_for_event(MAIN, end))
+        wait = self.record(stream)
+        return Waited(work, lambda: wait(self.current))
+
+    def stream_of(self, key: Any) -> int:
+        return self._streams.setdefault(key, len(self._streams) + 1)
+
+    def record(self, stream: int) -> Callable[[int], None]:
+        """An event on a stream. Returns a function that makes another stream wait for it."""
+        self._events += 1
+        event = self._events
+        self._order.record_state(event, stream)
+
+        def wait(by: int) -> None:
+            self.waits += by == MAIN
+            self._order.stream_wait_for_event(by, event)
+
+        return wait
 
     def _access(self, storage: torch.UntypedStorage, new: Access) -> None:
         ref, known = self._accesses.setdefault(storage._cdata, (StorageWeakRef(storage), []))
@@ -121,6 +140,33 @@ class Waited:
     def wait(self) -> None:
         self._event()
         self._work.wait()
+
+
+class Side:
+    """In place of a `SideStream`: one of the simulated streams.
+
+    Args:
+        begins: whether it continues after what the stream outside has queued, as it must.
+    """
+
+    def __init__(self, streams: Streams, begins: bool = True) -> None:
+        self._streams, self._begins = streams, begins
+        self.stream = streams.stream_of(self)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        streams, before = self._streams, self._streams.current
+        if self._begins:
+            streams.record(before)(self.stream)
+        streams.current = self.stream
+        try:
+            yield
+        finally:
+            streams.current = before
+
+    def event(self) -> Any:
+        wait = self._streams.record(self.stream)
+        return SimpleNamespace(wait=lambda: wait(self._streams.current))
 
 
 @contextmanager

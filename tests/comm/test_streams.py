@@ -5,6 +5,8 @@ over of pool buffers, scratch, parking, and what a checkpoint copies. The detect
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import zeroshard
 from tests.grids import grid
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from tests.planning.test_dry_run import alone
-from tests.streams import Streams, simulated_streams
+from tests.streams import Side, Streams, simulated_streams
 from zeroshard.checkpoint.contents import model_items, optimizer_items
 from zeroshard.comm import native_transport
 from zeroshard.comm.pending import Pending
@@ -28,18 +30,27 @@ PRECISIONS: dict[str, Any] = {
     "narrow wire": MixedPrecision(grad=torch.float32, reduce=torch.bfloat16),
     "wide wire": MixedPrecision(grad=torch.bfloat16, reduce=torch.float32),
 }
-MESHES = ((3, 1), (4, 2))  # ranks, replicas
-CASES = grid(PLANS, PRECISIONS, MESHES, (False, True))
+MESHES = ((3, 1), (4, 2), (2, 2))  # ranks, replicas
+CASES = grid(PLANS, PRECISIONS, MESHES, (False, True), (False, True))
 
 
-def train(plan: Any, precision: str, mesh: tuple[int, int], frozen: bool) -> Streams:
-    """Two steps with all that surrounds them, as one rank in a dry run."""
-    with dry_run(mesh[0], replicas=mesh[1], rank=1) as device_mesh, simulated_streams() as streams:
+def train(
+    plan: Any, precision: str, mesh: tuple[int, int], frozen: bool, chained: bool, side: Callable[..., Any] = Side
+) -> Streams:
+    """Two steps with all that surrounds them, as one rank in a dry run.
+
+    Args:
+        chained: whether what follows a reduction is queued on a side stream, as on an accelerator.
+        side: makes that stream.
+    """
+    rank = int(mesh[0] > mesh[1])  # in the first replica, which writes checkpoints
+    with dry_run(mesh[0], replicas=mesh[1], rank=rank) as device_mesh, simulated_streams() as streams:
         model = make(lambda: Net(tied=True, blocks=3))
         if frozen:
             model.blocks[0].requires_grad_(False)
             model.blocks[1].up.requires_grad_(False)
         handle = zeroshard.shard(model, plan, units=Block, precision=PRECISIONS[precision], mesh=device_mesh)
+        handle.engine.collectives.beside = side(streams) if chained else None
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", loss_scale=1.0)
         for step in range(2):
             with handle.no_sync():
@@ -99,15 +110,48 @@ WAITS = [
     (PLANS[2], "wide wire", "reduce_scatter of unit blocks.1"),  # its scratch is taken over by the next unit
     (PLANS[3], "fp32", "exchange"),
 ]
+CHAINED_WAITS = [
+    (PLANS[0], "fp32", "all_gather of unit root (backward)"),  # it is the last one in the stream of the reductions
+    (PLANS[0], "fp32", "sum over replicas of unit root"),
+    (PLANS[2], "fp32", "sum over replicas of unit root"),
+    (PLANS[2], "fp32", "reduce_scatter of unit root"),
+    (PLANS[2], "wide wire", "sum over replicas of unit blocks.1"),  # its scratch
+]
 
 
-def test_each_wait_that_is_removed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_stream_that_does_not_wait_for_the_computation_is_found() -> None:
+    """Where only replicas hold a unit, its bucket is divided on the current stream, and then summed over them."""
+
     def check() -> None:
-        for plan, precision, text in WAITS:
-            with monkeypatch.context() as patch:
-                dropped = drop_waits(patch, text)
-                races = train(plan, precision, (3, 1), False).races
-            assert dropped and races, (plan, precision, text, dropped[:1])
+        for plan in PLANS:
+            assert train(plan, "fp32", (2, 2), False, True, partial(Side, begins=False)).races, plan
+
+    alone(check)
+
+
+def test_the_current_stream_does_not_wait_for_what_follows_a_reduction() -> None:
+    """In backward it waits only for the sum over shards: for buckets. Before the end it waits for the rest."""
+
+    def waits(mesh: tuple[int, int], side: Callable[..., Any] | None) -> tuple[int, int]:
+        """(before the end of backward, in all)."""
+        meshed = dry_run(mesh[0], replicas=mesh[1])
+        with meshed as device_mesh, simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
+            model = make(lambda: Net(blocks=4))
+            handle = zeroshard.shard(model, "ddp", units=Block, mesh=device_mesh)
+            handle.engine.collectives.beside = side(streams) if side else None
+            reductions, before, at_end = handle.engine.reducer._reductions, streams.waits, list[int]()
+            end = reductions.end
+            patch.setattr(reductions, "end", lambda: (at_end.append(streams.waits), end()))
+            loss_of_tokens(model, 1, 0, 0).backward()
+            assert len(handle.engine.units) == 5
+            return at_end[0] - before, streams.waits - before
+
+    def check() -> None:
+        for mesh in MESHES:
+            in_backward, in_all = waits(mesh, Side)
+            by_host, _ = waits(mesh, None)
+            assert in_backward == 3 < in_all, mesh
+            assert by_host > 3 or mesh[1] == 1, mesh
 
     alone(check)
 
@@ -128,7 +172,7 @@ def test_a_write_to_what_a_gather_reads_is_found(monkeypatch: pytest.MonkeyPatch
         for plan, fault, words in ((PLANS[1], then_write, "aten.add_"), (PLANS[3], then_free, "resize_ writes")):
             with monkeypatch.context() as patch:
                 patch.setattr(Weights, "gather", fault)
-                races = train(plan, "fp32", (3, 1), False).races
+                races = train(plan, "fp32", (3, 1), False, False).races
             assert any(race.startswith(words) for race in races), races[:3]
 
     alone(check)

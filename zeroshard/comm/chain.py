@@ -12,12 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
 from zeroshard.comm.pending import Owner, Pending
+
+
+class Beside(Protocol):
+    """What a chain needs of a stream. Simulated streams have the same methods."""
+
+    def inside(self) -> AbstractContextManager[None]: ...
+
+    def event(self) -> Any: ...
 
 
 class SideStream:
@@ -46,7 +54,7 @@ class SideStream:
 class Chain(Pending):
     """Exchanges one after the other."""
 
-    def __init__(self, owner: Owner, first: Pending, beside: SideStream | None = None) -> None:
+    def __init__(self, owner: Owner, first: Pending, beside: Beside | None = None) -> None:
         """`beside`: the stream on which all of them are queued at once; None: `advance` starts the next one."""
         super().__init__()
         self._of, self._now, self._beside = owner, first, beside

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.alike import are_alike, as_terms
-from zeroshard.comm.chain import Chain, SideStream
+from zeroshard.comm.chain import Beside, Chain, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
 from zeroshard.comm.mesh import Axis, Mesh, problem_of
 from zeroshard.comm.messages import Messages, label
@@ -84,7 +84,7 @@ class Collectives:
         if mesh.is_pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
             self._try_to_share()
         in_streams = self.device.type != "cpu" and self.transport.orders_by_streams and mesh.world.size > 1
-        self.beside: SideStream | None = SideStream(self.device) if in_streams else None
+        self.beside: Beside | None = SideStream(self.device) if in_streams else None
         self._of_replicas = Pending()  # the last reduction among replicas
         self.transport.warm_up((mesh.world, mesh.shard, mesh.reduce, mesh.replicate), self.device)
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -181,11 +182,14 @@ class Fabric:
         self.clock: Clock = WallClock() if clock is None else clock
         self.log: list[Transfer] = []
         self._free_at = -math.inf
+        self._inside: SideOfFabric | None = None
 
     def issue(self, collective: str, num_bytes: int, ranks: int) -> Transfer:
         """Put a collective on the wire, behind those that were issued before."""
         now = self.clock.now()
         begin = max(now, self._free_at)
+        if self._inside is not None and self._inside.last is not None:
+            begin = max(begin, self._inside.last.end)
         seconds = self.network.seconds(collective, num_bytes, ranks)
         transfer = Transfer(collective, num_bytes, ranks, now, begin, begin + seconds)
         self._free_at = transfer.end
@@ -199,6 +203,10 @@ class Fabric:
 
     def wait(self, transfer: Transfer) -> None:
         """Return when the collective has ended."""
+        if self._inside is not None:
+            if self._inside.last is None or transfer.end > self._inside.last.end:
+                self._inside.last = transfer
+            return
         start = self.clock.now()
         self.clock.wait_until(transfer.end)
         transfer.waited += max(0.0, transfer.end - start)
@@ -207,3 +215,39 @@ class Fabric:
         """Wait for all collectives in the log."""
         for transfer in self.log:
             self.wait(transfer)
+
+
+class SideOfFabric:
+    """A stream beside the program, as a GPU has (`zeroshard.comm.chain.SideStream`): what waits for a collective inside
+    delays only the collectives that are issued inside.
+
+    Attributes:
+        last: the collective with the latest end for which it has waited.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self.last: Transfer | None = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self._fabric._inside = self
+        try:
+            yield
+        finally:
+            self._fabric._inside = None
+
+    def event(self) -> _End:
+        return _End(self._fabric, self.last)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of what a stream has waited for."""
+
+    fabric: Fabric
+    last: Transfer | None
+
+    def wait(self) -> None:
+        if self.last is not None:
+            self.fabric.wait(self.last)
