@@ -151,7 +151,7 @@ def test_the_current_stream_does_not_wait_for_what_follows_a_reduction() -> None
             in_backward, in_all = waits(mesh, Side)
             by_host, _ = waits(mesh, None)
             assert in_backward == 3 < in_all, mesh
-            assert by_host > 3 or mesh[1] == 1, mesh
+            assert by_host > 3 or mesh != (4, 2), mesh
 
     alone(check)
 
