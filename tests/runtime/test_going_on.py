@@ -3,6 +3,7 @@ replicas. In one order on all ranks, whatever a rank's graph looks like, and wit
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.planning.test_dry_run import alone
 from tests.timed_backend import TIMINGS, timed_ranks
+from zeroshard.comm.chain import Chain
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.comm_log import CommEvent
+from zeroshard.comm.comm_log import CommEvent, CommLog
+from zeroshard.comm.messages import Messages
+from zeroshard.comm.pending import Pending
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.planning.fabric import simulated_fabric
 from zeroshard.planning.wire import Network, ProcessorClock, SideOfFabric
@@ -126,6 +130,22 @@ def test_means_that_are_not_told_apart_from_weights_are_found(monkeypatch: pytes
     monkeypatch.setattr(Collectives, "all_gather", lambda self, *a, of_mean=False, **k: gather(self, *a, **k))
     with pytest.raises(RankError):
         run_ranks(trained, 2, GRADS_IN_FULL)
+
+
+def test_nothing_starts_after_a_failure() -> None:
+    """`abandon` drops what is in flight, and a wait that has failed is not followed by others."""
+    for failed in (False, True):
+        messages, started = Messages(0, "x"), list[int]()
+        owner = SimpleNamespace(messages=messages, log=CommLog())
+
+        def start(started: list[int] = started) -> Pending:
+            started.append(1)
+            return Pending()
+
+        chain = Chain(owner, Pending()).follow(start).follow(start)
+        messages.failed = failed
+        chain.release()
+        assert len(started) == (0 if failed else 2) and chain.is_last is not failed
 
 
 class Computation:

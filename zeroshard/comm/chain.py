@@ -98,7 +98,7 @@ class Chain(Pending):
         self._now.release()
 
     def advance(self) -> bool:
-        if not self._following:
+        if not self._following or self._of.messages.failed:  # after a failure the peers may never come
             return False
         self._now.release()
         self._now = self._following.popleft()()
