@@ -217,6 +217,8 @@ class FlatBuffer:
                     full, self.shard, reduction, unit=unit, phase=phase, portions=portions
                 )
                 continue
+            if number and collectives.mesh.shard.size == 1:
+                break  # the only shard is all of it
             gather = partial(
                 collectives.all_gather,
                 full,
