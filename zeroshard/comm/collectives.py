@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.profiling import profiled, span
-from zeroshard.comm.replicas import SumOverReplicas
+from zeroshard.comm.replicas import Replicas
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
@@ -85,7 +85,7 @@ class Collectives:
             self._try_to_share()
         in_streams = self.device.type != "cpu" and self.transport.orders_by_streams and mesh.world.size > 1
         self.beside: Beside | None = SideStream(self.device) if in_streams else None
-        self._of_replicas = Pending()  # the last reduction among replicas
+        self._replicas = Replicas(mesh.replicate, log, self._name)
         self.transport.warm_up((mesh.world, mesh.shard, mesh.reduce, mesh.replicate), self.device)
 
     def close(self) -> None:
@@ -193,27 +193,12 @@ class Collectives:
             pending = Pending()
         if replicas.size == 1 or not full.numel():
             return pending
-        total, num_bytes = SumOverReplicas(replicas, sum_, reduction), moved.total * reduction.wire.itemsize
+        return self._replicas.follow(self.chain(pending), sum_, reduction, self.transport.fallback, unit, phase)
 
-        def begin() -> tuple[Wait, Flight]:
-            at = self._begin("reduce_replicas", replicas, f"sum over replicas of unit {unit} ({phase})")
-            return at, self.log.start("reduce_replicas", unit, phase, total.num_bytes, common=num_bytes)
-
-        def reduce() -> Pending:
-            self._of_replicas = total.reduce(self.transport.fallback, self._of_replicas, begin)
-            return self._of_replicas
-
-        return self.follow(self.follow(pending, reduce), partial(total.gather, self.transport.fallback))
-
-    def follow(self, pending: Pending, start: Callable[[], Pending]) -> Pending:
-        """An exchange that begins with the result of `pending`. See `Chain`.
-
-        Args:
-            start: starts it. It follows a reduction: so it must use the group of the reductions, or one that only
-                follows them, as gathers and reductions may interleave differently on each rank.
-        """
-        chain = pending if isinstance(pending, Chain) else Chain(self, pending, self.beside)
-        return chain.follow(start)
+    def chain(self, pending: Pending) -> Chain:
+        """The chain of exchanges that begins with `pending`. What follows a reduction must use its group, or one that
+        nothing else uses: gathers and reductions may interleave differently on each rank."""
+        return pending if isinstance(pending, Chain) else Chain(self, pending, self.beside)
 
     def acknowledge(self) -> Pending:
         """Tell the peers on the shard axis that this rank has read all their shared weights. When the result has been

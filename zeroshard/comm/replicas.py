@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from zeroshard.comm.comm_log import Flight
+from zeroshard.comm.chain import Chain
+from zeroshard.comm.comm_log import CommLog, Flight
 from zeroshard.comm.mesh import Axis
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.positions import Wait
+from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport
 from zeroshard.layout.portions import Portions
 from zeroshard.layout.sums import in_shards
 
 
-class SumOverReplicas:
-    """Follows the sum over the shard axis.
+class Replicas:
+    """The replicate axis of a mesh."""
 
-    Attributes:
-        num_bytes: what this rank sends.
-    """
+    def __init__(self, axis: Axis, log: CommLog, mesh: str) -> None:
+        """`mesh`: its name, for the watch."""
+        self._axis, self._log, self._mesh = axis, log, mesh
+        self._last = Pending()  # the last reduction that was started
 
-    def __init__(self, axis: Axis, of_shards: Sum, reduction: Reduction) -> None:
-        """
+    def follow(
+        self, chain: Chain, of_shards: Sum, reduction: Reduction, transport: Transport, unit: str, phase: str
+    ) -> Chain:
+        """Add to a chain, which begins with `of_shards`, the sum of its result over the replicas, in place.
+
         Args:
-            axis: of the replicas.
-            of_shards: the sum over the shard axis. Its result is summed in place.
             reduction: its `of_replicas` is the scratch.
         """
+        axis, out, key = self._axis, of_shards.out, f"reduce_replicas {self._mesh}"
         scratch = reduction.scratch if reduction.of_replicas is None else reduction.of_replicas
-        self._axis, self._out = axis, of_shards.out
-        self._portions = Portions.of(of_shards.portions.inside(of_shards.axis.rank), self._out.numel(), axis.size)
-        part = in_shards(self._out, axis.size)[axis.rank]
-        self._sum = Sum(axis, self._portions, self._out, part, replace(reduction, scratch=scratch), "replicate")
-        num_elements = self._portions.sent_to_reduce(axis.rank) + self._portions.sent_to_gather(axis.rank)
-        self.num_bytes = num_elements * reduction.wire.itemsize
-        self._place: tuple[Wait, Flight]
+        moved = Portions.of(of_shards.portions.inside(of_shards.axis.rank), out.numel(), axis.size)
+        own = in_shards(out, axis.size)[axis.rank]
+        place: list[tuple[Wait, Flight]] = []
 
-    def reduce(self, transport: Transport, before: Pending, begin: Callable[[], tuple[Wait, Flight]]) -> Pending:
-        """Start the reduction.
+        def reduce() -> Pending:
+            if scratch.numel():
+                self._last.wait()  # it uses the same scratch
+            text = f"sum over replicas of unit {unit} ({phase})"
+            at = Wait(key, HERE.begin(key), axis.ranks, text)
+            itemsize = reduction.wire.itemsize
+            num_bytes = (moved.sent_to_reduce(axis.rank) + moved.sent_to_gather(axis.rank)) * itemsize
+            common = of_shards.portions.total * itemsize
+            flight = self._log.start("reduce_replicas", unit, phase, num_bytes, common=common)
+            place.append((at, flight))
+            sum_ = Sum(axis, moved, out, own, replace(reduction, scratch=scratch), "replicate")
+            self._last = transport.reduce(sum_).at_place(at, flight.part())
+            return self._last
 
-        Args:
-            before: the last reduction among replicas that was started.
-            begin: counts and logs the sum.
-        """
-        if self._sum.reduction.scratch.numel():
-            before.wait()  # it uses the same scratch
-        self._place = at, flight = begin()
-        return transport.reduce(self._sum).at_place(at, flight.part())
+        def gather() -> Pending:
+            return transport.gather(Gather(axis, moved, out, own, "replicate")).at_place(*place[0])
 
-    def gather(self, transport: Transport) -> Pending:
-        """Start the gather of the result, after the reduction."""
-        gather = Gather(self._axis, self._portions, self._out, self._sum.out, "replicate")
-        return transport.gather(gather).at_place(*self._place)
+        return chain.follow(reduce).follow(gather)

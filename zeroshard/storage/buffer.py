@@ -229,7 +229,7 @@ class FlatBuffer:
                 portions=portions,
                 of_mean=number > 0,
             )
-            pending = collectives.follow(pending, gather) if number else gather()
+            pending = collectives.chain(pending).follow(gather) if number else gather()
         self._pending, self.placement, self.is_arriving = pending, to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:
