@@ -144,7 +144,8 @@ def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Con
     handle = zeroshard.shard(model, plan, units=version.model.Block, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **setting.adamw)
     engine = getattr(handle, "engine", handle)  # older checkouts have no engine beside the handle
-    return Contender(version, model, optimizer, optimizer.clip_grad_norm_, engine.gatherer.settle)
+    settle = engine.gatherer.settle
+    return Contender(version, model, optimizer, optimizer.clip_grad_norm_, settle, backward=optimizer.backward)
 
 
 def plain(version: Version, model: nn.Module, setting: Setting) -> Contender:

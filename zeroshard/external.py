@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class ReducedByOthers(Reducer):
     def notice(self) -> dict[tuple[int, int], Tensor]:
         return {}
 
-    def expect_backward(self) -> None:
+    def expect_backward(self, loss: Tensor, *, is_plain: bool) -> AbstractContextManager[None]:
         """Note that a backward begins.
 
         Raises:
@@ -96,6 +97,7 @@ class ReducedByOthers(Reducer):
         """
         self.ledger.expect_one_scale()
         self.begin_backward()
+        return nullcontext()
 
 
 def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> Handle:

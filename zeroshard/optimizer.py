@@ -184,9 +184,9 @@ class ShardedOptimizer(TorchOptimizer):
         if not loss.requires_grad:
             raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
         with self.scaling.backward(scaler, weight, anew=self.engine.reducer.begins_anew()) as factor:
-            self.engine.reducer.expect_backward()
             scaled = loss if factor == 1.0 else loss.float() * factor
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+            with self.engine.reducer.expect_backward(scaled, is_plain=not kwargs.keys() - {"retain_graph"}):
+                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Make the next step scale the gradient so that its global norm is at most `max_norm`. Collective.

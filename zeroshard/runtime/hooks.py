@@ -215,7 +215,7 @@ class Schedule(NotCopied):
                 # Both hooks hold weak references: else a parameter would keep the model alive after `del`.
                 self._keep(parameter.register_hook(_before_gradient(weakref.ref(self), parameter)))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
-                # A wider `grad_dtype`: autograd then also sums several uses of a parameter in it.
+                # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
                 if unit.spec.precision.grad.itemsize > parameter.element_size():
                     parameter.grad_dtype = unit.spec.precision.grad
                     self._removers.append(partial(_reset_grad_dtype, parameter))
@@ -397,6 +397,7 @@ class Schedule(NotCopied):
         """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
         if not self._accumulates and _is_accumulated(parameter):
             self.begin_backward(accumulates=True)
+        self.reducer.single_uses.expect_one_graph(parameter)
 
     def on_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         if not self._accumulates:

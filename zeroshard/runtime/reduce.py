@@ -10,6 +10,7 @@ the end of backward contribute zeros. So the sequence of collectives never depen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from zeroshard.placement import PARTIAL
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
 from zeroshard.runtime.reductions import Reductions, scratch_bytes
+from zeroshard.runtime.single_uses import SingleUses
 from zeroshard.runtime.visible import VisibleGradients
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.pool import Pool
@@ -39,6 +41,7 @@ class Reducer:
         ledger: the scale of the buckets' values.
         visible: shows gradients in `p.grad`.
         origins: finds gradients of this rank that were not finite.
+        single_uses: parameters whose gradients are not cast before they are here.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
@@ -49,6 +52,7 @@ class Reducer:
         self.ledger = ledger
         self.visible = VisibleGradients(tuple(self.grads), collectives, ledger)
         self.origins = Origins(collectives.mesh.world.size)
+        self.single_uses = SingleUses(tuple(self.grads))
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
@@ -69,12 +73,14 @@ class Reducer:
         self._reductions.expect_room(units)
         self.local = units
 
-    def expect_backward(self) -> None:
-        """Called before an optimizer runs a backward. No effect here: the hooks notice when it begins."""
+    def expect_backward(self, loss: Tensor, *, is_plain: bool) -> AbstractContextManager[None]:
+        """The scope in which an optimizer runs `loss.backward()`. `is_plain`: without arguments that matter."""
+        return self.single_uses.within(loss) if is_plain else nullcontext()
 
     @phase("begin of backward")
     def begin_backward(self) -> None:
         """A backward begins to accumulate gradients."""
+        self.single_uses.began()
         self.origins.take(self.version)
         # Before any gradient: autograd would add to the view of the bucket that lies in `p.grad`.
         self.visible.withdraw()
@@ -231,7 +237,7 @@ class Reducer:
         # twice.
         grad, parameter.grad = parameter.grad.detach(), None
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
-            grad = grad.to_dense()
+            grad = grad.to(grads.buffer.dtype).to_dense()  # in the wide dtype, as it adds up the rows of equal indices
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
         grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype))
@@ -263,6 +269,7 @@ class Reducer:
         # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
         self.collectives.give_order("end")
         self._finish()
+        self.single_uses.end()  # before `show`: torch checks the dtype of what is put into `p.grad`
         self.visible.show()
         self.origins.end_backward(self.version)
         if self.collectives.orders is not None:
