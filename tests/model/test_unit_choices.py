@@ -5,6 +5,9 @@ FSDP2 has both: `fully_shard([norm, head])`, `reshard_after_forward=False`.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +15,21 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train_reference, transport_of
+from tests.kit import (
+    PLANS,
+    Block,
+    Job,
+    Net,
+    State,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train_reference,
+    transport_of,
+    travelling,
+)
 from zeroshard.planner import plan_memory
+from zeroshard.planning import Configuration
 from zeroshard.testing import expect_same_logs, run_ranks
 
 UNTIED = Job(precision="bf16", steps=3, units=None)
@@ -58,15 +74,54 @@ def test_modules_named_together_are_one_unit() -> None:
                 fresh = make(Net)
                 chosen = units if isinstance(units, list) else units(fresh)
                 transport = transport_of(handle)
-                if transport == "shared" or Block in chosen:  # else: "What is assumed" in docs/memory.md
-                    options = {"units": chosen, "precision": "bf16", "transport": transport}
-                    assert handle.memory() == plan_memory(fresh, plan, 2, rank=rank, **options), (plan, units)
+                options = {"units": chosen, "precision": "bf16", "transport": transport}
+                assert handle.memory() == plan_memory(fresh, plan, 2, rank=rank, **options), (plan, units)
                 logs.append(handle.comm_log)
                 del optimizer
         return logs
 
     for logs in zip(*run_ranks(check, 2), strict=True):
         expect_same_logs(logs)
+
+
+GROUPS = (
+    [("blocks.0", "blocks.2"), ("embed", "head")],
+    [("embed", "head"), ("blocks.0", "blocks.1"), Block],
+    [("blocks.0", "blocks.2"), ("blocks.1", "head"), ("embed", "norm")],
+    [("embed", "blocks.1"), Block],
+)
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("way", ["shared", "pairwise", "native"])
+def test_groups_that_lie_around_each_other_take_what_is_planned(way: str) -> None:
+    """Their gradients are accumulated at the same time, so each has a bucket of its own."""
+
+    def counted(events: Any) -> Counter[Any]:
+        result = Counter[Any]()
+        for event, times in events.items():
+            result[event[:2]] += times
+        return result
+
+    def check(rank: int) -> None:
+        for plan, units in itertools.product((zeroshard.ZERO2, zeroshard.ZERO3), GROUPS):
+            with travelling(way):
+                _, handle, optimizer, _ = train(rank, plan, units)
+            options = {"units": units, "precision": "bf16", "transport": transport_of(handle), "rank": rank}
+            assert options["transport"] == way
+            for peak in (False, True):
+                planned = plan_memory(make(Net), plan, 2, peak=peak, **options)
+                assert handle.memory(peak=peak) == planned, (plan, units, peak)
+            with torch.device("meta"):
+                configured = Configuration(
+                    plan=plan, ranks=2, units=units, precision="bf16", device="cpu", transport=way
+                )
+                events = zeroshard.plan(make(Net), configured).events
+            sent = Counter(event[:2] for event in handle.comm_log.entries if event.phase != "unshard")
+            assert sent == counted(events), (plan, units)
+            del optimizer
+
+    run_ranks(check, 2)
 
 
 def test_bad_groups() -> None:

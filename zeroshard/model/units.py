@@ -41,8 +41,8 @@ class UnitSpec:
         modules: dotted paths of the modules whose forward needs the weights.
         calls: those of `modules` that form the unit; their inputs are cast.
         stays: whether the weights are kept from forward to backward; then the unit has a pool buffer of its own.
-        outer: whether other units run while this one is in use (the root unit, or a unit around units); then it has a
-            pool buffer of its own, while the others take turns.
+        outer: whether other units run while this one is in use (the root unit, a unit around units, a group of modules
+            around modules of other units); then it has a pool buffer of its own, while the others take turns.
     """
 
     name: str
@@ -144,7 +144,7 @@ def choose_units(
             precision=precision_for(dtype, region.precision) if trainable or dtype in FLOATS else MixedPrecision(),
             trainable=trainable,
             modules=modules,
-            outer=division.runs_around_others(unit, modules),
+            outer=division.runs_around_others(unit, modules) or division.is_apart(unit),
             calls=division.calls(unit),
         )
         specs.append(spec)
@@ -187,6 +187,15 @@ class Division:
     def calls(self, unit: str) -> tuple[str, ...]:
         """The modules that form the unit."""
         return tuple(self._whole.get(unit, ())) or ("",) * (not unit)
+
+    def is_apart(self, unit: str) -> bool:
+        """Whether modules of other units lie between those of the unit (a group of modules that are not neighbours).
+        They run while its values are needed."""
+        if len(self._whole.get(unit, ())) < 2:
+            return False
+        units = [of_module for of_module in self._groups.values() if of_module]
+        first, last = units.index(unit), len(units) - units[::-1].index(unit)
+        return set(units[first:last]) != {unit}
 
     def runs_around_others(self, unit: str, modules: Iterable[str]) -> bool:
         """Whether a module that needs the unit has descendants in another one."""
