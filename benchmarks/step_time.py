@@ -10,14 +10,19 @@ All contenders live in the same ranks, with the same weights and data, and take 
     round 0   ddp  zero3  FSDP2  zero1  DDP ...     a barrier before each turn; its time is that of the slowest rank
     round 1   zero1  DDP  ddp  FSDP2  zero3 ...     another order in each round
 
-so that other load on the machine affects all of them alike. Only ratios are printed: that of the medians, and the range
-of the ratios within single rounds. Plans with a sharded optimizer gather weights while the next forward starts. The
-timing waits for these gathers, so that no contender's work falls into the time of the next one; `--block` times several
-steps of one contender in a row, as in training, and waits once.
+so that other load on the machine affects all of them alike. Only ratios are printed: that of the medians, the range of
+the ratios within single rounds, and the ratio of the medians of CPU seconds (of all ranks together). Plans with a
+sharded optimizer gather weights while the next forward starts. The timing waits for these gathers, so that no
+contender's work falls into the time of the next one; `--block` times several steps of one contender in a row, as in
+training, and waits once.
 
 DeepSpeed, FairScale and Megatron-core take part where they can be imported and are named (`peers.py`):
 
     python benchmarks/step_time.py --contenders zero1 zero2 zero3 "DeepSpeed ZeRO-3" "FairScale OSS"
+
+On one rank on a CPU each contender has a process of its own, and the processes take turns. In one process, memory that
+one contender frees is what another one allocates: whether a step has thousands of page faults or none then depends on
+who else takes part.
 
 At the end the losses of all contenders are compared. If they differ, no ratios are printed.
 """
@@ -34,9 +39,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import Barrier, Semaphore
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -207,8 +214,46 @@ BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
 }
 
 
-def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    """On one rank: seconds per step and final losses of each contender."""
+class Turns:
+    """Which contender steps when: another order in each round. `apart`: each contender is in a process of its own."""
+
+    def __init__(self, names: Sequence[str], rounds: int, *, apart: bool) -> None:
+        self._orders = [list(names) for _ in range(rounds)]
+        for index, order in enumerate(self._orders):
+            random.Random(index).shuffle(order)
+        self._may_step = {name: Semaphore(0) for name in names} if apart else {}
+        self.all_here = Barrier(len(names)) if apart else None
+        if apart:
+            self._may_step[self._orders[0][0]].release()
+
+    def of_round(self, index: int) -> list[str]:
+        return self._orders[index]
+
+    @contextmanager
+    def turn(self, index: int, name: str) -> Iterator[None]:
+        """Wait for the turn of this contender; afterwards it is the next one's."""
+        if not self._may_step:
+            yield
+            return
+        self._may_step[name].acquire()
+        yield
+        order, later = self._orders[index], self._orders[index + 1 :]
+        following = [*order[order.index(name) + 1 :], *(later[0] if later else [])]
+        if following:
+            self._may_step[following[0]].release()
+
+
+def measure_alone(process: int, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
+    """In the process of one contender: what `measure` returns for it, as the only rank of a group of its own."""
+    assert turns.all_here is not None
+    turns.all_here.wait()  # all connections of the group that is destroyed here have been made
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return measure(0, argparse.Namespace(**{**vars(options), "contenders": [options.contenders[process]]}), turns)
+
+
+def measure(rank: int, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
+    """On one rank: seconds per step, CPU seconds per step and final losses of each contender."""
     warnings.simplefilter("ignore")  # torch's own deprecations, repeated on every rank
     device = torch.device(options.device, rank % torch.cuda.device_count() if options.device == "cuda" else None)
     if options.device == "cpu":
@@ -233,33 +278,36 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(1000 + rank)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(options.warmup + options.steps):
         shape = options.block, options.batch, options.context + 1
         # Small tokens are more frequent than large ones, so there is something to learn and the losses move.
         batches = (torch.rand(shape, generator=generator) ** 3 * options.vocabulary).long().to(device)
-        order = list(contenders)
-        random.Random(index).shuffle(order)
-        for name in order:
-            elapsed = _timed(contenders[name], batches, options.clip, device)
+        for name in filter(contenders.__contains__, turns.of_round(index)):
+            with turns.turn(index, name):
+                elapsed, on_cpu = _timed(contenders[name], batches, options.clip, device)
             if index >= options.warmup:
                 seconds[name].append(elapsed / options.block)
+                cpu_seconds[name].append(on_cpu / options.block)
     losses = {name: _mean_over_ranks(torch.stack(c.losses)).tolist() for name, c in contenders.items()}
-    return {"num_parameters": num_parameters, "seconds": seconds, "losses": losses}
+    return {"num_parameters": num_parameters, "seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
 
 
-def _timed(contender: Contender, batches: Tensor, clip: float, device: torch.device) -> float:
-    """Seconds that the slowest rank took."""
+def _timed(contender: Contender, batches: Tensor, clip: float, device: torch.device) -> tuple[float, float]:
+    """Seconds that the slowest rank took, and CPU seconds that all ranks took."""
     contender.version.use()
     dist.barrier()
     _synchronize(device)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for tokens in batches:
         contender.step(tokens, clip)
     contender.settle()
     _synchronize(device)
     elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    on_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64, device=device)
     dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return elapsed.item()
+    dist.all_reduce(on_cpu)
+    return elapsed.item(), on_cpu.item()
 
 
 def _synchronize(device: torch.device) -> None:
@@ -275,18 +323,27 @@ def _mean_over_ranks(values: Tensor) -> Tensor:
 
 def start_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Rank 0's results: from forked gloo ranks, or from spawned NCCL ones, one per GPU."""
+    limits = {"timeout": options.timeout, "collective_timeout": 120}
+    rounds = options.warmup + options.steps
+    if options.device == "cpu" and world_size == 1:
+        turns, found = Turns(options.contenders, rounds, apart=True), {}
+        for result in run_ranks(measure_alone, len(options.contenders), options, turns, **limits):
+            for what, value in result.items():
+                found[what] = {**found.get(what, {}), **value} if isinstance(value, dict) else value
+        return found
+    turns = Turns(options.contenders, rounds, apart=False)
     if options.device == "cpu":
-        return run_ranks(measure, world_size, options, timeout=options.timeout, collective_timeout=120)[0]
+        return run_ranks(measure, world_size, options, turns, **limits)[0]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_cuda_rank, (world_size, folder, options), nprocs=world_size)
+        torch.multiprocessing.spawn(_cuda_rank, (world_size, folder, options, turns), nprocs=world_size)
         return json.loads(Path(folder, "result").read_text())
 
 
-def _cuda_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace) -> None:
+def _cuda_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, turns: Turns) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
-    result = measure(rank, options)
+    result = measure(rank, options, turns)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(result))
     dist.destroy_process_group()
@@ -304,15 +361,16 @@ def report(world_size: int, result: dict[str, Any], options: argparse.Namespace)
             return False
     gap = max(((values - reference).abs() / reference).max().item() for values in losses.values())
     print(f"losses agree: {reference[0]:.4f} -> {reference[-1]:.4f} over {len(reference)} steps, within {gap:.0e}")
-    print(f"{'':<24} {'medians':>8}   {'min':>5} {'25%':>5} {'75%':>5} {'max':>5}  of single rounds")
-    seconds = result["seconds"]
+    print(f"{'':<24} {'medians':>8} {'CPU':>6}   {'min':>5} {'25%':>5} {'75%':>5} {'max':>5}  of single rounds")
+    seconds, on_cpu = result["seconds"], result["cpu_seconds"]
     for plan, peer in PAIRS:
         if plan in seconds and peer in seconds:
             ratio = statistics.median(seconds[plan]) / statistics.median(seconds[peer])
+            of_cpu = statistics.median(on_cpu[plan]) / statistics.median(on_cpu[peer])
             rounds = [a / b for a, b in zip(seconds[plan], seconds[peer], strict=True)]
             low, _, high = statistics.quantiles(rounds, n=4)
             spread = " ".join(f"{value:5.2f}" for value in (min(rounds), low, high, max(rounds)))
-            print(f"{plan + ' / ' + peer:<24} {ratio:8.3f}   {spread}")
+            print(f"{plan + ' / ' + peer:<24} {ratio:8.3f} {of_cpu:6.3f}   {spread}")
     return True
 
 
