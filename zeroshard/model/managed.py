@@ -46,16 +46,15 @@ EVERYTHING = Managed()
 
 def has_only(model: nn.Module, known: Collection[int]) -> bool:
     """Whether all parameters of the model are among these, by id. (`named_parameters` takes ten times as long.)"""
-    left, seen = [model], {model}
+    left, seen, expected = [model], {model, None}, {*known, id(None)}
     while left:
         module = left.pop()
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in known:
-                return False
+        if module._parameters and not expected.issuperset(map(id, module._parameters.values())):
+            return False
         for child in module._modules.values():
-            if child is not None and child not in seen:
+            if child not in seen:
                 seen.add(child)
-                left.append(child)
+                left.append(child)  # type: ignore[arg-type]
     return True
 
 

@@ -101,6 +101,9 @@ class Reductions:
 
     def start(self, unit: Unit, grads: Gradients) -> None:
         """Start to reduce the gradients of an opened unit. Collective."""
+        if grads.is_of_all:
+            grads.keep()
+            return
         if not self._free_scratch:
             self._finish_oldest()
         # No unit accumulates while the last but one is reduced: complete the others, and free their memory first.

@@ -45,7 +45,7 @@ class Agreement:
         follows: whether this rank is a follower of a join, and carries out orders (see `joined.py`).
         half_done: whether an update has raised, so that only part of main is updated.
         losses: the losses since the last step (`loss_ledger.py`).
-        same: samples of the gradients, if every rank has them in full; else None.
+        same: samples of the gradients, if there are several ranks, and every rank has them in full; else None.
         used_up: whether a step has consumed the gradients, and `zero_grad` has not been called since.
     """
 
@@ -62,7 +62,9 @@ class Agreement:
             raise InvalidValue(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
         self.follows = self.half_done = self.used_up = False
         self.losses = engine.ledger.open_account(scaler)
-        self.same = SameGradients(engine.collectives) if engine.plan.mean is REPLICATED else None
+        self._is_alone = engine.collectives.mesh.world.size == 1
+        are_equal = engine.plan.mean is REPLICATED and not self._is_alone
+        self.same = SameGradients(engine.collectives) if are_equal else None
         self._engine, self._groups, self._state = engine, groups, state
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported = SettingsReport()
@@ -210,7 +212,7 @@ class Agreement:
         """Sample one unit whose weights rest in full, a different one each time: no other check may find that they
         differ between ranks."""
         samples, units = self._engine.collectives.samples, self._engine.units
-        if units:
+        if units and not self._is_alone:
             unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
             if unit.weights.is_resting_in_full:  # if only some ranks skip it here, the comparison skips it
                 samples.take(number, unit.name, unit.weights.full)

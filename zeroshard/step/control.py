@@ -175,6 +175,15 @@ def exchange_control(
         RuntimeError: on all ranks: they step with different settings or gradients, have not issued the same collectives
             since the start, or have gathered different values. The message says what differs, and on which ranks.
     """
+    if collectives.mesh.world.size == 1:
+        return _alone(collectives, own, settings)
+    return _of_all(collectives, own, settings, same)
+
+
+def _of_all(
+    collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None
+) -> Control:
+    """As `exchange_control`, by an exchange."""
     norms, world = own.norms, collectives.mesh.world
     try:
         sums = collectives.add_up(_pack(collectives, own, settings, same), CONTROL)
@@ -191,6 +200,27 @@ def exchange_control(
         norm_type=norms.kind,
         finite=row.is_finite,
         present=_of_any(row.present, len(own.present), world.size),
+    )
+
+
+def _alone(collectives: Collectives, own: Contribution, settings: SettingsReport) -> Control:
+    """The control of a single rank, which has nothing to compare. Waits once for the device."""
+    settings.end()
+    norms, flags = own.norms, own.on_device
+    terms = _norm_terms(collectives, norms).view(-1)
+    numbers = (terms if flags is None else torch.cat([terms, flags.to(terms)])).tolist()
+    sums = [numbers[i : i + exact.WIDTH] for i in range(0, terms.numel(), exact.WIDTH)]
+    seen = [bool(flag) for flag in numbers[terms.numel() :]]
+    on_host = [*own.present]
+    for place, flag in enumerate(seen, start=len(on_host) - len(seen)):
+        on_host[place] |= flag
+    return Control(
+        status={own.status: 1},
+        weight=own.weight if math.isfinite(own.weight) else math.nan,
+        group_norms=_group_norms(collectives, norms, sums),
+        norm_type=norms.kind,
+        finite=not any(of_group[exact.LIMBS] for of_group in sums),
+        present=tuple(on_host),
     )
 
 

@@ -168,10 +168,7 @@ class Gradients:
         """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective. `scratch`,
         `of_replicas`: see `Reduction`."""
         self._expect((GradState.PARTIAL,), "reduce")
-        # Slots without a gradient on this rank still hold old values of the bucket, which would be added to the sum.
-        for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
-            self.buffer.views()[index].zero_()
-        self.stale.clear()
+        self._fill_with_zeros()
         self.buffer.hold()
         if self.buffer.borrows and not self._portions.is_whole:
             self._clear_between_portions()
@@ -190,6 +187,25 @@ class Gradients:
             reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas),
             acknowledge=True,
         )
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether the terms of this rank are the mean: there is no other rank."""
+        return self.mean.num_ranks == 1
+
+    def keep(self) -> None:
+        """PARTIAL -> REDUCED, on a single rank: nothing is exchanged, and the mean lies where the terms lie."""
+        assert self.is_of_all and not self.buffer.borrows, "other ranks have terms, too"
+        self._expect((GradState.PARTIAL,), "keep")
+        self._fill_with_zeros()
+        self.buffer.become(self.mean.rests)
+
+    def _fill_with_zeros(self) -> None:
+        """Slots without a gradient on this rank still hold old values of the bucket, which would be added to the
+        sum."""
+        for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
+            self.buffer.views()[index].zero_()
+        self.stale.clear()
 
     def _clear_between_portions(self) -> None:
         """Zero the shard outside of the portions: frozen slots, whose values the reduction does not write."""
