@@ -206,6 +206,7 @@ def _of_all(
 def _alone(collectives: Collectives, own: Contribution, settings: SettingsReport) -> Control:
     """The control of a single rank, which has nothing to compare. Waits once for the device."""
     settings.end()
+    collectives.samples.forget()
     norms, flags = own.norms, own.on_device
     terms = _norm_terms(collectives, norms).view(-1)
     numbers = (terms if flags is None else torch.cat([terms, flags.to(terms)])).tolist()
