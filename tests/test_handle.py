@@ -445,5 +445,6 @@ def test_messages_and_shared_memory_move_the_same_bits(monkeypatch: pytest.Monke
     for rank in range(3):
         for a, b in zip(shared[rank], messages[rank], strict=True):
             assert a.losses == b.losses and same_bits(a.weights, b.weights)
-            moved = [[event for event in log.entries if event.op != "exchange"] for log in (a.log, b.log)]
-            assert moved[0] == moved[1]
+            for op in ("reduce_scatter", "all_gather"):  # each for itself: under DDP the two interleave differently
+                moved = [[event for event in log.entries if event.op == op] for log in (a.log, b.log)]
+                assert moved[0] == moved[1] and moved[0]

@@ -190,8 +190,8 @@ class Division:
 
     def is_apart(self, unit: str) -> bool:
         """Whether modules of other units lie between those of the unit (a group of modules that are not neighbours).
-        They run while its values are needed."""
-        if len(self._whole.get(unit, ())) < 2:
+        They run while its values are needed. Not the root unit: the model's call needs it, around all others."""
+        if not unit or len(self._whole.get(unit, ())) < 2:
             return False
         units = [of_module for of_module in self._groups.values() if of_module]
         first, last = units.index(unit), len(units) - units[::-1].index(unit)
