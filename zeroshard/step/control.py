@@ -209,7 +209,8 @@ def _alone(collectives: Collectives, own: Contribution, settings: SettingsReport
     collectives.samples.forget()
     norms, flags = own.norms, own.on_device
     terms = _norm_terms(collectives, norms).view(-1)
-    numbers = (terms if flags is None else torch.cat([terms, flags.to(terms)])).tolist()
+    mine = terms if flags is None else torch.cat([terms, flags.to(terms)])
+    numbers = collectives.add_up_alone(mine, CONTROL).tolist()
     sums = [numbers[i : i + exact.WIDTH] for i in range(0, terms.numel(), exact.WIDTH)]
     seen = [bool(flag) for flag in numbers[terms.numel() :]]
     on_host = [*own.present]
