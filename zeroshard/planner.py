@@ -123,11 +123,6 @@ class Topology:
         mesh = collectives.mesh
         return cls(mesh.shard.size, mesh.replicate.size, type(collectives.transport), collectives.device.type)
 
-    @property
-    def lays_side_by_side(self) -> bool:
-        """Whether the shards of weights lie side by side; as `comm/side_by_side.py` decides."""
-        return self.transport.lays_side_by_side and self.num_shards > 1 and self.device_type == "cpu"
-
     def units(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """The units on so many ranks: see `small_units.py`."""
         return with_small_ones_merged(specs, numel_multiple(self.num_shards, self.num_replicas))
@@ -328,7 +323,8 @@ class Training:
 
     def _ring(self) -> PoolPlan:
         gathered = self.units if self.plan.weights is SHARDED else ()
-        in_common = self.topology.lays_side_by_side
+        topology = self.topology
+        in_common = topology.transport.has_common_shards(topology.num_shards, topology.device_type)
         requests = (unit.spec.weight_request(unit.layout.numel, in_common=in_common) for unit in gathered)
         return PoolPlan.for_weights(requests)
 

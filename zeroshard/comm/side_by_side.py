@@ -22,7 +22,7 @@ def lay_side_by_side(
         ValueError: on all ranks, if it fails on any. Nothing is left behind.
     """
     transport, axis = collectives.transport, collectives.mesh.shard
-    is_possible = transport.lays_side_by_side and axis.size > 1 and collectives.device.type == "cpu"
+    is_possible = transport.has_common_shards(axis.size, collectives.device.type)
     if not isinstance(transport, SharedTransport) or not is_possible:
         return [None] * len(sizes)
     # Descriptors are closed when all ranks have mapped the segments, or one of them has failed.

@@ -163,6 +163,11 @@ class Transport(ABC):
     orders_by_streams: ClassVar[bool] = False
     memory: SharedMemory | None = None
 
+    @classmethod
+    def has_common_shards(cls, num_shards: int, device_type: str) -> bool:
+        """Whether sharded weights lie side by side, on an axis of so many ranks."""
+        return cls.lays_side_by_side and num_shards > 1 and device_type == "cpu"
+
     def __init__(self, messages: Messages, log: CommLog) -> None:
         self.messages, self.log = messages, log
 

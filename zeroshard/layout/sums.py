@@ -51,7 +51,7 @@ def as_operand(divisor: int, dtype: torch.dtype, device: torch.device) -> Tensor
         return divisor
     with torch.inference_mode(False):
         operand = torch.full((), divisor, dtype=dtype, device=device)
-    if torch.accelerator.is_available():  # another stream may use it next
+    if device.type != "cpu":  # another stream may use it next
         torch.accelerator.synchronize(device)
     return operand
 

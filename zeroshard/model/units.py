@@ -62,6 +62,11 @@ class UnitSpec:
         quantised ones."""
         return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
 
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether gradients are accumulated in a wider dtype than that of the weights, in which autograd makes them."""
+        return self.precision.grad.itemsize > self.weight_dtype.itemsize
+
     def weight_request(self, numel: int, *, in_common: bool = False) -> Request:
         """The request for a full-size buffer to gather into. Units that differ in dtype, trainability or precision may
         be needed at the same time (several units of one module), so they have different queues.

@@ -216,7 +216,7 @@ class Schedule(NotCopied):
                 self._keep(parameter.register_hook(_before_gradient(weakref.ref(self), parameter)))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
                 # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
-                if unit.spec.precision.grad.itemsize > parameter.element_size():
+                if unit.spec.widens_gradients:
                     parameter.grad_dtype = unit.spec.precision.grad
                     self._removers.append(partial(_reset_grad_dtype, parameter))
 

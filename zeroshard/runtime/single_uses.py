@@ -33,7 +33,7 @@ class SingleUses:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """`units`: those with gradients."""
-        self._units = units
+        self._widening = [unit for unit in units if unit.spec.widens_gradients]
         self._uncast: dict[Tensor, torch.dtype] = {}  # parameter -> its `grad_dtype` outside of this backward
         self._task: int | None = None  # id of autograd's graph task of this backward
 
@@ -42,8 +42,9 @@ class SingleUses:
         """A scope for one `loss.backward()` that goes through the whole graph of the loss."""
         self._task = None
         try:
-            with as_tensors():
-                self._begin(loss)
+            if self._widening:
+                with as_tensors():
+                    self._begin(loss)
             yield
         finally:
             self.end()
@@ -76,7 +77,7 @@ class SingleUses:
 
     def _begin(self, loss: Tensor) -> None:
         cast: dict[Tensor, torch.dtype] = {
-            p: unit.spec.precision.grad for unit in self._units for p in unit.parameters if _is_cast(p, unit)
+            p: unit.spec.precision.grad for unit in self._widening for p in unit.parameters if _is_hooked_once(p)
         }
         if not cast or loss.grad_fn is None:
             return
@@ -86,11 +87,10 @@ class SingleUses:
                 parameter.grad_dtype = None
 
 
-def _is_cast(parameter: nn.Parameter, unit: Unit) -> bool:
-    """Whether its gradients are cast, and nobody but the engine, which has one hook of each kind, sees them before."""
+def _is_hooked_once(parameter: nn.Parameter) -> bool:
+    """Whether nobody but the engine, which has one hook of each kind, sees its gradients."""
     return (
-        unit.spec.precision.grad.itemsize > parameter.element_size()
-        and parameter.requires_grad
+        parameter.requires_grad
         and len(parameter._backward_hooks or ()) == 1
         and len(parameter._post_accumulate_grad_hooks or ()) == 1
     )
