@@ -30,6 +30,10 @@ if os.environ.get("ZEROSHARD_TEST_DEVICE", "cpu") == "cpu":
     # Ranks are forked, and could not use CUDA once this process has. What is tested here runs on CPUs anyway.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# torch's store looks up a name for each address it connects to, also for 127.0.0.1. A query that a name server does not
+# answer holds it up for five seconds, twice.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:4"
+
 _OWN_FOLDER = pytest.StashKey[str]()
 
 gc.disable()  # until all tests are imported: imports leave next to no garbage

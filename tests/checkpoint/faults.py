@@ -123,8 +123,13 @@ def join(port: int, rank: int, num_ranks: int, timeout: float) -> None:
     """Join the process group of the forked ranks, by the store at `port` of this machine."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     limit = timedelta(seconds=timeout)
-    store = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    # To connect may take longer than the timeout of collectives: on a busy machine, and with a slow name server, since
+    # torch looks up a name for the store's address.
+    start = max(limit, timedelta(seconds=120))
+    store = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=start)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=start)
+    store.set_timeout(limit)
+    dist.distributed_c10d._set_pg_timeout(limit)
 
 
 class Ranks:

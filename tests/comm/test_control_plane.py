@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from tests.patience import wait_until
 from zeroshard.checkpoint import meeting
 from zeroshard.checkpoint.manifest import CheckpointError
-from zeroshard.comm import positions
+from zeroshard.comm import bell, positions
 from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Pace
 from zeroshard.comm.positions import Position, Wait, in_short, knot
+from zeroshard.errors import TookTooLong
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
 
@@ -60,7 +61,7 @@ def test_a_bell_is_heard_each_time_and_by_nobody_else(make: Callable[[], Any]) -
     bells = [
         Bell(connection_of_its_own(store), "p", f"bell-{i}", lambda store, i=i: heard.append(i), 0.01) for i in (0, 1)
     ]
-    assert all(bell.blocks is isinstance(store, TCPStore) for bell in bells)
+    assert all(one.blocks is isinstance(store, TCPStore) for one in bells)
     ring = PrefixStore("p", store)
     for number in range(1, 4):
         ring.set("bell-0", "1")
@@ -68,12 +69,53 @@ def test_a_bell_is_heard_each_time_and_by_nobody_else(make: Callable[[], Any]) -
         bells[0].wait(number - 1, 60.0)
         assert bells[0].count == number
     assert heard == [0, 0, 0] and not ring.check(["bell-0"])
-    for number, bell in enumerate(bells):
-        bell.close()
+
+    for number, one in enumerate(bells):
+        one.close()
         ring.set(f"bell-{number}", "1")
-        bell.join(60.0)
-        assert not bell._thread.is_alive()
-    assert heard == [0, 0, 0] and not any(bell.gone for bell in bells)
+        one.join(60.0)
+        assert not one._thread.is_alive()
+    assert heard == [0, 0, 0] and not any(one.gone for one in bells)
+
+
+class Watched(TCPStore):
+    """Takes down what its timeout is while it opens another connection."""
+
+    timeouts: list[timedelta]
+
+    def clone(self) -> Any:
+        self.timeouts = [*getattr(self, "timeouts", []), self.timeout]
+        return super().clone()
+
+
+def test_connecting_may_take_longer_than_a_call() -> None:
+    """A slow name server takes five seconds, which is more than a short timeout of collectives."""
+    served, short = server(), timedelta(seconds=2)
+    store = Watched("127.0.0.1", served.port, is_master=False, timeout=short)
+    own: Any = connection_of_its_own(store)
+    assert store.timeouts == [bell._CONNECTING] and store.timeout == own.timeout == short
+    own.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_store_that_accepts_no_further_connection_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same connection was used once. While the bell waited for its key with it, all other calls of the rank waited
+    as well, without end."""
+    monkeypatch.setattr(bell, "_CONNECTING", timedelta(milliseconds=300))
+    served = server()
+    store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=timedelta(milliseconds=300))
+    del served
+    with pytest.raises(TookTooLong, match=r"no further connection to the store of the process group: .*timed out"):
+        connection_of_its_own(store)
+    assert store.timeout == timedelta(milliseconds=300)
+
+
+def test_a_store_that_has_one_connection_is_polled() -> None:
+    class Own(Store):  # a store in Python has no `clone`
+        pass
+
+    store = Own()
+    assert connection_of_its_own(store) is store and not bell.can_wait(store)
 
 
 def test_the_pace_of_a_rank() -> None:

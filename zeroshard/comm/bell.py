@@ -12,20 +12,45 @@ from datetime import timedelta
 from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError
+
+from zeroshard.errors import TookTooLong
 
 _WITHOUT_END = timedelta(days=20)
 """A store wait that times out prints a warning to stderr, so this is nearly as long as 32 bits of milliseconds
 allow."""
+_CONNECTING = timedelta(seconds=60)
+"""How long a further connection to a store may take, if its timeout is shorter."""
 
 
 def connection_of_its_own(store: Any) -> Store:
-    """Another connection to the same store: a thread may be blocked in a wait on the first one."""
+    """Another connection to the same store: a thread may be blocked in a wait on the first one.
+
+    Raises:
+        TookTooLong: a TCPStore has accepted no further connection.
+    """
+    if not can_wait(store):
+        try:
+            own: Store = store.clone()
+        except (AttributeError, NotImplementedError, RuntimeError):  # not every store has that
+            return cast(Store, store)
+        return own
+    # A TCPStore holds a lock for the length of each call: while the bell waits for its key, no other thread could use
+    # the same connection. So there is no going on without another one. To connect has nothing to do with how long a
+    # collective may take: with a slow name server it takes five seconds and more, as torch looks up a name for the
+    # address (`formatSockAddr` in torch/csrc/distributed/c10d/socket.cpp).
+    timeout = store.timeout
+    store.set_timeout(max(timeout, _CONNECTING))
     try:
-        # A TCPStore holds a lock for the length of each call: while one thread waits for a key, no other one could
-        # write a heartbeat through the same connection.
-        own: Store = store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):  # not every store has that
-        return cast(Store, store)
+        own = store.clone()
+    except DistNetworkError as error:
+        raise TookTooLong(
+            f"no further connection to the store of the process group: {error}. Look at the network between this host "
+            f"and the host of the store, at rank 0 or the launcher, whichever serves it, and at its limit of open files"
+        ) from error
+    finally:
+        store.set_timeout(timeout)
+    own.set_timeout(timeout)
     return own
 
 
