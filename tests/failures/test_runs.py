@@ -106,7 +106,7 @@ def test_killed_at_a_random_moment_and_resumed(calm: tuple[Path, Path, float], t
     applied = [row[2] for row in history(whole)]
     assert not all(applied) and any(applied)
     chosen, resumed_at = random.Random(SEED), []
-    trials = 20 if FULL else 2
+    trials = 20 if FULL else 1
     while len(resumed_at) < trials:
         out = Path(tempfile.mkdtemp(dir=tmp_path))
         config = configuration(text, out)
@@ -143,7 +143,7 @@ def test_told_to_stop_at_a_random_moment(calm: tuple[Path, Path, float], tmp_pat
     run equals the calm one. 100 trials with the full counts."""
     text, whole, seconds = calm
     chosen, stopped_at = random.Random(SEED), []
-    trials = 100 if FULL else 2
+    trials = 100 if FULL else 1
     for trial in range(trials):
         out = tmp_path / str(trial)
         config = configuration(text, out, run__save_every=0)

@@ -3,6 +3,8 @@ replicas. In one order on all ranks, whatever a rank's graph looks like, and wit
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.planning.test_dry_run import alone
 from tests.timed_backend import TIMINGS, timed_ranks
 from zeroshard.comm.chain import Chain
@@ -64,14 +67,14 @@ def inputs(rank: int, step: int) -> Tensor:
 
 
 def trained(rank: int, plan: Any, replicas: int = 1, wire: torch.dtype = torch.float32) -> tuple[list[Tensor], Any]:
-    """The weights after three steps, and the collectives of the last backward."""
+    """The weights after two steps, and the collectives of the last backward."""
     model, size = build(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
     precision = zeroshard.MixedPrecision(reduce=wire)
     handle = zeroshard.shard(model, plan, units=Layer, mesh=mesh if replicas > 1 else None, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.3, momentum=0.9)
     events: list[CommEvent] = []
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         loss = model(inputs(rank, step), rank)
         handle.comm_log.clear()
@@ -82,11 +85,11 @@ def trained(rank: int, plan: Any, replicas: int = 1, wire: torch.dtype = torch.f
     return [value.clone() for value in handle.full_state_dict().values()], (events, logs)
 
 
-def check_plans(rank: int, replicas: int, wire: torch.dtype) -> Any:
-    """All plans give the same bits. Returns the logs of the plans that replicate means."""
+def check_plans(rank: int, replicas: int, wire: torch.dtype, gathered: Sequence[str | Plan]) -> Any:
+    """All plans give the same bits. Returns the logs of DDP, of ZERO2, and of plans that gather weights."""
     expected, _ = trained(rank, "zero1", replicas, wire)
     found = []
-    for plan in ("ddp", "zero2", "zero3", GRADS_IN_FULL):
+    for plan in ("ddp", "zero2", *gathered):
         weights, (events, log) = trained(rank, plan, replicas, wire)
         assert all(map(torch.equal, weights, expected)), plan
         found.append((events, log))
@@ -97,17 +100,26 @@ def of_reductions(events: list[CommEvent]) -> list[tuple[str, str]]:
     return [(event.op, event.unit) for event in events if event.op != "all_gather" or event.phase != "forward"]
 
 
-@pytest.mark.parametrize("timing", ["gloo", *TIMINGS])
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+EVERY = list(enumerate(itertools.product(("gloo", *TIMINGS), ((2, 1), (3, 1), (4, 2)))))
+"""When collectives read and write ("gloo": as between hosts), the number of ranks and of replicas."""
+IN_TURN = [(number, case) for number, case in EVERY if case[1] == (4, 2) or number % 2]
+"""Each timing on a mesh of replicas, and on 2 or 3 ranks."""
+
+
+@pytest.mark.parametrize(("number", "case"), EVERY if EVERYTHING else IN_TURN)
 def test_plans_agree_and_ranks_have_one_order(
-    monkeypatch: pytest.MonkeyPatch, timing: str, ranks: int, replicas: int
+    monkeypatch: pytest.MonkeyPatch, number: int, case: tuple[str, tuple[int, int]]
 ) -> None:
+    timing, (ranks, replicas) = case
+    gathered: list[str | Plan] = ["zero3", GRADS_IN_FULL]
+    if not EVERYTHING:
+        del gathered[number // 2 % 2]
     if timing == "gloo":  # between hosts
         monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)
-        of_ranks = run_ranks(check_plans, ranks, replicas, torch.float32)
+        of_ranks = run_ranks(check_plans, ranks, replicas, torch.float32, gathered)
     else:
         with timed_ranks(timing):
-            of_ranks = run_ranks(check_plans, ranks, replicas, torch.bfloat16)
+            of_ranks = run_ranks(check_plans, ranks, replicas, torch.bfloat16, gathered)
     for of_plan in zip(*of_ranks, strict=True):
         expect_same_logs([log for _, log in of_plan])
     for of_rank in of_ranks:
