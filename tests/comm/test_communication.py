@@ -102,11 +102,11 @@ def found(events: list[CommEvent], plan: Any) -> Counter[tuple[str, str, str, in
     )
 
 
-STEP_CASES = grid(SCHEDULES, PRECISIONS, PLANS, (2, 3, 4))
+STEP_CASES = grid(SCHEDULES, PRECISIONS, PLANS, (2, 3))
 
 
 @pytest.mark.by_gloo
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_collectives_and_bytes_of_a_step_are_the_formulas(num_ranks: int) -> None:
     def check(rank: int) -> list[Any]:
         logs = []
@@ -140,21 +140,20 @@ def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -
                 psi = 4 * sum(unit.layout.numel for unit in handle.engine.units)
                 total = sum(e.bytes for e in events if e.op != "exchange")
                 assert total == volume * psi * 2 // 3, plan
-        for num_blocks in (1, 2, 3, 5):
-            for k in (1, 2):  # three: by the schedules of `test_collectives_and_bytes_of_a_step_are_the_formulas`
-                job = Job(model=partial(Net, blocks=num_blocks), micro_batches=k, reduce_every_micro_batch=True)
-                handle, events, _ = sent_in_one_step(zeroshard.ZERO3, job, rank)
-                block, root = (4 * unit.layout.numel for unit in (handle.engine.units[1], handle.engine.units[0]))
-                names = {unit.name for unit in handle.engine.units}
-                assert names == {"root", *(f"blocks.{i}" for i in range(num_blocks))}
-                psi, kept = root + num_blocks * block, min(2, num_blocks) * block
-                # Backward finds the last two blocks still gathered, and the next forward finds the first two; the root
-                # stays gathered for the whole step. So 3 Psi - kept for the first pass, 3 Psi - 2 kept for later ones,
-                # less the root's.
-                volume = 3 * k * psi - (2 * k - 1) * (kept + root)
-                total = sum(e.bytes for e in events if e.op != "exchange")
-                assert total == volume * 2 // 3, (num_blocks, k)
-                assert total <= 3 * k * psi * 2 // 3
+        for num_blocks, k in ((1, 1), (2, 2), (3, 1), (5, 2)):  # k = 3: in the test above
+            job = Job(model=partial(Net, blocks=num_blocks), micro_batches=k, reduce_every_micro_batch=True)
+            handle, events, _ = sent_in_one_step(zeroshard.ZERO3, job, rank)
+            block, root = (4 * unit.layout.numel for unit in (handle.engine.units[1], handle.engine.units[0]))
+            names = {unit.name for unit in handle.engine.units}
+            assert names == {"root", *(f"blocks.{i}" for i in range(num_blocks))}
+            psi, kept = root + num_blocks * block, min(2, num_blocks) * block
+            # Backward finds the last two blocks still gathered, and the next forward finds the first two; the root
+            # stays gathered for the whole step. So 3 Psi - kept for the first pass, 3 Psi - 2 kept for later ones, less
+            # the root's.
+            volume = 3 * k * psi - (2 * k - 1) * (kept + root)
+            total = sum(e.bytes for e in events if e.op != "exchange")
+            assert total == volume * 2 // 3, (num_blocks, k)
+            assert total <= 3 * k * psi * 2 // 3
 
     run_ranks(check, 3)
 

@@ -5,7 +5,7 @@ batch; `torch.nn.utils.clip_grad_norm_` returned 0 and clipped nothing (weights 
 `p.grad.mul_()`, `p.grad = None` and gradients set by hand were ignored, all without an error.
 
 Each loop below is written as for plain torch. It runs in one process on the mean of all ranks' losses, and on ranks
-under every plan, each rank with its own losses.
+under two plans, each rank with its own losses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import largest_difference
+from tests.kit import largest_difference, with_plans
+from tests.together import in_turn
+from zeroshard.comm.comm_log import CommLog
+from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
 PLANS = ("ddp", "zero1", "zero2", "zero3")
@@ -55,7 +58,7 @@ def under(plans: Sequence[str], check: Callable[[int, str], Any]) -> Callable[[i
 class Run:
     """A model and its optimizer, plain (all ranks in one process) or sharded, with the same interface for the loops."""
 
-    def __init__(self, rank: int | None, plan: str, **options: Any) -> None:
+    def __init__(self, rank: int | None, plan: str | Plan, **options: Any) -> None:
         self.model = build()
         self.rank = rank
         self.handle = None if rank is None else zeroshard.shard(self.model, plan, units=nn.Linear)
@@ -251,19 +254,11 @@ def plain(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
-def sharded(rank: int, plan: str) -> tuple[list[dict[str, Tensor]], list[Any]]:
-    results, logs = [], []
-    for loop in LOOPS:
-        run = Run(rank, plan)
-        try:
-            loop(run)
-        except Exception as error:
-            error.add_note(f"in {loop.__name__}")
-            raise
-        results.append(run.weights())
-        assert run.handle is not None
-        logs.append(run.handle.comm_log)
-    return results, logs
+def sharded(rank: int, loop: Callable[[Run], None], plan: Plan) -> tuple[dict[str, Tensor], CommLog]:
+    run = Run(rank, plan)
+    loop(run)
+    assert run.handle is not None
+    return run.weights(), run.handle.comm_log
 
 
 @pytest.fixture(scope="module")
@@ -272,14 +267,13 @@ def expected() -> list[dict[str, Tensor]]:
 
 
 def test_loops_of_plain_torch_do_the_same(expected: list[dict[str, Tensor]]) -> None:
-    found = run_ranks(under(PLANS, sharded), NUM_RANKS)
-    for plan, results in zip(PLANS, zip(*found, strict=True), strict=True):
-        for number, loop in enumerate(LOOPS):
-            expect_same_logs([logs[number] for _, logs in results])
-            for weights, _ in results:
-                for name, value in expected[number].items():
-                    difference = (weights[number][name] - value).abs().max().item()
-                    assert difference < 1e-10, f"{loop.__name__} under {plan}: {name} differs by {difference}"
+    cases, of_loop = with_plans(LOOPS), dict(zip(LOOPS, expected, strict=True))
+    found = run_ranks(in_turn(sharded, cases), NUM_RANKS)
+    for (loop, plan), results in zip(cases, zip(*found, strict=True), strict=True):
+        expect_same_logs([log for _, log in results])
+        for weights, _ in results:
+            difference = largest_difference(weights, of_loop[loop])
+            assert difference < 1e-10, f"{loop.__name__} under {plan}: weights differ by {difference}"
 
 
 class Deaf(Run):

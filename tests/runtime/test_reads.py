@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
-from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train
+from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, plans_of, same_bits, train
 from tests.together import in_turn
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
@@ -293,9 +293,8 @@ def test_a_class_of_the_users_stays_what_it_is() -> None:
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("how", ["model", "function"])
-def test_compiled_models_raise_as_well(how: str) -> None:
-    def check(rank: int) -> None:
+def test_compiled_models_raise_as_well() -> None:
+    def check(rank: int, how: str) -> None:
         warnings.simplefilter("ignore")  # warnings of the compiler
         model = make(partial(Reads, blocks=2))
         handle = zeroshard.shard(model, "zero3", units=Block)
@@ -313,7 +312,7 @@ def test_compiled_models_raise_as_well(how: str) -> None:
         with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
             called(TOKENS)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, ["model", "function"]), 2)
 
 
 def test_find_reads_sees_those_that_python_does_not() -> None:
@@ -342,17 +341,17 @@ def test_find_reads_sees_those_that_python_does_not() -> None:
 def test_being_watched_changes_nothing() -> None:
     def check(rank: int) -> Any:
         results: list[State] = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-            for step in range(3):
+            for step in range(2):
                 with handle.find_reads():
                     loss = loss_of_tokens(model, rank, 0, step)
                     loss.backward()
                 optimizer.step()
             results.append(handle.full_state_dict())
-            assert same_bits(results[-1], train(Job(), plan, rank).weights)
+            assert same_bits(results[-1], train(Job(steps=2), plan, rank).weights)
             assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
 
     run_ranks(check, 2)
