@@ -208,9 +208,11 @@ class Twins:
 def under_all_plans(
     train: Callable[..., State], num_ranks: int = 2, cases: Iterable[tuple[Any, ...]] | None = None
 ) -> None:
-    """Check that `train(rank, plan)`, in fp64, returns weights with the same bits under all plans. With `cases`:
-    `train(rank, plan, *case)` for each case, under the case's plans (`plans_of`)."""
-    runs = [((), PLANS)] if cases is None else [(case, plans_of(number)) for number, case in enumerate(cases)]
+    """Check that `train(rank, plan)`, in fp64, returns weights with the same bits under DDP and ZERO3, where everything
+    is in full and where nothing is; with `make test-everything`, under all plans. With `cases`: `train(rank, plan,
+    *case)` for each case, under the case's plans (`plans_of`)."""
+    plans = PLANS if EVERYTHING else (zeroshard.DDP, zeroshard.ZERO3)
+    runs = [((), plans)] if cases is None else [(case, plans_of(number)) for number, case in enumerate(cases)]
 
     @in_fp64
     def check(rank: int) -> None:
