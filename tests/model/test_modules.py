@@ -234,7 +234,7 @@ def test_methods_in_place_of_forward() -> None:
 
 
 def test_backward_of_something_that_is_no_scalar() -> None:
-    expected = run_ranks(lambda rank: train_reference(Job(loss_of=vector_loss), 2)[0].weights, 1)[0]
+    expected = run_ranks(lambda rank: train_reference(Job(loss_of=vector_loss, steps=2), 2)[0].weights, 1)[0]
 
     def check(rank: int) -> None:
         for plan in PLANS:
@@ -242,7 +242,7 @@ def test_backward_of_something_that_is_no_scalar() -> None:
                 model = make(Net)
                 handle = zeroshard.shard(model, plan, units=Block)
                 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-                for step in range(3):
+                for step in range(2):
                     out = model(data(rank, 0, step))
                     grad = torch.linspace(-1, 1, 23).expand(out.shape)
                     if through == "optimizer":
@@ -370,11 +370,19 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
 
 SMALL = Net if EVERYTHING else partial(Net, blocks=2)
 """Each block is compiled by itself."""
+STEPS = 3 if EVERYTHING else 2
 
 
-def small(how: str, backend: str | None) -> Callable[[], nn.Module]:
+def small(how: str, backend: str) -> Callable[[], nn.Module]:
     """The model to compile: with one block where the whole model is compiled, or kernels are generated."""
     return SMALL if EVERYTHING or ("blocks" in how and backend != "inductor") else partial(Net, blocks=1)
+
+
+def compiles(rank: int, turn: int) -> bool:
+    """Whether this one of two ranks compiles its model: one does, in turn, and the other trains uncompiled beside it.
+    (Compiling takes a hundred times as long as a step. Kernels that are not generated give the same bits either way, so
+    nothing but the time depends on who compiles.) With `make test-everything` both compile."""
+    return EVERYTHING or rank == turn % 2
 
 
 COMPILED: dict[str, Any] = {
@@ -390,17 +398,17 @@ def compiled(model: nn.Module, how: str, backend: str) -> Any:
     return result if isinstance(result, nn.Module) else model
 
 
-def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_shard: bool) -> Outcome:
+def train_compiled(rank: int, plan: Any, how: str, backend: str, before_shard: bool, *, compiling: bool) -> Outcome:
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # as happened when hooks were compiled for each class
     model = make(small(how, backend))
-    called: Any = compiled(model, how, backend) if backend and before_shard else model
+    called: Any = compiled(model, how, backend) if compiling and before_shard else model
     handle = zeroshard.shard(model, plan, units=Block)
-    if backend and not before_shard:
+    if compiling and not before_shard:
         called = compiled(model, how, backend)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
     losses = []
-    for step in range(3):
+    for step in range(STEPS):
         loss = loss_of_tokens(called, rank, 0, step)
         losses.append(loss.item())
         optimizer.backward(loss)
@@ -417,16 +425,16 @@ def train_compiled(rank: int, plan: Any, how: str, backend: str | None, before_s
     + [(how, before) for how in COMPILED for before in (True, False)] * EVERYTHING,
 )
 def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: bool) -> None:
-    """By default under two plans. Blocks that are compiled in place train under the other two with generated kernels,
-    see below."""
+    """By default under two plans, on one of the ranks, which communicates as the uncompiled one does. Blocks that are
+    compiled in place train under the other two plans with generated kernels, see below."""
     plans = (zeroshard.DDP, zeroshard.ZERO2) if "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3)
     if EVERYTHING or ("blocks" in how and not CAN_COMPILE):
         plans = PLANS
 
     def check(rank: int) -> None:
-        plain = train_compiled(rank, zeroshard.DDP, how, None, before_shard)
-        for plan in plans:
-            found = train_compiled(rank, plan, how, "aot_eager", before_shard)
+        plain = train_compiled(rank, zeroshard.DDP, how, "aot_eager", before_shard, compiling=False)
+        for turn, plan in enumerate(plans):
+            found = train_compiled(rank, plan, how, "aot_eager", before_shard, compiling=compiles(rank, turn))
             assert found.losses == plain.losses, (plan, found.losses, plain.losses)
             assert same_bits(found.weights, plain.weights), plan
 
@@ -442,10 +450,12 @@ ONE_GRAPH: dict[str, Any] = {
     "blocks in place": lambda model, **how: [block.compile(fullgraph=True, **how) for block in model.blocks],
     "model in place": lambda model, **how: model.compile(**how),
 }
+BLOCKS = {how: len(SMALL().blocks) if EVERYTHING or how == "blocks" else 1 for how in ONE_GRAPH}
+"""The number of blocks of the model that is compiled so."""
 
 
 def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
-    """The number of operations in each graph that is compiled during three steps."""
+    """The number of operations in each graph that is compiled during some steps."""
     torch._dynamo.reset()
     graphs = []
 
@@ -453,14 +463,14 @@ def graphs_of(rank: int, plan: Any, how: str, before_shard: bool) -> list[int]:
         graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
         return graph.forward
 
-    model = make(SMALL)
+    model = make(partial(Net, blocks=BLOCKS[how]))
     if before_shard:
         ONE_GRAPH[how](model, backend=backend)
     handle = zeroshard.shard(model, plan, units=Block)
     if not before_shard:
         ONE_GRAPH[how](model, backend=backend)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False, non_finite="ignore")
-    for step in range(3):
+    for step in range(STEPS):
         loss_of_tokens(model, rank, 0, step).backward()
         optimizer.step()
         model.eval()
@@ -504,12 +514,11 @@ def all_graphs() -> list[dict[tuple[Plan, str, bool], list[int]]]:
 @pytest.mark.parametrize("before_shard", [True, False])
 def test_a_unit_is_one_graph(how: str, before_shard: bool) -> None:
     """zeroshard's hooks do not break the graph inside a unit: blocks may be compiled with `fullgraph=True`."""
-    blocks = len(SMALL().blocks)
     for of_rank in all_graphs():
         for plan, *_ in [case for case in GRAPH_CASES if case[1:] == (how, before_shard)]:
             found = of_rank[plan, how, before_shard]
             of_blocks = [count for count in found if count == OPERATIONS_OF_A_BLOCK]
-            assert len(of_blocks) == 2 * blocks  # with gradients and without
+            assert len(of_blocks) == 2 * BLOCKS[how]  # with gradients and without
             assert sum(found) - sum(of_blocks) == (2 * 3 if how == "model in place" else 0)  # embedding, norm, head
 
 
@@ -597,7 +606,8 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     how: str, before_shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits are those of one process compiled in the same way, not of the uncompiled model: fused kernels round
-    differently. (By default under two plans: one with permanently full weights and one that gathers and drops them.)"""
+    differently. (By default rank 0 alone compiles, and the one process uses its kernels for the data of rank 0 alone.
+    Two plans: one with permanently full weights and one that gathers and drops them.)"""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.compile_fx  # slow: imported once, before ranks are forked
 
@@ -605,32 +615,42 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # the check would take half of the time
     plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
 
-    def one_process(rank: int) -> list[tuple[Any, State]]:
-        """Losses and weights with the data of ranks 0 and 1, and, as a control, with those of 0 and 2."""
+    def one_process(compiling: tuple[int, ...]) -> list[tuple[list[list[list[float]]], State]]:
+        """Losses and weights with the data of both ranks. As controls, with other data, and without generated
+        kernels."""
         torch._dynamo.reset()
         model = make(small(how, "inductor"))
         called, results = compiled(model, how, "inductor"), []
-        for ranks in ([0, 1], [0, 2]):
+        for of, generated in (((0, 1), compiling), ((0, 2), compiling), ((0, 1), ())):
             model.load_state_dict(make(small(how, "inductor")).state_dict())
             reference = Reference(model, torch.optim.AdamW, num_ranks=2, lr=1e-2, foreach=False)
-            losses = [
-                reference.step(lambda _, at, __, s=s, of=ranks: loss_of_tokens(called, of[at], 0, s)).losses
-                for s in range(3)
-            ]
+
+            losses = []
+            for step in range(STEPS):
+
+                def loss_of(_: Any, at: int, __: int, of: Any = of, made: Any = generated, step: int = step) -> Tensor:
+                    with torch.compiler.set_stance("default" if of[at] in made else "force_eager"):
+                        return loss_of_tokens(called, of[at], 0, step)
+
+                losses.append(reference.step(loss_of).losses)
             results.append((losses, reference.state_dict()))
         return results
 
-    (losses, weights), (_, others) = run_ranks(one_process, 1)[0]
+    def check(rank: int) -> tuple[list[Outcome], list[tuple[list[list[list[float]]], State]]]:
+        """This rank's outcomes; on rank 0, also what they should be."""
+        compiling = tuple(other for other in range(2) if compiles(other, 0))
+        expected = one_process(compiling) if rank == 0 else []
+        options = {"compiling": rank in compiling}
+        return [train_compiled(rank, plan, how, "inductor", before_shard, **options) for plan in plans], expected
+
+    by_rank = run_ranks(check, 2)
+    (losses, weights), *others = by_rank[0][1]
     assert any(tmp_path.rglob("*.so"))
-    assert not same_bits(others, weights)
-
-    def check(rank: int) -> None:
-        for plan in plans:
-            found = train_compiled(rank, plan, how, "inductor", before_shard)
-            assert found.losses == [of_ranks[rank][0] for of_ranks in losses], plan
-            assert same_bits(found.weights, weights), plan
-
-    run_ranks(check, 2)
+    assert not any(same_bits(other, weights) for _, other in others)
+    for rank, (outcomes, _) in enumerate(by_rank):
+        for plan, found in zip(plans, outcomes, strict=True):
+            assert found.losses == [of_ranks[rank][0] for of_ranks in losses], (plan, rank)
+            assert same_bits(found.weights, weights), (plan, rank)
 
 
 # The module trees only ------------------------------------------------------------------------------------------------
