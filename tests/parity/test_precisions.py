@@ -70,7 +70,7 @@ def job_of(schedule: str, **options: Any) -> Job:
     micro_batches, every = SCHEDULES[schedule]
     if every:
         options |= {"model": Counting, "loss_of": loss_of_integers, "units": torch.nn.Linear}
-    return Job(micro_batches=micro_batches, reduce_every_micro_batch=every, steps=3, **options)
+    return Job(micro_batches=micro_batches, reduce_every_micro_batch=every, **{"steps": 2, **options})
 
 
 def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
@@ -95,6 +95,7 @@ def job_for(name: str, key: str, schedule: str) -> Job:
         defaults={**defaults, "foreach": j % 3 == 0},
         precision=PRECISIONS[name],
         scale=scale_of(name, i + j),
+        steps=3 if name.startswith("fp16") else 2,  # its loss scale overflows
         model=(tied_net, untied_net)[j % 2],
     )
 
@@ -182,7 +183,7 @@ def test_16_bits_on_the_wire_and_sums_in_fp32() -> None:
 
 def test_a_narrow_wire_is_the_same_in_every_plan_and_halves_the_bytes() -> None:
     """Compared to fp32 on the wire, each foreign term differs by at most 2^-9 of itself, and so does a plain SGD step.
-    Each plan is compared in one or two of the six cases, DDP in all of them."""
+    Each case compares DDP with another plan, and one of the two with fp32 on the wire."""
     cases = list(itertools.product((False, True), NARROW_WIRES.values()))
 
     def check(rank: int) -> list[list[Outcome]]:
@@ -199,15 +200,16 @@ def test_a_narrow_wire_is_the_same_in_every_plan_and_halves_the_bytes() -> None:
                 )
                 for which in (precision, dataclasses.replace(precision, reduce=None))
             )
-            by_plan = [train(narrow, plan, rank) for plan in PLANS]
-            expect_identical(by_plan)
-            for number in (0, 1 + index % 3):
-                one, full = by_plan[number], train(wide, PLANS[number], rank)
-                exact = every and precision.param == BF16  # each term is a 16-bit gradient: no rounding
-                assert same_bits(one.main, full.main) == exact
-                assert largest_difference(one.main, full.main) < 2 * 0.1 * 2**-8
-                assert 2 * one.log.bytes("reduce_scatter") == full.log.bytes("reduce_scatter") > 0
-                assert one.log.bytes("all_gather") == full.log.bytes("all_gather")
+            plans = (zeroshard.DDP, PLANS[1 + index % 3])
+            by_plan = [train(narrow, plan, rank) for plan in plans]
+            assert same_bits(by_plan[0].weights, by_plan[1].weights), (index, plans)
+            assert same_bits(by_plan[0].main, by_plan[1].main) and by_plan[0].losses == by_plan[1].losses, index
+            one, full = by_plan[index % 2], train(wide, plans[index % 2], rank)
+            exact = every and precision.param == BF16  # each term is a 16-bit gradient: no rounding
+            assert same_bits(one.main, full.main) == exact
+            assert largest_difference(one.main, full.main) < 2 * 0.1 * 2**-8
+            assert 2 * one.log.bytes("reduce_scatter") == full.log.bytes("reduce_scatter") > 0
+            assert one.log.bytes("all_gather") == full.log.bytes("all_gather")
             result.append(by_plan)
         return result
 

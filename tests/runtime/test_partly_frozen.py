@@ -239,8 +239,8 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
     """`requires_grad` changes between two micro-batches, reduced each time or once: as in plain torch, gradients
     accumulated so far count in this step, and frozen parameters are left out from the next step on."""
 
-    def run(rank: int, plan: Plan, every: bool, phases: list[Any]) -> State:
-        model, plain = build(), [build()] * (plan is PLANS[0])  # other plans: same bits
+    def run(rank: int, plan: Plan, every: bool, phases: list[Any], compared: bool) -> State:
+        model, plain = build(), [build()] * compared
         handle = zeroshard.shard(model, plan, units=Part)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         plain_optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in plain]
@@ -266,9 +266,10 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
 
     def check(rank: int) -> None:
         torch.set_default_dtype(torch.float64)
-        for phases in ([ALL, BIASES], [LAST, BIASES, ALL, LAST]):
+        for number, phases in enumerate(([ALL, BIASES], [LAST, BIASES, ALL, LAST])):
             for every in (False, True):
-                found = [run(rank, plan, every, phases) for plan in PLANS]
+                plans = plans_of(number + every)
+                found = [run(rank, plan, every, phases, plan is plans[0]) for plan in plans]
                 assert all(same_bits(state, found[0]) for state in found)
 
     run_ranks(check, RANKS)
@@ -307,8 +308,8 @@ def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
     own values, and the step uses the mean."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
-            for before in (True, False):
+        for before in (True, False):
+            for plan in plans_of(before):
                 model = build()
                 handle = zeroshard.shard(model, plan, units=Part)
                 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
@@ -456,7 +457,7 @@ def at_random(rank: int, plan: Plan, seed: int) -> State:
     """Parameters are frozen and unfrozen before any micro-batch, reduced or not. Gradients, also of frozen parameters,
     are discarded, edited and set by hand. The weights are those of plain torch."""
     random = Random(seed)
-    model, plain = build(), [build()] * (plan is PLANS[0])  # other plans: same bits
+    model, plain = build(), [build()] * (plan is PLANS[0] and rank == 0)  # the others: same bits
     units = random.choice([Part, nn.Linear, 10**9])
     handle = zeroshard.shard(model, plan, units=units, keep_gathered=random.choice([(), True]))
     optimizer_class, options = random.choice(OPTIMIZERS)
@@ -498,13 +499,17 @@ def at_random(rank: int, plan: Plan, seed: int) -> State:
 
 @pytest.mark.parametrize("seeds", [range(3 if EVERYTHING else 2)])
 def test_at_random(seeds: range) -> None:
-    def check(rank: int) -> None:
+    def check(rank: int) -> list[State]:
         torch.set_default_dtype(torch.float64)
+        states = []
         for seed in seeds:
             found = [at_random(rank, plan, seed) for plan in PLANS]
             assert all(same_bits(state, found[0]) for state in found), seed
+            states.append(found[0])
+        return states
 
-    run_ranks(check, RANKS)
+    first, *others = run_ranks(check, RANKS)
+    assert all(map(same_bits, first, of_rank) for of_rank in others)
 
 
 @pytest.mark.parametrize("fault", ["shard not cleared", "too little summed"])
