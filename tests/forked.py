@@ -7,7 +7,7 @@ place of a new interpreter. The fork has its own standard streams, environment a
 handlers. A launcher's ranks are its children: forked in the same way, or, with `ranks=subprocess.Popen`, interpreters.
 What depends on an interpreter's start or end is tested with real ones
 (`test_five_lines_and_the_command_in_an_empty_environment`, `test_neither_trainer_nor_process_group`,
-`test_it_is_finished_before_the_process_ends`; the ranks of `test_a_rank_that_dies_ends_the_run` and
+`test_it_is_finished_before_the_process_ends`; the ranks of `test_a_rank_that_dies_ends_the_run`, and one rank of
 `test_ordinary_scripts_under_torchrun`).
 """
 

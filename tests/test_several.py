@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard
 from tests.kit import (
-    PLANS,
     Block,
     Gated,
     Job,
@@ -20,6 +19,7 @@ from tests.kit import (
     logs,
     loss_of_tokens,
     make,
+    plans_of,
     same_bits,
     train,
     train_reference,
@@ -32,23 +32,24 @@ ADAMW = {"lr": 1e-2, "foreach": False}
 
 def test_two_process_groups_train_two_models() -> None:
     """Ranks 0 and 2 are one group, 1 and 3 another. Each group gives the same results as two ranks alone."""
-    job = Job(micro_batches=2)
+    job = Job(micro_batches=2, steps=2)
 
     def shifted(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
         return loss_of_tokens(model, rank + 5, micro_batch, step, micro_batches)
 
-    other = Job(micro_batches=2, loss_of=shifted)
+    other = Job(micro_batches=2, steps=2, loss_of=shifted)
+    plans = plans_of(0)
 
     def run(rank: int) -> list[Outcome]:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         group = groups[rank % 2]
         mesh: Any = group if rank % 2 else DeviceMesh.from_group(group, "cpu")
-        return [train(other if rank % 2 else job, plan, dist.get_rank(group), mesh) for plan in PLANS]
+        return [train(other if rank % 2 else job, plan, dist.get_rank(group), mesh) for plan in plans]
 
     found = run_ranks(run, 4)
     for of_group, its_job in (((0, 2), job), ((1, 3), other)):
         expected = run_ranks(lambda rank, its_job=its_job: train_reference(its_job, 2), 1)[0]
-        for plan in range(len(PLANS)):
+        for plan in range(len(plans)):
             for group_rank, rank in enumerate(of_group):
                 assert found[rank][plan].losses == expected[group_rank].losses
                 assert same_bits(found[rank][plan].weights, expected[group_rank].weights)
@@ -58,20 +59,18 @@ def test_two_process_groups_train_two_models() -> None:
 def test_two_models_take_turns() -> None:
     """As in adversarial training: two handles on the same ranks, with their forwards, backwards and steps
     interleaved."""
-    expected = [
-        run_ranks(lambda rank, seed=seed: train_reference(Job(model=lambda: make(Net, seed)), 3)[0].weights, 1)[0]
-        for seed in (0, 7)
-    ]
+    jobs = [Job(model=lambda: make(Net, 0), steps=2), Job(model=lambda: make(Net, 7), steps=2)]
+    expected = run_ranks(lambda rank: [train_reference(job, 3)[0].weights for job in jobs], 1)[0]
 
     def run(rank: int) -> list[Any]:
         results = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             torch.manual_seed(0)
             first = make(lambda: make(Net, 0))
             second = make(lambda: make(Net, 7))
             handles = [zeroshard.shard(model, plan, units=Block) for model in (first, second)]
             optimizers = [zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW) for handle in handles]
-            for step in range(3):
+            for step in range(2):
                 losses = [loss_of_tokens(model, rank, 0, step) for model in (first, second)]
                 for optimizer, loss in zip(optimizers[::-1], losses[::-1], strict=True):
                     optimizer.backward(loss)
@@ -117,7 +116,7 @@ def test_two_optimizers_share_a_model() -> None:
 
     def run(rank: int) -> list[Any]:
         results = []
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(Gated)
             handle = zeroshard.shard(model, plan, units=Block)
             pairs = zip(groups(model), (1e-2, 0.3), strict=True)

@@ -16,6 +16,7 @@ from torch import nn
 import zeroshard
 from tests.checkpoint.common import FULL, Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
 from tests.checkpoint.faults import faulty
+from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import files, meeting
 from zeroshard.checkpoint.folders import steps
@@ -144,14 +145,16 @@ over.set()
 @pytest.mark.parametrize("outcome", ["good", "fail"] if FULL else ["fail"])
 def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) -> None:
     """Two processes that end right after the call of `save`, whose writing waits for their last line. They finish the
-    save; a failure sets their exit status."""
+    save; a failure sets their exit status. Rank 1, which fails, is an interpreter."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / "steps"), outcome, str(rank)],
+        start(
+            [sys.executable, str(script), str(tmp_path / "steps"), outcome, str(rank)],
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, start in enumerate((Forked, subprocess.Popen))
     ]
     errors = [process.communicate()[1] for process in processes]
     statuses = [process.returncode for process in processes]

@@ -46,6 +46,8 @@ def test_any_world_size_plan_and_format_to_any_other(tmp_path: Path, kind: str) 
     def load(rank: int, num_ranks: int) -> tuple[int, list[str]]:
         wrong, count = [], 0
         for name, expected in saved.items():
+            if name.startswith(f"{num_ranks} ") and not FULL:
+                continue  # test_round_trips.py
             for _ in range(3 if FULL else 1):
                 plan, precision = SAVED[(count * 5 + num_ranks) % len(SAVED)]
                 run = Run(rank, plan, precision, KINDS[kind], seed=5)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.checkpoint.common import read_all
-from tests.kit import PLANS, State, make, same_bits
+from tests.grids import EVERYTHING
+from tests.kit import PLANS, State, make, plans_of, same_bits
 from zeroshard.step.low_bit import dense, quantise
 from zeroshard.storage.buffer import plain_parts
 from zeroshard.testing import run_ranks
@@ -98,9 +99,12 @@ def test_what_another_processor_has_quantised_has_the_same_codes(low_bit: Any, n
 
 
 def test_a_run_goes_on_bit_for_bit(low_bit: Any, tmp_path: Path) -> None:
+    """Saved by two ranks under two plans of each class, and loaded by three under the other two."""
+    plans = {name: plans_of(index) for index, name in enumerate(NAMES)}
+
     def of_class(rank: int, name: str) -> State:
         optimizer, folder = getattr(low_bit, name), tmp_path / name
-        for plan in PLANS:
+        for plan in plans[name]:
             run = Run(rank, plan, optimizer).train(range(2)).save(folder / str(plan), background=True)
             codes = [code.clone() for code in run.codes()]
             run.train(range(2, 4))
@@ -119,13 +123,13 @@ def test_a_run_goes_on_bit_for_bit(low_bit: Any, tmp_path: Path) -> None:
 
     expected = run_ranks(on_two, 2)[0]
     for name in NAMES:
-        saved = [read_all(tmp_path / name / str(plan) / "step-3") for plan in PLANS]
+        saved = [read_all(tmp_path / name / str(plan) / "step-3") for plan in plans[name]]
         assert all(same_bits(saved[0], other) for other in saved), name
 
     def on_three(rank: int) -> None:
         for name in NAMES:
-            for plan in PLANS:
-                run = Run(rank, plan, getattr(low_bit, name), seed=1).load(tmp_path / name / "ZERO3")
+            for plan in PLANS if EVERYTHING else set(PLANS).difference(plans[name]):
+                run = Run(rank, plan, getattr(low_bit, name), seed=1).load(tmp_path / name / str(plans[name][-1]))
                 assert same_bits(run.moments(), expected[name]), (name, plan)
 
     run_ranks(on_three, 3)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
-from tests.kit import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.kit import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train
 from zeroshard.comm import backends
 from zeroshard.comm.mesh import Mesh, problem_of
 from zeroshard.planner import plan_memory
@@ -75,7 +75,7 @@ def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
             dist.destroy_process_group()
             own = dist.PrefixStore(f"again {backend}", store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=2)
-            found.append([train(JOB, plan, rank) for plan in PLANS])
+            found.append([train(JOB, plan, rank) for plan in plans_of(1)])
         return found
 
     for by_gloo, *others in run_ranks(run, 2):
@@ -166,9 +166,9 @@ def test_groups_in_any_order_that_fits_train_alike() -> None:
             hsdp(rank, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
             hsdp(rank, [[1, 0], [3, 2]], [[2, 0], [3, 1]]),
         ]
-        return [[train(JOB, plan, rank, mesh) for mesh in meshes] for plan in PLANS]
+        return [[train(JOB, plan, rank, mesh) for mesh in meshes] for plan in plans_of(1)]
 
-    for plan, found in zip(PLANS, zip(*run_ranks(run, 4), strict=True), strict=True):
+    for plan, found in zip(plans_of(1), zip(*run_ranks(run, 4), strict=True), strict=True):
         for outcomes in found:  # of a rank
             assert same_bits(outcomes[3].weights, found[0][3].weights), plan
             for outcome in outcomes:

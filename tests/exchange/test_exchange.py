@@ -206,7 +206,7 @@ def test_an_export_that_is_cut_off_anywhere_is_there_or_not(
     new = complete(out)
     assert old != new
     seen = set()
-    interesting = [i for i, call in enumerate(calls) if call != "write" or i % 7 == 0]
+    interesting = [i for i, call in enumerate(calls) if call != "write" or i % 14 == 0]
     for at in interesting:
         export(first, out, max_file_bytes=before, force=True)
         with pytest.raises(OSError, match="injected"), faulty("fail", at):
@@ -242,11 +242,12 @@ def test_files_of_transformers_become_a_step_that_any_plan_loads(name: str, trai
     assert same_bits(load_file(again), expected)
 
     def check(rank: int) -> None:
-        for step, (plan, precision) in enumerate([("zero3", "fp32"), ("ddp", "bf16"), ("zero1", "bf16-remainder")] * 2):
+        cases = (("zero3", "fp32"), ("ddp", "bf16"), ("zero1", "bf16-remainder"), ("zero2", "fp32"))
+        for step, (plan, precision) in enumerate(cases):
             policy: Any = precision
             other: Any = make(row.build, 1)
             handle = zeroshard.shard(other, getattr(zeroshard, plan.upper()), units=row.block, precision=policy)
-            zeroshard.load(tmp_path / "run", handle, step=step % len(sources), allow_rounding=precision == "bf16")
+            zeroshard.load(tmp_path / "run", handle, step=step, allow_rounding=precision == "bf16")
             found = handle.full_state_dict(main=True)
             assert same_bits({n: v.float() for n, v in found.items()}, expected)
 

@@ -16,21 +16,20 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.kit import with_plans
+from tests.together import in_turn
 from zeroshard.optim import Lamb
+from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
 INF, NAN = float("inf"), float("nan")
-PLANS = ("ddp", "zero1", "zero2", "zero3")
-
-optimizers = pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, Lamb])
-"""TestFused and TestUnfused."""
 
 
 class Run:
     """A 16-bit model under a plan, stepped with given gradients (scaled, as after backward)."""
 
     def __init__(
-        self, rank: int, plan: str, optimizer_class: type[torch.optim.Optimizer], policy: zeroshard.DynamicScale
+        self, rank: int, plan: Plan, optimizer_class: type[torch.optim.Optimizer], policy: zeroshard.DynamicScale
     ) -> None:
         torch.manual_seed(0)
         self.rank, self.model = rank, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
@@ -57,12 +56,9 @@ class Run:
             assert applied or all(torch.equal(before[name], after[name]) for name in before)
 
 
-def for_all_plans(check: Callable[[int, str], None]) -> Callable[[int], None]:
-    def run(rank: int) -> None:
-        for plan in PLANS:
-            check(rank, plan)
-
-    return run
+def expect_of_both_classes(check: Callable[[int, type[torch.optim.Optimizer], Plan], None]) -> None:
+    """On two ranks. TestFused and TestUnfused; each class under two plans (`plans_of`)."""
+    run_ranks(in_turn(check, with_plans((torch.optim.Adam, Lamb))), 2)
 
 
 def harmless(count: int) -> list[float]:
@@ -70,28 +66,24 @@ def harmless(count: int) -> list[float]:
     return [generator.uniform(0.01, 0.1) for _ in range(count)]
 
 
-@optimizers
-def test_without_overflow_the_scale_doubles_every_window(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_without_overflow_the_scale_doubles_every_window() -> None:
     """test_no_overflow."""
 
-    def check(rank: int, plan: str) -> None:
+    def check(rank: int, optimizer_class: type[torch.optim.Optimizer], plan: Plan) -> None:
         run = Run(rank, plan, optimizer_class, zeroshard.DynamicScale(init=2.0**8, growth_interval=2))
         assert run.scale == 2.0**8
         for number, value in enumerate(harmless(8), 1):
             run.step([value], applied=True)
             assert run.scale == 2.0 ** (8 + number // 2)
 
-    run_ranks(for_all_plans(check), 2)
+    expect_of_both_classes(check)
 
 
-@optimizers
 @pytest.mark.parametrize("floor", [1.0, 0.25])
-def test_with_overflows_alone_the_scale_halves_down_to_its_floor(
-    optimizer_class: type[torch.optim.Optimizer], floor: float
-) -> None:
+def test_with_overflows_alone_the_scale_halves_down_to_its_floor(floor: float) -> None:
     """test_all_overflow: inf, -inf and NaN, also with "min_loss_scale"."""
 
-    def check(rank: int, plan: str) -> None:
+    def check(rank: int, optimizer_class: type[torch.optim.Optimizer], plan: Plan) -> None:
         run = Run(rank, plan, optimizer_class, zeroshard.DynamicScale(init=2.0**4, growth_interval=2, floor=floor))
         expected = 2.0**4
         for number, value in enumerate([INF, -INF] + [NAN] * 6):
@@ -101,14 +93,13 @@ def test_with_overflows_alone_the_scale_halves_down_to_its_floor(
         run.step(harmless(2), applied=True)
         assert run.scale == 2 * floor
 
-    run_ranks(for_all_plans(check), 2)
+    expect_of_both_classes(check)
 
 
-@optimizers
-def test_now_and_then_an_overflow(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_now_and_then_an_overflow() -> None:
     """test_some_overflow: down twice, up after a window, down."""
 
-    def check(rank: int, plan: str) -> None:
+    def check(rank: int, optimizer_class: type[torch.optim.Optimizer], plan: Plan) -> None:
         run = Run(rank, plan, optimizer_class, zeroshard.DynamicScale(init=2.0**8, growth_interval=2))
         run.step([INF, NAN], applied=False)
         assert run.scale == 2.0**6
@@ -117,4 +108,4 @@ def test_now_and_then_an_overflow(optimizer_class: type[torch.optim.Optimizer]) 
         run.step([INF], applied=False, on=1)
         assert run.scale == 2.0**6 and run.steps == 6
 
-    run_ranks(for_all_plans(check), 2)
+    expect_of_both_classes(check)

@@ -83,7 +83,7 @@ def test_activation_checkpointing() -> None:
             zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2),
             Adam(plain.parameters(), lr=1e-2),
         )
-        for step in range(3):
+        for step in range(2):
             losses = [one(tokens(rank, step)).sum() for one in (model, plain)]
             torch.testing.assert_close(*losses)
             for loss in losses:

@@ -20,7 +20,7 @@ from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, same_bits, train, train_reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
-NUM_CASES, IN_A_FORK = (500, 25) if EVERYTHING else (32, 16)
+NUM_CASES, IN_A_FORK = (500, 25) if EVERYTHING else (24, 12)
 
 
 class Layer(nn.Module):

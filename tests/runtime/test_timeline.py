@@ -163,11 +163,13 @@ def test_replicas_and_recomputed_forwards() -> None:
     """Sums over replicas are collectives of their own. A recomputed forward lies in the backward of its unit; in a
     reentrant checkpoint, which runs a backward of its own, before it."""
 
-    def check(rank: int) -> None:
+    def check_replicas(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         timeline = expect_unchanged(Net, zeroshard.ZERO3, rank, mesh)
         replicas = [e for e in timeline.events if e.kind == "collective" and e.name == "reduce_replicas"]
         assert len(replicas) == 2 * len(UNITS)
+
+    def check_recomputed(rank: int) -> None:
         for model in (Checkpointed, Reentrant):
             events = expect_unchanged(model, zeroshard.ZERO3, rank).events
             forwards = [event for event in events if event.kind == "forward" and event.unit == "blocks.1"]
@@ -178,7 +180,8 @@ def test_replicas_and_recomputed_forwards() -> None:
             following = next(event.unit for event in backward if event.host[0] > end)
             assert (around, following) == ([], "blocks.1") if model.reentrant else (["blocks.1"], "blocks.0")
 
-    run_ranks(check, 4)
+    run_ranks(check_replicas, 4)
+    run_ranks(check_recomputed, 2)
 
 
 class Queue:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits
+from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
 from tests.together import in_turn
 from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -133,7 +133,7 @@ def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
         train(model, optimizer, rank, range(2))
         saved, weights = optimizer.state_dict(), optimizer.handle.full_state_dict()
         train(model, optimizer, rank, range(2, 4))
-        for plan in (*PLANS, None):
+        for plan in (*plans_of(1), None):
             again = make(Net)
             again.load_state_dict(weights)
             again.blocks[1].requires_grad_(False)
