@@ -105,7 +105,8 @@ def test_the_loop_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
             assert not same_bits(resumed.weights(), weights)
             assert resumed.train(2, skip=2) == losses[2 * MICRO_BATCHES :], other
             assert same_bits(resumed.weights(), weights), other
-            assert not same_bits(plain_loop(rank, 3, in_turns, precision, max_norm=100.0)[1], weights)
+            if precision is None:  # a control
+                assert not same_bits(plain_loop(rank, 3, in_turns, max_norm=100.0)[1], weights)
             torch.distributed.barrier()
             if rank == 0:
                 shutil.rmtree(tmp_path / "checkpoints")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, same_bits, train, train_reference
 from zeroshard.model.readers import is_whole, readers
 from zeroshard.model.units import choose_units
@@ -156,7 +157,7 @@ def settings(name: str) -> list[tuple[Any, Plan]]:
     """All plans, or one with full weights and one without, with a model's first policy of units. The other policies
     only under ZERO3: where weights are there in full, a forward reads them whatever the units are."""
     first, *others = CASES[name][1]
-    plans = PLANS if name in ("lists", "attention") else (zeroshard.ZERO1, zeroshard.ZERO3)
+    plans = PLANS if EVERYTHING or name == "lists" else (zeroshard.ZERO1, zeroshard.ZERO3)
     return [(first, plan) for plan in plans] + [(units, zeroshard.ZERO3) for units in others]
 
 
