@@ -611,8 +611,8 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.compile_fx  # slow: imported once, before ranks are forked
 
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # the check would take half of the time
+    # The check of vector instructions would take half of the time. (monkeypatch deletes these settings when it is undone.)
+    settings = torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True})
     plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
 
     def one_process(compiling: tuple[int, ...]) -> list[tuple[list[list[list[float]]], State]]:
@@ -643,7 +643,8 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
         options = {"compiling": rank in compiling}
         return [train_compiled(rank, plan, how, "inductor", before_shard, **options) for plan in plans], expected
 
-    by_rank = run_ranks(check, 2)
+    with settings:
+        by_rank = run_ranks(check, 2)
     (losses, weights), *others = by_rank[0][1]
     assert any(tmp_path.rglob("*.so"))
     assert not any(same_bits(other, weights) for _, other in others)
