@@ -21,7 +21,7 @@ from tests.kit import PLANS, Job, Outcome, logs, same_bits, train, train_referen
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
-AT_ONCE = 8
+AT_ONCE = 16
 """The number of jobs that one start of ranks trains: few enough that a test that is run alone need not wait long."""
 
 

@@ -233,7 +233,7 @@ def test_owners_are_balanced_longest_first() -> None:
     assert sum(costs[0::2]) > max(sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(2))
 
 
-def big_matrices(count: int = 12) -> nn.Module:
+def big_matrices(count: int = 6) -> nn.Module:
     return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(count)])
 
 
