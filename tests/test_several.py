@@ -38,7 +38,7 @@ def test_two_process_groups_train_two_models() -> None:
         return loss_of_tokens(model, rank + 5, micro_batch, step, micro_batches)
 
     other = Job(micro_batches=2, steps=2, loss_of=shifted)
-    plans = plans_of(0)
+    plans = plans_of(1)
 
     def run(rank: int) -> list[Outcome]:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -116,7 +116,7 @@ def test_two_optimizers_share_a_model() -> None:
 
     def run(rank: int) -> list[Any]:
         results = []
-        for plan in plans_of(0):
+        for plan in plans_of(1):
             model = make(Gated)
             handle = zeroshard.shard(model, plan, units=Block)
             pairs = zip(groups(model), (1e-2, 0.3), strict=True)

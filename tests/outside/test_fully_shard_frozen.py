@@ -169,7 +169,7 @@ def test_the_norm_is_torchs_and_so_is_the_step(mesh: str, norm_types: tuple[floa
             states.append(twins.expect_equal())
         expect_same_bits(states)
 
-    cases = [(norm_type, plans_of(number)) for number, norm_type in enumerate(norm_types)]
+    cases = [(norm_type, plans_of(1 + number)) for number, norm_type in enumerate(norm_types)]
     run_ranks(in_turn(check, cases), 2 if mesh == "one axis" else 4)
 
 
