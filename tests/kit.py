@@ -173,7 +173,8 @@ SCHEDULES = {"one": (1, False), "once per step": (3, False), "every micro-batch"
 @dataclass(frozen=True)
 class Job:
     """What to train and how, without the plan. `groups(model)` returns param groups; `scale` is the loss scale's
-    policy; `main`: whether the outcome contains the main weights."""
+    policy; `main`: whether the outcome contains the main weights. Two steps are enough where nothing else is said: the
+    second has optimizer state, the order of units, and buffers that the first has used and released."""
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     defaults: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "foreach": False})
@@ -181,7 +182,7 @@ class Job:
     model: Callable[[], nn.Module] = Net
     loss_of: Callable[..., Tensor] = loss_of_tokens
     units: Any = Block
-    steps: int = 3
+    steps: int = 3 if EVERYTHING or DEVICE.type == "cuda" else 2
     micro_batches: int = 1
     reduce_every_micro_batch: bool = False
     max_norm: float | None = None

@@ -29,9 +29,6 @@ class Together:
     """Jobs by name, each with two micro-batches. The first request for a job starts ranks and trains a group of
     `AT_ONCE` jobs.
 
-    Jobs that do not ask for another number train for two steps: the second one has optimizer state, and buffers that
-    the first has used and released. With `make test-everything` they train for three.
-
     `on_three`: names of jobs that run on three ranks, because their sizes, or which rank leaves out what, make a
     difference there; the others run on two. `plans`: for all jobs; if empty, each job runs under ZERO3, where weights
     come and go, and under one of the other plans, in turn. With `make test-everything` all jobs run on both numbers of
@@ -39,7 +36,7 @@ class Together:
 
     def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
         assert set(on_three) <= jobs.keys(), on_three
-        self.jobs = {name: replace(job, micro_batches=2, steps=_steps(job)) for name, job in jobs.items()}
+        self.jobs = {name: replace(job, micro_batches=2) for name, job in jobs.items()}
         self.ranks = {name: (2, 3) if EVERYTHING else (3,) if name in on_three else (2,) for name in jobs}
         turns = [PLANS if EVERYTHING else (PLANS[index % 3], PLANS[3]) for index in range(len(jobs))]
         self.plans = {name: plans or of_turn for name, of_turn in zip(jobs, turns, strict=True)}
@@ -73,10 +70,6 @@ class Together:
         except BaseException as error:
             error.add_note(f"in the job {name!r}, which runs with others")
             raise
-
-
-def _steps(job: Job) -> int:
-    return job.steps if EVERYTHING or job.steps != Job.steps else 2
 
 
 def _compare(plans: Sequence[Plan], found: Sequence[Sequence[Outcome]], truth: Sequence[Outcome]) -> None:

@@ -480,5 +480,5 @@ def test_a_rank_may_end_right_after_its_last_step_while_a_slower_one_still_reads
             return {}
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    truth = run_ranks(lambda rank: train_reference(Job(), 2), 1)[0]
+    truth = run_ranks(lambda rank: train_reference(Job(steps=3), 2), 1)[0]
     assert same_bits(run_ranks(check, 2)[0], truth[0].weights)

@@ -200,6 +200,7 @@ def test_unusual_modules_train_as_in_one_process(name: str) -> None:
 
 def test_methods_in_place_of_forward() -> None:
     """Methods that use parameters of their own module need `register_forward_method`."""
+    job = Job(model=Featured, loss_of=by_method)
 
     def registered(rank: int) -> list[Outcome]:
         results = []
@@ -211,7 +212,7 @@ def test_methods_in_place_of_forward() -> None:
                 handle.register_forward_method(block, "features")
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
             losses = []
-            for step in range(3):
+            for step in range(job.steps):
                 loss = by_method(model, rank, 0, step, 1)
                 losses.append(loss.item())
                 optimizer.backward(loss)
@@ -225,7 +226,6 @@ def test_methods_in_place_of_forward() -> None:
             by_method(unregistered, rank, 0, 0, 1)
         return results
 
-    job = Job(model=Featured, loss_of=by_method)
     expected = run_ranks(lambda rank: train_reference(job, 2), 1)[0]
     for rank, of_rank in enumerate(run_ranks(registered, 2)):
         for outcome in of_rank:
