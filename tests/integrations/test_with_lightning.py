@@ -111,27 +111,27 @@ def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path)
     from zeroshard.integrations.lightning import ShardedStrategy
 
     def check(rank: int) -> None:
-        launched(rank, 3)
+        launched(rank, 2)
         for plan, other, precision in (("zero3", "zero1", "32-true"), ("ddp", "zero3", "bf16-mixed")):
             kind = None if precision == "32-true" else "bf16"
-            losses, weights = plain_loop(rank, 3, strided, kind)
+            losses, weights = plain_loop(rank, 2, strided, kind)
             strategy, module = ShardedStrategy(Sharding(plan, units=Block)), module_of()
             saves = {"callbacks": [every_other_step(tmp_path / plan)], "enable_checkpointing": True}
-            run = trainer(tmp_path, strategy, 3, precision=precision, **saves)
-            run.fit(module, loader(rank, 3))
+            run = trainer(tmp_path, strategy, 2, precision=precision, **saves)
+            run.fit(module, loader(rank, 2))
             assert module.losses == losses
             assert same_bits(in_plain_names(strategy.handle.full_state_dict(main=True)), weights)
             strategy, of_resumed = ShardedStrategy(Sharding(other, units=Block)), module_of()
-            left = loader(rank, 3, first=2 * MICRO_BATCHES)
-            resumed = trainer(tmp_path, strategy, 3, precision=precision)
+            left = loader(rank, 2, first=2 * MICRO_BATCHES)
+            resumed = trainer(tmp_path, strategy, 2, precision=precision)
             resumed.fit(of_resumed, left, ckpt_path=tmp_path / plan / "step=2.ckpt", weights_only=False)
             assert of_resumed.losses == losses[2 * MICRO_BATCHES :]
             assert same_bits(in_plain_names(resumed.strategy.handle.full_state_dict(main=True)), weights)
-            assert not same_bits(plain_loop(rank, 3, strided, kind, max_norm=100.0)[1], weights)
+            assert not same_bits(plain_loop(rank, 2, strided, kind, max_norm=100.0)[1], weights)
             expect_plain_checkpoint(tmp_path / plan / "step=4.ckpt", weights)
-            evaluate(run, module, tmp_path / plan, loader(rank, 3))
+            evaluate(run, module, tmp_path / plan, loader(rank, 2))
 
-    run_ranks(check, 3)
+    run_ranks(check, 2)
 
 
 def expect_plain_checkpoint(path: Path, weights: State) -> None:

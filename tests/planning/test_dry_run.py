@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.grids import EVERYTHING, pairs_of
+from tests.grids import EVERYTHING, grid, pairs_of
 from tests.kit import PLANS, SCHEDULES, Block, Net, make
 from tests.planning.models import MODELS
 from tests.planning.test_plan import LOW_BIT, PRECISIONS, accumulate, expect_measured, without_phase
@@ -121,7 +121,7 @@ def test_quantised_state_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) 
         return nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 100), nn.Linear(100, 7))
 
     def check() -> None:
-        for plan, ranks, precision in itertools.product(PLANS, (2, 8), ("fp32", "bf16")):
+        for plan, ranks, precision in grid(PLANS, (2, 8), ("fp32", "bf16")):
             with torch.device("meta"):
                 options = {"plan": plan, "units": nn.Linear, "precision": precision, "optimizer": name, "ranks": ranks}
                 planned = zeroshard.plan(build(), Configuration(device="cpu", transport="native", **options))

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits
+from tests.together import in_turn
 from zeroshard.comm.orders import Orders
 from zeroshard.comm.shared_memory import Probe
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -84,13 +85,12 @@ def equal_states(one: Any, other: Any) -> bool:
     return all(torch.equal(a[key], b[key]) for a, b in pairs for key in a if isinstance(a[key], torch.Tensor))
 
 
-@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
-def test_it_trains_as_inside_of_torchs_join(divide_by_initial_world_size: bool) -> None:
-    def run(rank: int) -> tuple[Any, list[Any]]:
+def test_it_trains_as_inside_of_torchs_join() -> None:
+    def run(rank: int, divide_by_initial_world_size: bool) -> tuple[Any, list[Any]]:
         expected = plain(rank, STEPS[rank], divide_by_initial_world_size)
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         found = []
-        for plan in PLANS:
+        for plan in plans_of(divide_by_initial_world_size):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
@@ -105,12 +105,12 @@ def test_it_trains_as_inside_of_torchs_join(divide_by_initial_world_size: bool) 
             found.append((losses, handle.full_state_dict()))
         return expected, found
 
-    by_rank = run_ranks(run, 3)
-    for (expected_losses, expected), found in by_rank:
-        for losses, weights in found:
-            torch.testing.assert_close(losses, expected_losses)
-            torch.testing.assert_close(weights, expected)
-            assert same_bits(weights, by_rank[0][1][0][1])
+    for by_rank in zip(*run_ranks(in_turn(run, [True, False]), 3), strict=True):
+        for (expected_losses, expected), found in by_rank:
+            for losses, weights in found:
+                torch.testing.assert_close(losses, expected_losses)
+                torch.testing.assert_close(weights, expected)
+                assert same_bits(weights, by_rank[0][1][0][1])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -122,35 +122,38 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_all_plans_agree_and_all_ranks_end_alike() -> None:
-    """Under all plans all ranks end with the same weights, also where a rank has no input at all: by default in every
+    """Under its plans all ranks end with the same weights, also where a rank has no input at all: by default in every
     other case."""
     cases = list(itertools.product(CASES, [(3, 1, 2), (0, 2, 3)]))
     if not EVERYTHING:
         cases = [case for number, case in enumerate(cases) if number % 4 in (0, 3)]
 
     def run(rank: int) -> list[list[Any]]:
-        return [[joined(rank, steps[rank], plan, **CASES[case]) for plan in PLANS] for case, steps in cases]
+        return [
+            [joined(rank, steps[rank], plan, **CASES[case]) for plan in plans_of(index)]
+            for index, (case, steps) in enumerate(cases)
+        ]
 
     found = run_ranks(run, 3)
     for index, (case, steps) in enumerate(cases):
-        longest = steps.index(max(steps))
-        for rank, plan in itertools.product(range(3), range(len(PLANS))):
-            outcome, where = found[rank][index][plan], (case, steps, rank, PLANS[plan])
+        longest, plans = steps.index(max(steps)), plans_of(index)
+        for rank, plan in itertools.product(range(3), range(len(plans))):
+            outcome, where = found[rank][index][plan], (case, steps, rank, plans[plan])
             assert len(outcome["losses"]) == steps[rank], where
             assert outcome["losses"] == found[rank][index][0]["losses"], where
             assert same_bits(outcome["weights"], found[0][index][0]["weights"]), where
             assert equal_states(outcome["state"], found[0][index][plan]["state"]), where
             assert outcome["norms"] == found[longest][index][0]["norms"][: len(outcome["norms"])], where
-        for plan in range(len(PLANS) if case != "whole parameters" else 0):  # owners send different numbers of bytes
+        for plan in range(len(plans) if case != "whole parameters" else 0):  # owners send different numbers of bytes
             expect_same_logs([found[rank][index][plan]["log"] for rank in range(3)])
 
 
 def test_on_two_axes_and_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> list[Any]:
         mesh = init_device_mesh("cpu", (2, 2))
-        found = [joined(rank, (1, 2, 0, 3)[rank], plan, mesh=mesh) for plan in PLANS]
+        found = [joined(rank, (1, 2, 0, 3)[rank], plan, mesh=mesh) for plan in plans_of(0)]
         monkeypatch.setattr(Probe, "answer", lambda self, cards: False)
-        return found + [joined(rank, (1, 2, 0, 3)[rank], plan, mesh=mesh) for plan in PLANS]
+        return found + [joined(rank, (1, 2, 0, 3)[rank], plan, mesh=mesh) for plan in plans_of(1)]
 
     found = run_ranks(run, 4)
     for outcomes in found:

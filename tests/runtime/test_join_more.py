@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import grid
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -96,7 +95,7 @@ def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
 
     def check(rank: int) -> list[Any]:
         expected, logs = plain_gan(), []
-        for plan, loss_scale in itertools.product(PLANS, (None, "dynamic")):
+        for loss_scale, plan in with_plans((None, "dynamic")):
             weights, found = sharded_gan(rank, plan, loss_scale)
             assert same_bits(weights, expected), (plan, loss_scale)
             logs += found
@@ -252,10 +251,11 @@ def test_a_rank_without_inputs_lowers_the_scale_of_the_loss_that_has_overflowed(
     """Such a rank once lowered all scales, so that ranks scaled the same loss by different factors."""
 
     def check(rank: int) -> list[list[float]]:
-        return [scalers_of_two_optimizers(rank, plan, steps[rank], overflows_at=3) for plan in PLANS]
+        return [scalers_of_two_optimizers(rank, plan, steps[rank], overflows_at=3) for plan in plans]
 
+    plans = plans_of(len(steps))
     for found in run_ranks(check, len(steps)):
-        assert found == [[SCALE, SCALE / 2]] * len(PLANS)
+        assert found == [[SCALE, SCALE / 2]] * len(plans)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

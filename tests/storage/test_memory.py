@@ -94,7 +94,7 @@ def test_frozen_parameters_cost_their_weights_alone() -> None:
             changed = {name for name in before if not torch.equal(before[name], after[name])}
             assert changed == {name for name in before if not name.startswith("blocks")}
 
-    run_ranks(check, 3)
+    run_ranks(check, 2)
 
 
 # A step allocates nothing ---------------------------------------------------------------------------------------------
@@ -186,13 +186,13 @@ def test_local_accumulation_allocates_its_buckets_once() -> None:
             with torch.device("meta"):
                 on_meta = Net(tied=True)
             arguments = {"units": Block, "rank": rank, "no_sync": True}
-            assert handle.memory() == plan_memory(on_meta, plan, 3, **arguments)
-            assert handle.memory(peak=True) == plan_memory(on_meta, plan, 3, **arguments, peak=True)
+            assert handle.memory() == plan_memory(on_meta, plan, 2, **arguments)
+            assert handle.memory(peak=True) == plan_memory(on_meta, plan, 2, **arguments, peak=True)
             with Allocations() as seen:
                 step(3)
             assert seen.by_engine == [] and seen.taken == come_and_gone(handle)
 
-    run_ranks(check, 3)
+    run_ranks(check, 2)
 
 
 @pytest.mark.by_gloo
@@ -217,7 +217,7 @@ def test_a_parameter_without_gradient_costs_buckets_once() -> None:
             assert seen.by_engine == [] and seen.taken == 2 * come_and_gone(handle)
             assert (handle.memory(), maps()) == (memory, mapped)
 
-    run_ranks(check, 3)
+    run_ranks(check, 2)
 
 
 def maps() -> int:
