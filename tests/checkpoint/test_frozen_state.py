@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests import grids
 from tests.kit import make, same_bits
 from zeroshard.checkpoint import CheckpointError
 from zeroshard.testing import run_ranks
@@ -123,7 +124,8 @@ CASES = {
     ],
     torch.optim.Adafactor: [("handle", 0, "again"), ("parameters", 1, "state_dict")],
 }
-"""(`form`; which checkpoint, 0: saved before the backbone was frozen; how the checkpoint is loaded)."""
+"""(`form`; which checkpoint, 0: saved before the backbone was frozen; how the checkpoint is loaded). DDP and ZERO3 take
+turns."""
 
 
 UNDER_OPTIMIZER_ONLY = [("parameters", 0, "again"), ("parameters", 1, "state_dict"), ("frozen after all", 0, "folder")]
@@ -145,8 +147,9 @@ def check_cases(rank: int, plan: Any, optimizer_class: Any, cases: list[tuple[st
 def test_frozen_when_loaded_trained_later(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         for plan in (zeroshard.DDP, zeroshard.ZERO3, zeroshard.OPTIMIZER_ONLY):
-            for optimizer_class, cases in CASES.items():
-                chosen = UNDER_OPTIMIZER_ONLY if plan is zeroshard.OPTIMIZER_ONLY else cases
+            for number, (optimizer_class, cases) in enumerate(CASES.items()):
+                chosen = cases if grids.EVERYTHING else cases[(number + (plan is zeroshard.ZERO3)) % 2 :: 2]
+                chosen = UNDER_OPTIMIZER_ONLY if plan is zeroshard.OPTIMIZER_ONLY else chosen
                 folder = tmp_path / f"{plan} {optimizer_class.__name__}"
                 check_cases(rank, plan, optimizer_class, chosen, folder)
 

@@ -5,7 +5,6 @@ FSDP2 has both: `fully_shard([norm, head])`, `reshard_after_forward=False`.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.grids import at, grid
 from tests.kit import (
     PLANS,
     Block,
@@ -91,8 +91,12 @@ GROUPS = (
 )
 
 
+WAYS = ("shared", "pairwise", "native")
+GROUP_CASES = grid((zeroshard.ZERO2, zeroshard.ZERO3), GROUPS, WAYS)
+
+
 @pytest.mark.by_gloo
-@pytest.mark.parametrize("way", ["shared", "pairwise", "native"])
+@pytest.mark.parametrize("way", WAYS)
 def test_groups_that_lie_around_each_other_take_what_is_planned(way: str) -> None:
     """Their gradients are accumulated at the same time, so each has a bucket of its own."""
 
@@ -103,7 +107,7 @@ def test_groups_that_lie_around_each_other_take_what_is_planned(way: str) -> Non
         return result
 
     def check(rank: int) -> None:
-        for plan, units in itertools.product((zeroshard.ZERO2, zeroshard.ZERO3), GROUPS):
+        for plan, units in at(GROUP_CASES, way):
             with travelling(way):
                 _, handle, optimizer, _ = train(rank, plan, units)
             options = {"units": units, "precision": "bf16", "transport": transport_of(handle), "rank": rank}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, make, plans_of
 from tests.together import in_turn
 from zeroshard.exchange import export_dcp, import_dcp
@@ -109,9 +110,10 @@ def test_state_of_single_elements_goes_round_through_files(name: str, tmp_path: 
     optimizer_class, options = CLASSES[name]
 
     def check(rank: int, folder: str, sources: dict[str, Any]) -> None:
-        for model_of in (Small, Single):
+        plans = PLANS[::3] if name == "adam" else PLANS[::-3]
+        for number, model_of in enumerate((Small, Single)):
             expected = plain_run(model_of, optimizer_class, 2, 4, **options)[0].state_dict()
-            for plan in PLANS[::3]:
+            for plan in plans if EVERYTHING else plans[number : number + 1]:
                 directory = Path(folder) / f"{model_of.__name__}-{plan.name}"
                 model = make(model_of)
                 handle = zeroshard.shard(model, plan)
@@ -124,15 +126,15 @@ def test_state_of_single_elements_goes_round_through_files(name: str, tmp_path: 
                     export_dcp(directory / "step-2", directory / "dcp")
                     import_dcp(directory / "dcp", directory, step=3, optimizer_class=optimizer_class.__name__)
                 torch.distributed.barrier()
-                for number in (2, 3):
+                for saved in (2, 3):
                     other = make(model_of, 1)
                     again = zeroshard.shard(other, plan)
                     optimizer = zeroshard.ShardedOptimizer(again, optimizer_class, **options)
-                    zeroshard.load(directory, again, optimizer, step=number)
+                    zeroshard.load(directory, again, optimizer, step=saved)
                     for step in range(2, 4):
                         other(data(rank, step)).backward()
                         optimizer.step()
-                    assert close(again.full_state_dict(), expected), (plan, number)
+                    assert close(again.full_state_dict(), expected), (plan, saved)
 
     run_ranks(check, 2, str(tmp_path), {})
 
@@ -153,7 +155,7 @@ class Annotated(torch.optim.SGD):
 @pytest.mark.parametrize("elementwise", [True, False], ids=["pieces", "whole"])
 def test_what_is_no_tensor_goes_round(elementwise: bool, tmp_path: Path) -> None:
     def check(rank: int, folder: str) -> None:
-        for plan in (*PLANS, None):
+        for plan in (*plans_of(elementwise), None):
             model = make(Small)
             handle = zeroshard.shard(model, plan) if plan else None
             params: Any = handle or model.parameters()
