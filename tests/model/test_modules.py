@@ -611,7 +611,8 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.compile_fx  # slow: imported once, before ranks are forked
 
-    # The check of vector instructions would take half of the time. (monkeypatch deletes these settings when it is undone.)
+    # The check of vector instructions would take half of the time. (When monkeypatch is undone, it deletes these
+    # settings.)
     settings = torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True})
     plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
 
