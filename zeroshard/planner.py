@@ -26,7 +26,14 @@ from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.small_units import with_small_ones_merged
-from zeroshard.model.units import DEFAULT_UNIT_BYTES, KeepGathered, UnitPolicy, UnitSpec, choose_units
+from zeroshard.model.units import (
+    DEFAULT_UNIT_BYTES,
+    KeepGathered,
+    UnitPolicy,
+    UnitSpec,
+    choose_units,
+    in_order_of_reduction,
+)
 from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan, as_plan
 from zeroshard.runtime.reductions import IN_FLIGHT
 
@@ -318,8 +325,8 @@ class Training:
         return buffers
 
     def _reduced(self) -> list[PlannedUnit]:
-        """The units that are reduced, in the order of backward."""
-        return [unit for unit in reversed(self.units) if unit.is_reduced]
+        """The units that are reduced, in this order."""
+        return [unit for unit in in_order_of_reduction(self.units) if unit.is_reduced]
 
     def _ring(self) -> PoolPlan:
         gathered = self.units if self.plan.weights is SHARDED else ()

@@ -10,7 +10,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ Group = Sequence[nn.Module | str]
 UnitPolicy = type[nn.Module] | str | Sequence[type[nn.Module] | str | Group] | Callable[[nn.Module], bool] | int | None
 KeepGathered = bool | Sequence[Pattern]
 DEFAULT_UNIT_BYTES = 32 << 20
+PART_BYTES = DEFAULT_UNIT_BYTES
+"""An embedding or a head that the policy leaves to the root unit is a unit of its own, a root part, if its own
+parameters are larger."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class UnitSpec:
         stays: whether the weights are kept from forward to backward; then the unit has a pool buffer of its own.
         outer: whether other units run while this one is in use (the root unit, a unit around units, a group of modules
             around modules of other units); then it has a pool buffer of its own, while the others take turns.
+        gathered_by: of a root part: the calls of `modules` that gather the weights. The call of the model only keeps
+            them, from then on until it ends.
     """
 
     name: str
@@ -55,6 +60,17 @@ class UnitSpec:
     outer: bool
     calls: tuple[str, ...] = ()
     stays: bool = False
+    gathered_by: tuple[str, ...] = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a root part: a large module that the policy leaves to the root unit, as a unit of its own."""
+        return bool(self.gathered_by)
+
+    @property
+    def of_root(self) -> bool:
+        """Whether the call of the whole model keeps the weights: the root unit, and root parts."""
+        return "" in self.modules
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -90,6 +106,32 @@ class UnitSpec:
         return BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
 
 
+class HasSpec(Protocol):
+    @property
+    def spec(self) -> UnitSpec: ...
+
+
+T = TypeVar("T", bound=HasSpec)
+
+
+def in_order_of_reduction(units: Sequence[T]) -> list[T]:
+    """The units in the order in which they are reduced: the last one first; but modules of the root that come behind
+    other units (a head) only before the last of these. So they are reduced while the first block computes."""
+    # [Note: the root in the order of reduction]
+    # A rank may leave out a module of the root (the projector for images), or use it at another time than others. If
+    # blocks run in reentrant checkpoints, this rank knows only at the end of its backward that the module gets no
+    # gradient, and until then it holds up all reductions behind that of the module. Its peers must not wait for these
+    # while it waits for a gather that they have not begun. So inside of a backward a rank starts the reductions of the
+    # root, and those behind the first of them, only when it has begun all gathers of this backward, and if it need not
+    # wait for one of them (`Reducer._may_start`). Only one unit that takes turns is behind them, so that no bucket is
+    # waited for either. As all ranks begin the last gather before the first of these reductions, even one communicator
+    # for both would do, or a GPU that runs the kernels of two communicators one after the other.
+    first = next((number for number, unit in enumerate(units) if not unit.spec.of_root), len(units) - 1)
+    early = [unit for unit in units[:first:-1] if unit.spec.of_root]
+    others = [unit for unit in units[:first:-1] if not unit.spec.of_root]
+    return [*others, *early, *units[first::-1]] if units else []
+
+
 def plain_name(name: str) -> str:
     """The name of a parameter in the original model, without the prefixes of torch.compile and of torch's checkpoint
     wrapper."""
@@ -116,8 +158,10 @@ def choose_units(
     forward belong to the unit of the module around it. No unit begins inside a module that reads the parameters of its
     submodules without calling them: if the policy names a submodule of such a module, the whole module is the unit.
 
-    A parameter that several units use belongs to the root unit. A unit whose parameters differ in dtype, precision, or
-    in being frozen, becomes several units, which the same modules gather.
+    A parameter that several units use belongs to the root unit. A large embedding or head that the policy leaves to
+    the root unit is a unit of its own, a root part: its weights are gathered apart, and stay as long as those of the
+    root unit. A unit whose parameters differ in dtype, precision, or in being frozen, becomes several
+    units, which the same modules gather.
 
     Raises:
         ValueError: the policy matches no module (the message lists the classes); or a flat buffer cannot hold a
@@ -129,12 +173,11 @@ def choose_units(
         refuse_unsupported(name, parameter)
     if not parameters:
         return []
-    read_by = readers(model)
-    division = Division(model, *_modules_by_unit(model, with_classes(policy, model), read_by), read_by)
+    division = Division.by(policy, model)
     regions = Rules.of(precision).parameters(model)
     members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        unit, region = division.owner[id(parameter)], regions[id(parameter)]
+        unit, region = division.unit_of(parameter), regions[id(parameter)]
         members.setdefault((unit, parameter.dtype, parameter.requires_grad, region), {})[name] = parameter
     parts = Counter(unit for unit, *_ in members)
     specs = []
@@ -151,6 +194,7 @@ def choose_units(
             modules=modules,
             outer=division.runs_around_others(unit, modules) or division.is_apart(unit),
             calls=division.calls(unit),
+            gathered_by=division.gathered_by(unit, mine.values()),
         )
         specs.append(spec)
     return kept_gathered(model, specs, keep_gathered)
@@ -177,6 +221,7 @@ class Division:
                     unit = groups[path]
                     self.owner[id(parameter)] = unit if self.owner.get(id(parameter), unit) == unit else ""
                     self._users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
+        self._parts: dict[int, str] = {}  # id of a parameter -> its root part
         self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*groups.values(), ""]))}
         self._inside: dict[str, set[str]] = {path: set() for path in groups}  # units of all modules inside each
         for path, unit in groups.items():
@@ -184,14 +229,61 @@ class Division:
                 path = path.rpartition(".")[0]
                 self._inside[path].add(unit)
 
+    @classmethod
+    def by(cls, policy: UnitPolicy, model: nn.Module) -> Self:
+        """Divide the model as `choose_units` says."""
+        read_by = readers(model)
+        division = cls(model, *_modules_by_unit(model, with_classes(policy, model), read_by), read_by)
+        if policy is not None and not isinstance(policy, int):  # by size, a module that fits is not divided
+            division.divide_root(model, read_by)
+        return division
+
+    def divide_root(self, model: nn.Module, read_by: dict[str, str]) -> None:
+        """Make root parts of the large modules in the root unit, of those parameters that no other module uses."""
+        # [Note: which modules may be root parts]
+        # Ranks gather a root part at one place, and one of them may not use it at all. Used before that place, it would
+        # be gathered in another order. Modules in front of all other units are gathered when the model is called.
+        # Behind others a module may be used earlier than it is registered (a projector for images), but not a head: it
+        # has as many rows as the vocabulary.
+        vocabulary = _size_of_vocabulary(model)
+        found: dict[str, list[nn.Parameter]] = {}
+        rest, is_in_front = 0, True
+        for parameter in model.parameters():
+            if self.owner[id(parameter)] != "":
+                is_in_front = False
+                continue
+            using = {read_by[path] for path in self._users[id(parameter)]}
+            if len(using) == 1 and using != {""} and (is_in_front or parameter.shape[:1] == (vocabulary,)):
+                found.setdefault(using.pop(), []).append(parameter)
+            else:
+                rest += 1
+        if len(found) == 1 and not rest:
+            return  # that module is the whole root unit
+        for path, own in found.items():
+            if sum(p.numel() * p.element_size() for p in own) > PART_BYTES:
+                self._parts.update(dict.fromkeys(map(id, own), path))
+        units = [path if path in self._parts.values() else unit for path, unit in self._groups.items()]
+        self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*units, ""]))}
+
+    def unit_of(self, parameter: nn.Parameter) -> str:
+        return self._parts.get(id(parameter), self.owner[id(parameter)])
+
     def modules(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """The modules whose forward needs these parameters of the unit."""
-        users = [path for parameter in parameters for path in self._users[id(parameter)]]
-        return tuple(dict.fromkeys([*self._whole.get(unit, ()), *([] if unit else [""]), *users]))
+        of_root = not unit or unit in self._parts.values()
+        return tuple(dict.fromkeys([*self._whole.get(unit, ()), *[""] * of_root, *self._using(parameters)]))
+
+    def gathered_by(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """See `UnitSpec.gathered_by`."""
+        return tuple(dict.fromkeys(self._using(parameters))) if unit in self._parts.values() else ()
+
+    def _using(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        return [path for parameter in parameters for path in self._users[id(parameter)]]
 
     def calls(self, unit: str) -> tuple[str, ...]:
         """The modules that form the unit."""
-        return tuple(self._whole.get(unit, ())) or ("",) * (not unit)
+        of_root = not unit or unit in self._parts.values()
+        return tuple(self._whole.get(unit, ())) or ("",) * of_root
 
     def is_apart(self, unit: str) -> bool:
         """Whether modules of other units lie between those of the unit (a group of modules that are not neighbours).
@@ -205,6 +297,10 @@ class Division:
     def runs_around_others(self, unit: str, modules: Iterable[str]) -> bool:
         """Whether a module that needs the unit has descendants in another one."""
         return any(self._inside[path] - {unit} for path in modules)
+
+
+def _size_of_vocabulary(model: nn.Module) -> int | None:
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=None)
 
 
 def _modules_by_unit(
@@ -331,7 +427,9 @@ def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathere
     modules = dict(model.named_modules(remove_duplicate=False))
     result = list(specs)
     for pattern in keep:
-        matching = [any(matches(pattern, path, modules[path]) for path in spec.calls) for spec in result]
+        matching = [
+            any(matches(pattern, path, modules[path]) for path in (*spec.calls, *spec.gathered_by)) for spec in result
+        ]
         if not any(matching):
             raise InvalidValue(f"keep_gathered: {pattern!r} matches no unit; units are {[spec.name for spec in specs]}")
         result = [replace(spec, stays=spec.stays or hit) for spec, hit in zip(result, matching, strict=True)]

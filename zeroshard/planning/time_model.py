@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.errors import InvalidValue
+from zeroshard.model.units import in_order_of_reduction
 from zeroshard.placement import REPLICATED
 from zeroshard.planner import Training
 
@@ -228,10 +229,12 @@ class Run:
 @dataclass(frozen=True)
 class _Messages:
     """Seconds of a step's messages. `of_units`: (kind, unit, phase) -> seconds, in the order of the units. `others`:
-    messages that nothing hides: control exchanges, and whole parameters to and from their owners."""
+    messages that nothing hides: control exchanges, and whole parameters to and from their owners. `order`: of the
+    reductions."""
 
     of_units: Mapping[tuple[str, str, str], float]
     others: float
+    order: tuple[str, ...]
 
     @classmethod
     def of(cls, training: Training, events: Mapping[CommEvent, int], machine: Machine) -> _Messages:
@@ -248,7 +251,7 @@ class _Messages:
                 )
                 key = "gather" if is_gather else "reduce", event.unit, event.phase
                 of_units[key] = of_units.get(key, 0.0) + seconds
-        return cls(of_units, others)
+        return cls(of_units, others, tuple(unit.spec.name for unit in in_order_of_reduction(training.units)))
 
     @property
     def total(self) -> float:
@@ -277,6 +280,8 @@ class _Messages:
         gathered = of("gather", runs[0]) if runs else 0.0
         yield from message("gathers", runs[0], runs[0].phase, 0.0, gathered) if runs else ()
         has_followed = set[str]()
+        complete: dict[str, Run] = {}
+        queue: list[str] = []  # the units that this backward has not reduced yet
         for run, following in zip(runs, [*runs[1:], None], strict=True):
             if run.unit not in has_followed:
                 has_followed.add(run.unit)
@@ -290,6 +295,9 @@ class _Messages:
             yield Span("compute", run.unit, run.phase, now, now + run.seconds)
             now += run.seconds
             if run.phase == "backward":
-                start = max(reduced, now)
-                reduced = start + of("reduce", run)
-                yield from message("reductions", run, run.phase, start, of("reduce", run))
+                complete[run.unit] = run
+                queue = queue or list(self.order)
+                while queue and queue[0] in complete:
+                    ready, start = complete.pop(queue.pop(0)), max(reduced, now)
+                    reduced = start + of("reduce", ready)
+                    yield from message("reductions", ready, ready.phase, start, of("reduce", ready))

@@ -14,6 +14,7 @@ output of a unit, all units that ran later in forward are done, and only the uni
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -56,15 +57,21 @@ class Gatherer:
         self._begun: list[Unit] = []  # updated units whose gather has begun; peers' shards may not be copied yet
         self._read_by_peers = Pending()  # done when the peers have copied this rank's updated shards
         self._own_thread = os.getpid(), threading.get_ident()
+        self._parts_behind = _parts_behind(units)
+        self._parts_in_flight: list[tuple[int, Unit]] = []  # with the numbers of their gathers
+        self._number_of: dict[Unit, int] = {}  # unit -> the number of its last gather
+        self._begun_gathers = 0
         requests = {
             unit: unit.spec.weight_request(unit.layout.numel, in_common=unit.weights.place is not None)
             for unit in units
             if unit.weights.buffer.borrows
         }
         self._turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
+        # A read may be in a frame that torch.compile has compiled up to here; it must not compile what it calls.
+        bring = torch.compiler.disable(_bring)  # type: ignore[no-untyped-call]
         for unit in units:
-            if unit not in requests:
-                unit.weights.absent.bring = partial(_bring, weakref.ref(self), unit)
+            if unit not in requests or unit.spec.is_part:
+                unit.weights.absent.bring = partial(bring, weakref.ref(self), unit)
 
     def begin_forward(self) -> None:
         """Called before a forward of the model. Weights that rest in full may be read by modules of other units (a head
@@ -76,16 +83,22 @@ class Gatherer:
                 unit.weights.arrive()
                 unit.weights.show()
 
-    def enter(self, units: Sequence[Unit]) -> None:
-        """A forward that needs these units begins."""
-        self._called.update(units)
+    def enter(self, units: Sequence[Unit], gathers: Sequence[Unit]) -> None:
+        """A forward that needs these units begins. `gathers`: those that it gathers now. The others are gathered while
+        it runs, and waited for by calls inside it, or by a read (`bring`)."""
+        self._called.update(gathers)
         # All counters first: the prefetch in `_unshard` must not take the buffer of another of these units.
         for unit in units:
             unit.weights.in_use += 1
-        for unit in units:
-            if not unit.weights.shown:
-                with torch.no_grad():
-                    self._unshard(unit, "backward" if in_backward() else "forward")
+        during: During = "backward" if in_backward() else "forward"
+        with torch.no_grad():
+            if len(gathers) < len(units):
+                self._start_parts(None, during)
+            for unit in gathers:
+                if unit.weights.shown:
+                    self._start_parts(unit, during)
+                else:
+                    self._unshard(unit, during)
 
     def leave(self, units: Sequence[Unit]) -> list[Unit]:
         """A forward that needs these units is over. Returns those that no running forward needs and that only borrow
@@ -93,6 +106,10 @@ class Gatherer:
         for unit in units:
             unit.weights.in_use -= 1
         free = [unit for unit in units if unit.weights.is_passing]
+        if any(unit.spec.is_part for unit in free):
+            self._let_parts_arrive()
+            # Root parts that were not gathered, as no unit in front of them ran, are not needed in backward either.
+            free = [unit for unit in free if not unit.spec.is_part or unit.weights.state is not Residency.SHARDED]
         if free and not in_backward():
             for unit in free:
                 unit.weights.put_away()
@@ -151,7 +168,9 @@ class Gatherer:
             # these slots is missing: gather everything.
             unit.weights.gather(self.collectives, "step", slots=slots if were_there else None)
             self._begun.append(unit)
-            (self._uncalled.discard if unit in self._called else self._uncalled.add)(unit)
+            # A read of a root part waits for it (`bring`), so `begin_forward` need not.
+            is_awaited = unit in self._called or unit.spec.is_part
+            (self._uncalled.discard if is_awaited else self._uncalled.add)(unit)
         self._called.discard(unit)
 
     @phase("step: read from peers")
@@ -177,12 +196,20 @@ class Gatherer:
         self._read_by_peers.wait()
 
     def bring(self, unit: Unit) -> None:
-        """The user reads weights that rest in full while they are hidden: a step has started to gather them, and they
-        arrive while the next forward runs. All ranks have been in that step, so this rank may wait alone."""
+        """The user reads weights that are hidden.
+
+        If they rest in full, a step has started to gather them, and they arrive while the next forward runs. All ranks
+        have been in that step, so this rank may wait alone. If a running forward keeps them, but they are not gathered
+        yet (a root part that it does not call, and no unit in front of it has run), they are gathered now: as in a
+        call, every rank has to do so."""
         # Not in a forked worker ([Note: forked workers] in `watch.py`), where no message arrives, and not on another
         # thread, as the main thread may be showing them at the same time.
         is_own_thread = (os.getpid(), threading.get_ident()) == self._own_thread
-        if is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
+        if unit.weights.buffer.borrows:
+            if is_own_thread and unit.weights.in_use:
+                with torch.no_grad():
+                    self._unshard(unit, "backward" if in_backward() else "forward")
+        elif is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
             with torch.no_grad():
                 unit.weights.arrive()
                 self._wait_for_readers()
@@ -243,10 +270,14 @@ class Gatherer:
         weights = unit.weights
         if weights.state is Residency.SHARDED:
             self.start(unit, during)
+        self._start_parts(unit, during)  # before the prefetch below, as it is needed before what that one gathers
+        self._let_parts_arrive(self._number_of.get(unit, 0))
         weights.arrive()
         # Peers may still be reading this rank's weights, and the user may write to them once they are shown.
         self._wait_for_readers()
         weights.show()
+        if unit.spec.is_part:
+            return
         before, previous = self._last
         self._follower[during, previous if before == during else None] = unit
         self._last = (during, unit)
@@ -259,6 +290,25 @@ class Gatherer:
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)
 
+    def _start_parts(self, before: Unit | None, during: During) -> None:
+        """Start to gather the root parts behind `before`."""
+        # [Note: when root parts are gathered]
+        # At a place that all ranks reach: behind the unit in front of them. Not when they are used: one rank may call a
+        # module (for images, say) that another one does not need for its inputs, as with the root unit. For the same
+        # reason they arrive in the order in which the gathers began, before what began after them; and they have no
+        # part in the order of prefetches.
+        for unit in self._parts_behind.get(before, ()):
+            if unit.weights.in_use and unit.weights.state is Residency.SHARDED:
+                self.start(unit, during)
+                self._parts_in_flight.append((self._number_of[unit], unit))
+
+    def _let_parts_arrive(self, number: float = math.inf) -> None:
+        """Wait for root parts whose gathers began before that number."""
+        while self._parts_in_flight and self._parts_in_flight[0][0] < number:
+            _, unit = self._parts_in_flight.pop(0)
+            if unit.weights.state is Residency.GATHERING:
+                unit.weights.arrive()
+
     def _prefetch(self, unit: Unit, during: During, current: Unit) -> None:
         """Start to gather a unit, unless the occupant of its buffer is still needed."""
         occupant = self._turns.assigned(unit).occupant if unit.weights.buffer.borrows else None
@@ -267,6 +317,8 @@ class Gatherer:
 
     def start(self, unit: Unit, during: During) -> None:
         """Start to gather a SHARDED unit into its buffer. Collective."""
+        self._begun_gathers += 1
+        self._number_of[unit] = self._begun_gathers
         if during in ("forward", "backward"):
             # Before the gather: a follower of a join takes part only after it has read the order (`orders.py`).
             self.collectives.give_order("gather", unit.name, during)
@@ -293,6 +345,18 @@ class Gatherer:
 
     def _needed(self, occupant: Unit, current: Unit) -> bool:
         return occupant is current or occupant in self._protected or occupant.weights.in_use > 0
+
+
+def _parts_behind(units: Sequence[Unit]) -> dict[Unit | None, list[Unit]]:
+    """Unit -> the root parts behind it ([Note: when root parts are gathered])."""
+    found: dict[Unit | None, list[Unit]] = {}
+    before = None
+    for unit in units:
+        if not unit.spec.is_part:
+            before = unit
+        elif unit.weights.buffer.borrows:
+            found.setdefault(before, []).append(unit)
+    return found
 
 
 def _bring(gatherer: weakref.ref[Gatherer], unit: Unit) -> None:

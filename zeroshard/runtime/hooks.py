@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -39,6 +39,7 @@ from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import Inside, Running
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
 
 
 class NotCopied:
@@ -75,6 +76,26 @@ class Visit:
     """One forward of a unit that backward will come back to."""
 
     unit: Unit
+
+
+@dataclass(eq=False)
+class Needed:
+    """What the calls of a module need.
+
+    Attributes:
+        units: the units whose weights stay until the end of the call.
+        gathers: those of them that the call gathers when it begins.
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    gathers: list[Unit] = field(default_factory=list)
+
+    def add(self, unit: Unit, path: str) -> None:
+        """`path`: of the module."""
+        if unit not in self.units:
+            self.units.append(unit)
+            if not unit.spec.is_part or path in unit.spec.gathered_by:
+                self.gathers.append(unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +140,7 @@ class Schedule(NotCopied):
         self._removers: list[Callable[[], None]] = []
         self._backward: int | None = None  # id of autograd's graph task of the current backward
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
-        self._needs: dict[nn.Module, list[Unit]] = {}
+        self._needs: dict[nn.Module, Needed] = {}
         self._casts: dict[nn.Module, Cast] = {}
         self._first: list[RemovableHandle] = []  # the hooks that gather
         self._running = Running()
@@ -146,9 +167,7 @@ class Schedule(NotCopied):
         units = self.gatherer.units
         for unit in units:
             for path in unit.spec.modules:
-                of_module = self._needs.setdefault(model.get_submodule(path), [])
-                if unit not in of_module:
-                    of_module.append(unit)
+                self._needs.setdefault(model.get_submodule(path), Needed()).add(unit, path)
         self._casts = dict(casts)
         # [Note: order of hooks]
         # From outermost to innermost: gather, casts, the user's hooks, forward; afterwards in reverse. torch runs hooks
@@ -159,13 +178,13 @@ class Schedule(NotCopied):
         for module, needed in self._needs.items():
             asked = Inside() if module in inner else None
             # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
-            after_call = _after(self, needed)
+            after_call = _after(self, needed.units)
             after = module.register_forward_hook(
                 after_call if asked is None else _after_asking(asked, after_call), always_call=True
             )
             before = _before(self, needed, partial(_move_to_end, after))
             if asked is not None:
-                before = self._unless_inside(needed, asked, before)
+                before = self._unless_inside(needed.units, asked, before)
             gather = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._keep(gather)
             if module is not model:  # its own hooks already run when `come_first` is called
@@ -202,6 +221,7 @@ class Schedule(NotCopied):
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
+        reducer.gathers_left = partial(_gathers_left, self._visits, self._without_graph)
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
@@ -227,8 +247,9 @@ class Schedule(NotCopied):
         Args:
             begin: called before the method, if the module is the whole model.
         """
-        method, needed, casts = getattr(module, name), self._needs.get(module, []), self._casts.get(module, Cast())
-        before, after = _before(self, needed, lambda: None), _after(self, needed)
+        needed, casts = self._needs.get(module, Needed()), self._casts.get(module, Cast())
+        method = getattr(module, name)
+        before, after = _before(self, needed, lambda: None), _after(self, needed.units)
         begin = None if begin is None else OutsideGraphs(begin)
 
         @functools.wraps(method)
@@ -290,11 +311,11 @@ class Schedule(NotCopied):
         for unit in units if given else ():
             unit.weights.expect_present(given)
 
-    def before_module(self, module: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
+    def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
         if self._backward is not None:
             self.abandon_backward()
+        units, makes_graph = needed.units, torch.is_grad_enabled()
         self._expect_present(module, units)
-        makes_graph = torch.is_grad_enabled()
         begins = [unit for unit in units if unit.weights.is_passing] if makes_graph else []
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
@@ -302,7 +323,7 @@ class Schedule(NotCopied):
         self._running.begin(units, inputs)
         if makes_graph and in_backward():
             self._return_to(units)
-        self.gatherer.enter(units)
+        self.gatherer.enter(units, needed.gathers)
 
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
@@ -389,7 +410,8 @@ class Schedule(NotCopied):
     def _leave(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
         """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
         has gradients for it: then ask again later."""
-        if unit in next_units or any(visit.unit is unit for visit in self._visits):
+        # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
+        if unit in next_units or unit.spec.of_root or any(visit.unit is unit for visit in self._visits):
             return True
         return not self._accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
@@ -455,6 +477,12 @@ class Schedule(NotCopied):
         self.gatherer.end_backward()
 
 
+def _gathers_left(visits: Sequence[Visit], without_graph: Mapping[Unit, deque[Visit | None]]) -> bool:
+    """Whether backward will come to a unit whose gather has not begun."""
+    ahead = {visit.unit for visit in visits} | {unit for unit, marks in without_graph.items() if marks}
+    return any(unit.weights.state is Residency.SHARDED for unit in ahead)
+
+
 def _no_marks() -> dict[Unit, deque[Visit | None]]:
     return defaultdict(partial(deque, maxlen=_MOST_VISITS))
 
@@ -464,7 +492,7 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
 
 
 def _before(
-    schedule: Schedule, units: list[Unit], leave_last: Callable[[], None]
+    schedule: Schedule, needed: Needed, leave_last: Callable[[], None]
 ) -> Callable[[nn.Module, Any, Any], None]:
     """The pre-hook that gathers. `leave_last`: called first; moves the hook that hides to the end, as forward hooks of
     the user may read the weights."""
@@ -473,11 +501,11 @@ def _before(
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         leave_last()
         if not under_transform():
-            schedule.before_module(module, units, (args, kwargs))
+            schedule.before_module(module, needed, (args, kwargs))
             return
-        schedule.expect_no_transform(units)
+        schedule.expect_no_transform(needed.units)
         with outside_transforms():
-            schedule.before_module(module, units, (args, kwargs))
+            schedule.before_module(module, needed, (args, kwargs))
 
     return hook
 
@@ -504,13 +532,14 @@ def _after_asking(asked: Inside, after: Callable[[nn.Module, Any, Any], None]) -
     return hook
 
 
-def _inside_another(model: nn.Module, needs: Mapping[nn.Module, Sequence[Unit]]) -> set[nn.Module]:
-    """Modules inside a module that needs the same units."""
+def _inside_another(model: nn.Module, needs: Mapping[nn.Module, Needed]) -> set[nn.Module]:
+    """Modules inside a module that has gathered the same units."""
     inner = set()
     for path, module in model.named_modules():
         names = path.split(".") if path else []
         around = [model.get_submodule(".".join(names[:count])) for count in range(len(names))]
-        if module in needs and any(set(needs[module]) <= set(needs.get(one, ())) for one in around):
+        gathered = set().union(*(needs[one].gathers for one in around if one in needs))
+        if module in needs and set(needs[module].gathers) <= gathered:
             inner.add(module)
     return inner
 

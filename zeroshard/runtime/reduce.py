@@ -1,7 +1,7 @@
 """Reduces gradients unit by unit during backward, in one fixed order on every rank.
 
     accumulated   u3 u2 u1 u0            (as backward produces them, maybe differently on each rank)
-    reduced          u3 u2 u1 u0         (always this order: reverse registration; an early unit waits)
+    reduced          u3 u2 u1 u0         (always this order: see `in_order_of_reduction`; an early unit waits)
 
 A unit is *ready* when all its trainable parameters have a gradient in this backward. Parameters without a gradient at
 the end of backward contribute zeros. So the sequence of collectives never depends on the graph of one rank.
@@ -9,7 +9,7 @@ the end of backward contribute zeros. So the sequence of collectives never depen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,6 +20,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
+from zeroshard.model.units import in_order_of_reduction
 from zeroshard.placement import PARTIAL
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
@@ -35,17 +36,19 @@ class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
     Attributes:
-        grads: unit -> its gradients, the last unit first.
-        order: units with slots that are summed, in the order in which they are reduced.
+        grads: unit -> its gradients, in the order in which units are reduced.
+        order: units with slots that are summed, in this order.
         local: units whose gradients are only accumulated, in full-size buckets, and not reduced (`no_sync`).
         ledger: the scale of the buckets' values.
         visible: shows gradients in `p.grad`.
         origins: finds gradients of this rank that were not finite.
         single_uses: parameters whose gradients are not cast before they are here.
+        gathers_left: whether backward has gathers to begin.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
-        self.grads = {unit: unit.grads for unit in reversed(units) if isinstance(unit.grads, Gradients)}
+        ordered = in_order_of_reduction(units)
+        self.grads = {unit: unit.grads for unit in ordered if isinstance(unit.grads, Gradients)}
         self.find_order()
         self.collectives = collectives
         self.local: frozenset[Unit] = frozenset()
@@ -53,6 +56,7 @@ class Reducer:
         self.visible = VisibleGradients(tuple(self.grads), collectives, ledger)
         self.origins = Origins(collectives.mesh.world.size)
         self.single_uses = SingleUses(tuple(self.grads))
+        self.gathers_left: Callable[[], bool] = lambda: False
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
@@ -63,6 +67,8 @@ class Reducer:
         changed."""
         self.order = [unit for unit, grads in self.grads.items() if grads.summed]
         self._position_of = {unit: position for position, unit in enumerate(self.order)}
+        of_root = [position for unit, position in self._position_of.items() if unit.spec.of_root]
+        self._root_begins = min(of_root, default=len(self.order))
 
     def accumulate_locally(self, units: frozenset[Unit]) -> None:
         """Accumulate the gradients of exactly these units without reducing them, from now on.
@@ -323,8 +329,21 @@ class Reducer:
             if unit not in self.local and not grads.summed <= grads.ready:
                 return
             if unit not in self.local:
+                if not self._may_start(unit):
+                    return
                 self._launch(unit)
             self._cursor += 1
+
+    def _may_start(self, unit: Unit) -> bool:
+        """Whether a reduction may start before the end of backward; see [Note: the root in the order of reduction] in
+        `units.py`."""
+        if self._cursor < self._root_begins:
+            return True
+        if self.gathers_left():
+            return False
+        waits_for = self._reductions.must_finish_before(unit)
+        # Not if it waits for the one before it: computation would wait for all of that one.
+        return waits_for is None or self._position_of[waits_for] < min(self._root_begins, self._cursor - 1)
 
     def _take_all(self, unit: Unit) -> None:
         """Move gradients that the user's hooks have left in `p.grad`, or that the user has put there before this

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 
+import torch
+
 from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.gradients import Gradients, GradState
@@ -54,9 +56,12 @@ class Reductions:
         is_alone = self._borrowing and (num_bytes or not reads_peers)
         self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
         self._of_replicas = pool.buffer("scratch", of_replicas, self)
-        self._arriving: deque[tuple[Unit, Gradients, PoolBuffer]] = deque()
+        # Units of the root have buckets of their own, so a reduction without scratch needs nothing more.
+        self._without_scratch = {unit for unit in grads if unit.spec.of_root} if num_bytes == 0 else set()
+        self._empty = torch.empty(0, dtype=torch.uint8, device=collectives.device)
+        self._arriving: deque[tuple[Unit, Gradients, PoolBuffer | None]] = deque()
         self._read_by_peers: deque[tuple[Unit, Gradients]] = deque()  # reduced here; peers may still read the buckets
-        self._not_over: list[Gradients] = []  # started, and exchanges follow the sum over ranks
+        self._not_over: list[tuple[Unit, Gradients]] = []  # started, and exchanges follow the sum over ranks
         # How many reductions start before an exchange goes on. None: it goes on at the end. Where ranks read each
         # other's memory, nothing moves beside the computation, and to go on is to wait for peers.
         self._lag = None if reads_peers else len(self._free_scratch)
@@ -89,33 +94,49 @@ class Reductions:
     def _bucket_in_turn(self, unit: Unit, grads: Gradients) -> PoolBuffer | None:
         """A bucket that is free, or the first that becomes free when reductions complete; None if there is none."""
         # The last unit takes over the bucket of the one before, so that there is one bucket less.
-        if unit in self._last_two.get(grads.buffer.dtype, ())[1:]:
-            self._free_all()
+        while unit in self._last_two.get(grads.buffer.dtype, ())[1:] and self._holds_turns():
+            self._free_oldest()
         bucket = self._buckets.free(unit)
-        while bucket is None and (self._arriving or self._read_by_peers):
-            if not self._read_by_peers:
-                self._finish_oldest()
-            self._release_oldest()
+        while bucket is None and self._holds_turns():
+            self._free_oldest()
             bucket = self._buckets.free(unit)
         return bucket
+
+    def _holds_turns(self) -> bool:
+        """Whether a reduction, here or on a peer, holds a bucket of units that take turns."""
+        return any(self._buckets.given(unit) is None for unit, *_ in (*self._arriving, *self._read_by_peers))
+
+    def must_finish_before(self, unit: Unit) -> Unit | None:
+        """The last reduction in flight that must finish before that of the unit starts, or when it starts."""
+        if self._lag is not None and len(self._not_over) >= self._lag:
+            return self._not_over[-self._lag][0]  # its next exchange starts then
+        if self._free_scratch or not self._needs_scratch(unit):
+            return None
+        return next(other for other, _, scratch in self._arriving if scratch is not None)
+
+    def _needs_scratch(self, unit: Unit) -> bool:
+        # Where exchanges follow, they follow the order in which reductions finish here: so all of them take turns.
+        return unit not in self._without_scratch or bool(self._not_over)
 
     def start(self, unit: Unit, grads: Gradients) -> None:
         """Start to reduce the gradients of an opened unit. Collective."""
         if grads.is_of_all:
             grads.keep()
             return
-        if not self._free_scratch:
+        needs_scratch = self._needs_scratch(unit)
+        while needs_scratch and not self._free_scratch:
             self._finish_oldest()
         # No unit accumulates while the last but one is reduced: complete the others, and free their memory first.
         if unit in self._last_two.get(grads.buffer.dtype, ())[:1]:
             self._free_all()
             for bucket in self._buckets.shared[grads.buffer.dtype]:
                 bucket.try_to_give_back()
-        scratch = self._free_scratch.pop()
-        grads.reduce(self._collectives, scratch.storage, self._of_replicas.storage)
+        scratch = self._free_scratch.pop() if needs_scratch else None
+        room = self._empty if scratch is None else scratch.storage
+        grads.reduce(self._collectives, room, self._of_replicas.storage)
         self._arriving.append((unit, grads, scratch))
         if grads.goes_on:
-            self._not_over.append(grads)
+            self._not_over.append((unit, grads))
             self._go_on()
 
     def _go_on(self) -> None:
@@ -125,7 +146,7 @@ class Reductions:
             return
         while self._read_by_peers:  # by nobody: they send
             self._release_oldest()
-        for grads in self._not_over[: -self._lag]:
+        for _, grads in self._not_over[: -self._lag]:
             grads.advance()
 
     def _free_all(self) -> None:
@@ -135,12 +156,17 @@ class Reductions:
         while self._read_by_peers:
             self._release_oldest()
 
+    def _free_oldest(self) -> None:
+        if not self._read_by_peers:
+            self._finish_oldest()
+        self._release_oldest()
+
     def end(self) -> None:
         """Wait for everything at the end of a backward. One bucket of each queue stays held for the next one."""
         self._free_all()
-        while sum(grads.advance() for grads in self._not_over):  # of each one, before any is waited for
+        while sum(grads.advance() for _, grads in self._not_over):  # of each one, before any is waited for
             pass
-        for grads in self._not_over:
+        for _, grads in self._not_over:
             grads.arrive()
         self._not_over.clear()
         # The others have been given back before the last unit, unless the last two units were open at once: units of
@@ -153,7 +179,8 @@ class Reductions:
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
         grads.arrive_in_part()
-        self._free_scratch.append(scratch)
+        if scratch is not None:
+            self._free_scratch.append(scratch)
         self._read_by_peers.append((unit, grads))
 
     def _release_oldest(self) -> None:

@@ -127,7 +127,8 @@ def _requiring_grad(values: Any) -> list[Tensor]:
 def _open(kind: Kind, units: Sequence[Unit]) -> Range | None:
     if RECORDER.now is None or not units:
         return None
-    return RECORDER.open(kind, kind, ", ".join(unit.name for unit in units))
+    named = [unit for unit in units if not unit.spec.is_part] or units  # not those that the call only keeps
+    return RECORDER.open(kind, kind, ", ".join(unit.name for unit in named))
 
 
 def _close(opened: Range | None) -> None:

@@ -1,0 +1,483 @@
+"""Large modules that the policy leaves to the root unit (embedding, head) are units of their own: gathered when they
+are called or read, and kept as long as the root unit's weights. (The size above which they are is lowered here.)"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.kit import (
+    PLANS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Job,
+    Net,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+    train_reference,
+    travelling,
+)
+from tests.planning.models import Planned
+from tests.planning.test_plan import expect_planned
+from zeroshard.model import units
+from zeroshard.model.units import UnitSpec, choose_units, in_order_of_reduction
+from zeroshard.planning import Configuration
+from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.reductions import Reductions
+from zeroshard.testing import expect_same_logs, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked, so they have this size as well."""
+    monkeypatch.setattr(units, "PART_BYTES", 4 * 2 * WIDTH)
+
+
+class Reads(Net):
+    """Calls neither embedding nor head, but reads their weights."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.embedding(tokens, self.embed.weight)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.head.weight, self.head.bias)
+
+
+class TiedByHand(Net):
+    """The head is the embedding's weight, read after the embedding has been called; it has no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.embed.weight)
+
+
+class Checkpointed(Net):
+    """The head runs inside a checkpoint: backward runs it again."""
+
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        y: Tensor = checkpoint(lambda x: self.head(self.norm(x)), x, use_reentrant=self.reentrant)
+        return y
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class InBetween(Net):
+    """A module that is registered behind the blocks, and used between them inside of a reentrant checkpoint: the graph
+    of the outer backward has no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 0:
+                x = checkpoint(self.middle, x, use_reentrant=True)[..., :WIDTH]
+        return self.head(self.norm(x))
+
+
+def found(model: nn.Module, policy: Any = Block) -> dict[str, UnitSpec]:
+    return {spec.name: spec for spec in choose_units(model, policy, None)}
+
+
+# Which modules -------------------------------------------------------------------------------------------------------
+
+
+def test_large_modules_of_the_root_unit_are_units() -> None:
+    specs = found(Net())
+    assert [*specs] == ["root", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert specs["root"].names == ("norm.weight", "norm.bias")
+    assert specs["head"].names == ("head.weight", "head.bias")
+    assert specs["head"].modules == ("", "head") and specs["head"].gathered_by == ("head",)
+    assert all(specs[name].outer for name in ("root", "embed", "head")), "kept from forward to backward, as before"
+
+
+def test_what_stays_in_the_root_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "embed.weight" in found(Net(tied=True))["root"].names, "two modules read it"
+    alone = TiedByHand()
+    del alone.norm
+    assert [*found(alone)] == ["root", "blocks.0", "blocks.1", "blocks.2"], "there is nothing else"
+    own = Net()
+    own.table = nn.Parameter(torch.ones(100, WIDTH))
+    assert "table" in found(own)["root"].names, "no module's call would gather it"
+    own.tables = nn.ParameterList([torch.ones(100, WIDTH)])
+    assert "tables.0" in found(own)["root"].names
+    assert "norm + head" in found(Net(), [Block, ("norm", "head")]), "named by the user"
+    assert not any(spec.gathered_by for policy in (None, 500) for spec in found(Net(), policy).values())
+    monkeypatch.setattr(units, "PART_BYTES", units.DEFAULT_UNIT_BYTES)
+    assert [*found(Net())] == ["root", "blocks.0", "blocks.1", "blocks.2"], "small models are as they were"
+
+
+def test_parts_of_different_kinds() -> None:
+    model = Net()
+    model.head.bias = nn.Parameter(model.head.bias.detach().double())
+    model.embed.requires_grad_(False)
+    specs = found(model)
+    assert {"embed", "head (float32)", "head (float64)", "root"} <= specs.keys()
+    assert not specs["embed"].trainable
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [Net, Reads, TiedByHand, Checkpointed, Reentrant, InBetween, partial(Net, tied=True)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_is_that_of_one_process(model: Any, num_ranks: int) -> None:
+    job = Job(model=model, precision="bf16")
+    [expected] = run_ranks(lambda rank: train_reference(job, num_ranks), 1)
+
+    def check(rank: int) -> list[Any]:
+        outcomes = [train(job, plan, rank) for plan in PLANS]
+        for plan, outcome in zip(PLANS, outcomes, strict=True):
+            assert same_bits(outcome.weights, expected[rank].weights), plan
+            assert outcome.norms == outcomes[0].norms
+        return [outcome.log for outcome in outcomes]
+
+    for logs in zip(*run_ranks(check, num_ranks), strict=True):
+        expect_same_logs(logs)
+
+
+@pytest.mark.parametrize(
+    ("way", "num_ranks"),
+    [
+        *(pytest.param(way, ranks, marks=pytest.mark.by_gloo) for way in ("shared", "pairwise") for ranks in (2, 3)),
+        ("native", 2),
+    ],
+)
+def test_memory_and_messages_are_as_planned(way: Any, num_ranks: int) -> None:
+    def check(rank: int) -> None:
+        for plan, micro_batches in product(PLANS, (1, 2)):
+            configuration = Configuration(
+                plan=plan,
+                ranks=num_ranks,
+                rank=rank,
+                precision="bf16",
+                device="cpu",
+                transport=way,
+                micro_batches=micro_batches,
+            )
+            expect_planned(Planned(Net, Block), configuration)
+
+    with travelling(way):
+        run_ranks(check, num_ranks)
+
+
+def test_what_is_gathered_first_and_reduced_first() -> None:
+    """The first gather and the last reduction are not those of the whole root unit. The control: without units of their
+    own, both are in "root"."""
+
+    def check(rank: int) -> None:
+        for reads, size in ((Net, units.PART_BYTES), (Reads, units.PART_BYTES), (Net, 1 << 40)):
+            model = make(reads)
+            units.PART_BYTES = size
+            handle = zeroshard.shard(model, "zero3", units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            for _ in range(2):
+                handle.comm_log.clear()
+                loss_of_tokens(model, rank, 0, 0).backward()
+                optimizer.step()
+            gathers = [e.unit for e in handle.comm_log.entries if e.op == "all_gather" and e.phase == "forward"]
+            reductions = [event.unit for event in handle.comm_log.entries if event.op == "reduce_scatter"]
+            blocks = ["blocks.0", "blocks.1", "blocks.2"]
+            if size == 1 << 40:
+                assert gathers == ["root", *blocks] and reductions == [*blocks[::-1], "root"]
+            else:
+                assert gathers == ["root", "embed", *blocks, "head"]
+                assert reductions == ["blocks.2", "blocks.1", "head", "blocks.0", "embed", "root"]
+
+    run_ranks(check, 2)
+
+
+def test_the_order_of_reductions() -> None:
+    def order(model: nn.Module, policy: Any = Block) -> list[str]:
+        specs = choose_units(model, policy, None)
+        return [one.spec.name for one in in_order_of_reduction([OfSpec(spec) for spec in specs])]
+
+    assert order(Net()) == ["blocks.2", "blocks.1", "head", "blocks.0", "embed", "root"]
+    assert order(Net(blocks=1)) == ["head", "blocks.0", "embed", "root"]
+    assert order(Net(tied=True)) == ["blocks.2", "blocks.1", "blocks.0", "root"]
+    assert order(Switched()) == ["blocks.2", "blocks.1", "second", "head", "blocks.0", "embed", "root"]
+    # Without root parts, as they are registered.
+    assert order(Net(), [Block, ("embed",), ("norm", "head")]) == [
+        "norm + head",
+        *(f"blocks.{i}" for i in (2, 1, 0)),
+        "embed",
+    ]
+    assert order(Net(), 1 << 20) == ["root"]
+    assert in_order_of_reduction([]) == []
+
+
+class LeavesOut(Net):
+    """Blocks in reentrant checkpoints, and a head that a rank may leave out: before the end of backward, this rank does
+    not know that the head gets no gradient."""
+
+    out = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return nn.functional.pad(x, (0, VOCAB - WIDTH)) if self.out else self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("way", "num_ranks"), [("shared", 2), ("shared", 3), ("pairwise", 3), ("native", 2), ("pairwise", 4)]
+)
+def test_nobody_waits_for_root_parts_inside_of_a_backward(way: str, num_ranks: int) -> None:
+    """A rank that leaves the head out reduces it at the end of its backward, and before, it waits for the others'
+    gathers: a deadlock, if these waited for the head. (Four ranks: two shards with two replicas each.)"""
+
+    def check(rank: int) -> list[str]:
+        waits = Waits()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if num_ranks == 4 else None
+        for plan in PLANS:
+            states, size = [], units.PART_BYTES
+            for apart in (True, False):
+                units.PART_BYTES = size if apart else 1 << 40
+                model = make(partial(LeavesOut, blocks=6))
+                handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+                for step in range(4):
+                    model.out = rank in ((), (1,), (0, 1), ())[step]
+                    optimizer.zero_grad()
+                    with waits.noted():
+                        loss_of_tokens(model, rank, 0, step).backward()
+                    optimizer.step()
+                states.append(handle.full_state_dict())
+            assert same_bits(*states), plan
+            units.PART_BYTES = size
+        return waits.inside
+
+    with travelling(way):
+        assert all(not inside for inside in run_ranks(check, num_ranks, collective_timeout=60))
+
+
+@pytest.mark.by_gloo
+def test_a_wait_for_a_root_part_would_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(Reducer, "_may_start", lambda self, unit: True)
+
+    def check(rank: int) -> list[str]:
+        waits = Waits()
+        model = make(Net)
+        zeroshard.shard(model, "zero1", units=Block)
+        with waits.noted():
+            loss_of_tokens(model, rank, 0, 0).backward()
+        return waits.inside
+
+    with travelling("pairwise"):
+        assert all("head" in inside for inside in run_ranks(check, 2))
+
+
+@dataclass
+class OfSpec:
+    spec: UnitSpec
+
+
+class Waits:
+    """Notes the units of the root for whose reductions this rank waits inside of a backward, before its end."""
+
+    def __init__(self) -> None:
+        self.inside: list[str] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        finish, release, end = Reductions._finish_oldest, Reductions._release_oldest, Reducer.end_backward
+        go_on = Reductions._go_on
+        at_end = False
+
+        def note(unit: Any) -> None:
+            if unit.spec.of_root and not at_end:
+                self.inside.append(unit.name)
+
+        def noted_finish(reductions: Any) -> None:
+            note(reductions._arriving[0][0])
+            finish(reductions)
+
+        def noted_release(reductions: Any) -> None:
+            note(reductions._read_by_peers[0][0])
+            release(reductions)
+
+        def noted_go_on(reductions: Any) -> None:
+            for unit, _ in [] if reductions._lag is None else reductions._not_over[: -reductions._lag]:
+                note(unit)
+            go_on(reductions)
+
+        def noted_end(reducer: Any) -> None:
+            nonlocal at_end
+            at_end = True
+            end(reducer)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Reductions, "_finish_oldest", noted_finish)
+            patch.setattr(Reductions, "_release_oldest", noted_release)
+            patch.setattr(Reductions, "_go_on", noted_go_on)
+            patch.setattr(Reducer, "end_backward", noted_end)
+            yield
+
+
+class Switched(Net):
+    """With a second head, which a forward may not use."""
+
+    use = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(self.second(x)[..., :WIDTH] if self.use else x))
+
+
+class ForImages(Net):
+    """A projector that is registered behind the blocks, used before them, and only on some ranks."""
+
+    use = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projector = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = self.projector(x) if self.use else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_a_module_that_is_used_before_its_place_is_no_root_part() -> None:
+    """Ranks that use it would gather it earlier than the others. So it stays in the root unit, as it is no head."""
+    assert [*found(ForImages())] == ["root", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    positions = ForImages()
+    positions.positions = nn.Embedding(WIDTH, WIDTH)
+    assert "projector" not in found(positions), "it has as many rows as there are positions, not tokens"
+    model = nn.Sequential(OrderedDict(images=nn.Linear(WIDTH, WIDTH), net=Net()))
+    assert [*found(model)][:4] == ["root", "images", "net.embed", "net.blocks.0"], "in front of all blocks"
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+@pytest.mark.parametrize("kind", [Switched, ForImages])
+@pytest.mark.parametrize("way", ["shared", "native"])
+def test_a_rank_may_leave_one_out(plan: str, kind: Any, way: str) -> None:
+    """As in the root unit: all ranks gather it at the same place, whether they use it or not."""
+
+    def check(rank: int) -> None:
+        states, size = [], units.PART_BYTES
+        for apart in (True, False):
+            units.PART_BYTES = size if apart else 1 << 40
+            model = make(kind)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            has_changed = True
+            for step, users in enumerate([(), (0,), (1,), (0, 1), ()]):
+                model.use = rank in users
+                optimizer.zero_grad()
+                handle.comm_log.clear()
+                loss_of_tokens(model, rank, 0, step).backward()
+                optimizer.step()
+                gathered = [event.unit for event in handle.comm_log.entries if event.op == "all_gather"]
+                if plan == "zero3" and kind is Switched:
+                    assert gathered.count("second") == (apart and has_changed), (step, gathered)
+                has_changed = bool(users)  # a step changes what has a gradient on any rank
+            states.append(handle.full_state_dict())
+        assert same_bits(*states)
+
+    with travelling(way):
+        run_ranks(check, 2)
+
+
+def test_reads_outside_of_a_forward_raise_as_before() -> None:
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"head\.weight are not here"):
+                model.head.weight.sum()
+            with torch.no_grad():
+                loss = loss_of_tokens(model, rank, 0, 0)  # an evaluation
+        with handle.unsharded(), torch.no_grad():
+            assert torch.equal(loss, loss_of_tokens(model, rank, 0, 0))
+            assert torch.isfinite(model.head.weight.sum())
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_checkpoints_load_with_and_without(tmp_path: Path, before: bool) -> None:
+    def check(rank: int) -> None:
+        size = units.PART_BYTES
+        states = []
+        for saves in (True, False):
+            units.PART_BYTES = size if saves != before else 1 << 40
+            model = make(Net, seed=int(saves))
+            handle = zeroshard.shard(model, "zero3", units=Block, precision="bf16")
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+            if saves:
+                loss_of_tokens(model, rank, 0, 0).backward()
+                optimizer.step()
+                zeroshard.save(tmp_path, handle, optimizer, step=1)
+            else:
+                zeroshard.load(tmp_path, handle, optimizer)
+            loss_of_tokens(model, rank, 0, 1).backward()
+            optimizer.step()
+            states.append(handle.full_state_dict(main=True))
+        assert same_bits(*states)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+@pytest.mark.parametrize("model", [Net, Reads])
+def test_whole_models_are_compiled(plan: str, model: Any) -> None:
+    def check(rank: int) -> None:
+        losses = []
+        for compiled in (False, True):
+            made = make(model)
+            handle = zeroshard.shard(made, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            runs = torch.compile(made, backend="eager") if compiled else made
+            losses.append([])
+            for step in range(3):
+                loss = loss_of_tokens(runs, rank, 0, step)
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        assert losses[0] == losses[1]
+
+    run_ranks(check, 2)
