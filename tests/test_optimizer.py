@@ -273,7 +273,7 @@ def test_a_plain_optimizers_state_goes_in_and_comes_out() -> None:
     """Training continues with the same bits from a plain run to a sharded one, and from there to another plan. Without
     the moments the result differs."""
     precisions = (None, "bf16", "bf16-remainder")
-    halves = run_ranks(lambda rank: {precision: first_half(3, precision) for precision in precisions}, 1)[0]
+    halves = run_ranks(lambda rank: {precision: first_half(2, precision) for precision in precisions}, 1)[0]
 
     def check(rank: int) -> list[Any]:
         logs = []
@@ -304,7 +304,7 @@ def test_a_plain_optimizers_state_goes_in_and_comes_out() -> None:
         assert not same_bits(optimizer.handle.full_state_dict(), halves[None]["end"])
         return logs
 
-    for logs in zip(*run_ranks(check, 3), strict=True):
+    for logs in zip(*run_ranks(check, 2), strict=True):
         expect_same_logs(logs)
 
 

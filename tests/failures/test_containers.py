@@ -13,7 +13,7 @@ import torch
 
 import zeroshard
 from tests.failures.hosts import on_hosts
-from tests.kit import PLANS, Block, Job, Outcome, same_bits, train
+from tests.kit import PLANS, Job, Outcome, same_bits, train
 from zeroshard.comm import shared_memory
 from zeroshard.comm.shared_memory import Probe, Process, SharedMemory
 from zeroshard.testing import run_ranks
@@ -21,7 +21,7 @@ from zeroshard.testing import run_ranks
 
 def train_all(rank: int) -> tuple[int, bool, list[Outcome]]:
     shared = zeroshard.shard(torch.nn.Linear(2, 2), "zero3").engine.collectives.shared is not None
-    return os.getpid(), shared, [train(Job(units=Block), plan, rank) for plan in PLANS]
+    return os.getpid(), shared, [train(Job(), plan, rank) for plan in PLANS]
 
 
 def test_in_containers_with_equal_process_numbers_ranks_train_together() -> None:

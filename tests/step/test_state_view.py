@@ -122,7 +122,7 @@ def test_one_parameters_state_is_set_and_deleted() -> None:
             found.append(optimizer.handle.full_state_dict())
         assert all(same_bits(one, found[0]) for one in found)
 
-    run_ranks(in_turn(check, CLASSES), 3)
+    run_ranks(in_turn(check, CLASSES), 2)
 
 
 def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
