@@ -85,6 +85,11 @@ class Plan:
         gradients."""
         return REPLICATED if REPLICATED in (self.grads, self.main) else SHARDED
 
+    def takes_over_gradients(self, num_ranks: int) -> bool:
+        """Whether gradients stay in the tensors that autograd makes, one per parameter, and have no bucket: a single
+        rank has nothing to exchange."""
+        return num_ranks == 1 and not self.external_gradients
+
     def check(self) -> None:
         """
         Raises:

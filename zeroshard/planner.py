@@ -168,25 +168,33 @@ ADAM = OptimizerNeeds()
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit under a plan, with its layout."""
+    """A unit under a plan, with its layout. `num_ranks`: of all axes."""
 
     spec: UnitSpec
     layout: BufferLayout
     plan: Plan
+    num_ranks: int
 
     @property
     def is_reduced(self) -> bool:
         """Whether the engine reduces its gradients."""
         return self.spec.trainable and not self.plan.external_gradients
 
+    @property
+    def takes_over_gradients(self) -> bool:
+        """See `Plan.takes_over_gradients`."""
+        return self.plan.takes_over_gradients(self.num_ranks)
+
     def held(self, *, peak: bool) -> Bytes:
-        """The bytes of its three buffers. Sharded gradients are only held at the peak."""
-        precision, has_grads = self.spec.precision, self.is_reduced and (peak or self.plan.grads is not SHARDED)
+        """The bytes of its three buffers. Gradients that are sharded, or taken over, are only held at the peak."""
+        is_passing = self.plan.grads is SHARDED or self.takes_over_gradients
+        precision, has_grads = self.spec.precision, self.is_reduced and (peak or not is_passing)
+        numel = self.layout.slots_numel if self.takes_over_gradients else self._numel(self.plan.grads)
         main_itemsize = 2 if precision.main == "remainder" else precision.main_dtype.itemsize
         has_main = self.spec.trainable and not precision.weights_are_main
         return Bytes(
             weights=self._numel(self.plan.weights) * self.spec.weight_dtype.itemsize,
-            grads=has_grads * self._numel(self.plan.grads) * precision.grad.itemsize,
+            grads=has_grads * numel * precision.grad.itemsize,
             main=has_main * self._numel(self.plan.main) * main_itemsize,
         )
 
@@ -222,7 +230,7 @@ class Pieces:
 
     Attributes:
         cast, joined: bytes of scratch for each element: for the gradient cast to main's dtype; for main joined from
-            weights and remainder. Pieces have a multiple of 64 elements, so that `scratch_bytes` rounds nothing up.
+            weights and remainder.
         compared: bytes of scratch to compare main with written weights.
     """
 
@@ -239,7 +247,8 @@ class Pieces:
         in_full = plan.weights is REPLICATED or layout.num_shards == 1
         follows = in_full and not joined and not precision.weights_are_main
         part = unit.main_part(rank)
-        patterns = tuple(count(layout, [key_of(slot.name) for slot in layout.slots], part, sizes.piece))
+        keys = [key_of(slot.name) for slot in layout.slots]
+        patterns = tuple(count(layout, keys, part, sizes.piece, by_slot=unit.takes_over_gradients))
         at_once = min(sizes.at_once, part.numel) if follows and patterns else 0
         return cls(
             patterns,
@@ -285,7 +294,8 @@ class Training:
         rank: int = 0,
     ) -> Training:
         shape = topology.num_shards, topology.num_replicas
-        units = tuple(PlannedUnit(spec, spec.layout(*shape), plan) for spec in specs)
+        num_ranks = topology.num_shards * topology.num_replicas
+        units = tuple(PlannedUnit(spec, spec.layout(*shape), plan, num_ranks) for spec in specs)
         return cls(units, plan, topology, optimizer, rank)
 
     def held(self, *, peak: bool = False, no_sync: bool = False) -> Bytes:

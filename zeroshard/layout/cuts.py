@@ -8,6 +8,9 @@
 A fused kernel rounds the tail of a vector differently from its body. So every piece starts at a multiple of ALIGNMENT,
 except for a short one from the start of a group to the next multiple. No cut depends on the plan or on the rank.
 
+On a single rank gradients lie in one tensor per parameter. There pieces end where parameters end (`by_slot`), and leave
+the padding out: they are cut as plain torch cuts, at each parameter, and further where they are large.
+
 The engine lists its own pieces. The planner counts those of thousands of ranks: within a group, neighbouring shards
 have the same pieces, and a shard has few different ones (`Pattern`).
 """
@@ -19,6 +22,10 @@ from dataclasses import dataclass
 
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, BufferLayout
+
+
+SCRATCH_ALIGNMENT = 64
+"""In the scratch of a step, each piece starts at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ def cut(
     keys: Sequence[Hashable | None],
     piece_numel: int,
     within: Interval | None = None,
+    *,
+    by_slot: bool = False,
 ) -> Iterator[tuple[Hashable, Interval]]:
     """(key, interval of the full buffer) of each piece. `keys`: one per slot; neighbours with equal keys are cut as
     one.
@@ -92,34 +101,41 @@ def cut(
     Args:
         piece_numel: a multiple of ALIGNMENT.
         within: one shard: only its pieces; None: all pieces.
+        by_slot: whether slots are cut apart, and padding is left out.
     """
-    for key, section in _sections(layout, keys):
+    for key, section in _sections(layout, keys, by_slot=by_slot):
         if within is not None:
             section &= within
         start = section.start
         while start < section.stop:
-            for run in _runs(_in_one_shard(section, start, layout), piece_numel):
+            for run in _runs(_in_one_shard(section, start, layout), piece_numel, by_slot=by_slot):
                 for _ in range(run.count):
                     yield key, Interval(start, start + run.numel)
                     start += run.numel
 
 
 def count(
-    layout: BufferLayout, keys: Sequence[Hashable | None], within: Interval, piece_numel: int
+    layout: BufferLayout,
+    keys: Sequence[Hashable | None],
+    within: Interval,
+    piece_numel: int,
+    *,
+    by_slot: bool = False,
 ) -> Iterator[Pattern]:
     """The pieces of `cut` in the same order, counted, in a time that does not depend on the number of shards or pieces.
 
     Args:
         within: one shard, or all of them. Pieces that are only padding are left out.
+        by_slot: as for `cut`.
     """
     end, size = layout.end, layout.shard_numel
-    for _, section in _sections(layout, keys):
+    for _, section in _sections(layout, keys, by_slot=by_slot):
         start, stop = (section & within).start, min((section & within).stop, round_up(end, size))
         while start < stop:
             part = _in_one_shard(Interval(start, stop), start, layout)
             times = max(1, min(stop, end) // size - start // size) if part.numel == size else 1
             runs, at = [], start
-            for run in _runs(part, piece_numel):
+            for run in _runs(part, piece_numel, by_slot=by_slot):
                 num_pieces = min(run.count, -(-(end - at) // run.numel)) if times == 1 else run.count
                 if num_pieces > 0:
                     runs.append(Run(run.numel, num_pieces))
@@ -131,7 +147,12 @@ def count(
             start += part.numel * times
 
 
-def _sections(layout: BufferLayout, keys: Sequence[Hashable | None]) -> Iterator[tuple[Hashable, Interval]]:
+def _sections(
+    layout: BufferLayout, keys: Sequence[Hashable | None], *, by_slot: bool
+) -> Iterator[tuple[Hashable, Interval]]:
+    if by_slot:
+        yield from ((key, slot.world) for key, slot in zip(keys, layout.slots, strict=True) if key is not None)
+        return
     start = 0
     for index, key in enumerate(keys):
         last = index == len(keys) - 1
@@ -147,9 +168,10 @@ def _in_one_shard(section: Interval, start: int, layout: BufferLayout) -> Interv
     return Interval(start, min(section.stop, (start // layout.shard_numel + 1) * layout.shard_numel))
 
 
-def _runs(part: Interval, piece_numel: int) -> Iterator[Run]:
-    """The pieces of a part of one shard: up to the next multiple of ALIGNMENT, full pieces, and the rest."""
-    aligned = min(round_up(part.start, ALIGNMENT), part.stop)
+def _runs(part: Interval, piece_numel: int, *, by_slot: bool) -> Iterator[Run]:
+    """The pieces of a part of one shard: up to the next multiple of ALIGNMENT (not `by_slot`), full pieces, and the
+    rest."""
+    aligned = part.start if by_slot else min(round_up(part.start, ALIGNMENT), part.stop)
     whole, rest = divmod(part.stop - aligned, piece_numel)
     for run in (Run(aligned - part.start, 1), Run(piece_numel, whole), Run(rest, 1)):
         if run.numel and run.count:
@@ -197,11 +219,10 @@ class _Batch:
         """The incomplete batch after the run, and the most bytes of any batch up to there."""
         at_once = max(1, limit // run.numel)
         joining = min(run.count, max(0, (limit - self.numel) // run.numel) if self.numel else at_once)
-        numel = joining * run.numel
-        batch = _Batch(self.numel + numel, self.num_bytes + numel * itemsize)
+        of_piece = round_up(run.numel * itemsize, SCRATCH_ALIGNMENT)
+        batch = _Batch(self.numel + joining * run.numel, self.num_bytes + joining * of_piece)
         left = run.count - joining
         if not left:
             return batch, batch.num_bytes
-        most = min(left, at_once) * run.numel * itemsize
-        numel = ((left - 1) % at_once + 1) * run.numel
-        return _Batch(numel, numel * itemsize), max(batch.num_bytes, most)
+        most, last = min(left, at_once) * of_piece, (left - 1) % at_once + 1
+        return _Batch(last * run.numel, last * of_piece), max(batch.num_bytes, most)

@@ -136,6 +136,11 @@ class BufferLayout:
     def shard_numel(self) -> int:
         return self.numel // self.num_shards
 
+    @cached_property
+    def slots_numel(self) -> int:
+        """Elements of all slots: everything but the padding."""
+        return sum(slot.world.numel for slot in self.slots)
+
     @property
     def end(self) -> int:
         """The end of the last parameter: the rest of the buffer is padding."""

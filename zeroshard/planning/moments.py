@@ -62,9 +62,10 @@ class _Backward:
     def __init__(self, training: Training, engine: Bytes, most: Bytes) -> None:
         self._engine, self._most = engine, most
         self._unit_of = {slot.name: unit for unit in training.units for slot in unit.layout.slots if unit.is_reduced}
+        self._slot_of = {slot.name: n for unit in training.units for n, slot in enumerate(unit.layout.slots)}
         self._missing = Counter[int](id(unit) for unit in self._unit_of.values())
         self._borrows = training.plan.grads is SHARDED and training.topology.num_shards > 1
-        self._takes_shards = training.plan.grads is SHARDED and engine.grads < most.grads
+        self._takes_shards = engine.grads < most.grads
         reads_peers = training.topology.transport.reads_peers
         requests = [unit.spec.bucket_request(unit.layout.numel) for unit in training.units if unit.is_reduced]
         self._buckets = PoolPlan.for_gradients(requests if self._borrows else [], reads_peers=reads_peers)
@@ -80,8 +81,13 @@ class _Backward:
         is_last = not self._missing[id(unit)]
         if is_first and self._borrows:
             self._open(unit)
-        if self._takes_shards and (is_last if self._borrows else is_first):
-            grads = self._engine.grads + unit.layout.shard_numel * unit.spec.precision.grad.itemsize
+        numel = 0
+        if unit.takes_over_gradients:
+            numel = unit.layout.slots[self._slot_of[name]].world.numel
+        elif self._takes_shards and (is_last if self._borrows else is_first):
+            numel = unit.layout.shard_numel
+        if numel:
+            grads = self._engine.grads + numel * unit.spec.precision.grad.itemsize
             self._engine = replace(self._engine, grads=min(grads, self._most.grads))
         if is_last:
             self._engine = replace(self._engine, scratch=self._most.scratch)

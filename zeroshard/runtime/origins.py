@@ -27,9 +27,9 @@ class Look:
 
     def take(self) -> None:
         """Take the norm of each gradient, if the bucket is still here. Later calls have no effect."""
-        full = self._grads.buffer.full
-        if self._slots and full is not None:
-            views, wide = self._grads.buffer.views(), torch.promote_types(full.dtype, torch.float32)
+        buffer = self._grads.buffer
+        if self._slots and buffer.is_here:
+            views, wide = buffer.views(), torch.promote_types(buffer.dtype, torch.float32)
             # The 2-norm, as it takes a tenth of the time of the largest value on a CPU.
             self.norms = list(torch._foreach_norm([views[index] for index in self._slots], 2, dtype=wide))
         self._slots = []
@@ -46,10 +46,10 @@ class Origins:
     def look(self, unit: Unit, grads: Gradients) -> None:
         """Take the norms of the current backward's gradients of a unit, or, on a single rank, remember to do so. (Slots
         lie in the order of backward.)"""
-        views = grads.buffer.views()
-        fresh = [index for index in sorted(grads.ready - grads.stale) if views[index].numel()]
+        slots = unit.layout.slots
+        fresh = [index for index in sorted(grads.ready - grads.stale) if slots[index].world]
         if fresh:
-            look = Look([unit.layout.slots[index].name for index in fresh], grads, fresh)
+            look = Look([slots[index].name for index in fresh], grads, fresh)
             self._backwards[-1].append(look)
             if not self._is_alone:
                 look.take()

@@ -314,7 +314,7 @@ class Reducer:
         self._cursor = 0
         self._complete_but_seen = False
         for grads in self.grads.values():
-            grads.ready.clear()
+            grads.settle()
 
     def use_idle_buckets(self) -> None:
         """At the beginning of a step: move reduced gradients into idle buckets (`Pool.lodge`)."""

@@ -66,9 +66,8 @@ class VisibleGradients:
 
     @property
     def version(self) -> tuple[int, ...]:
-        buckets = (grads.buffer.full for grads in self._grads.values() if grads.means_in_full)
         # The bucket's version counter counts in-place edits of `p.grad`, which is a view of it.
-        return self._edits, sum(full._version for full in buckets if full is not None)
+        return self._edits, sum(grads.buffer.version for grads in self._grads.values() if grads.means_in_full)
 
     def changed(self) -> None:
         """Count a change of reduced gradients."""

@@ -98,7 +98,7 @@ class FlatState:
     def _cut(self, unit: Unit, keys: Sequence[Hashable | None]) -> Iterator[Piece]:
         """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than groups) are cut."""
         assert unit.trainable, f"unit {unit.name} is frozen"
-        for _, world in cut(unit.layout, keys, self._piece_numel):
+        for _, world in cut(unit.layout, keys, self._piece_numel, by_slot=unit.grads.is_apart):
             if world in unit.main.interval:
                 slots = slots_in(unit, world)
                 group = self._groups[unit][slots[0]] if slots else None

@@ -34,7 +34,7 @@ from zeroshard.storage.unit import Unit
 
 @dataclass(frozen=True)
 class Stretch:
-    """Pieces of one unit that lie side by side, in order.
+    """Pieces of one unit that lie side by side, in order, and whose gradients do.
 
     Attributes:
         at_once: the most elements of one operation.
@@ -299,11 +299,14 @@ def _is_in_place(unit: Unit) -> bool:
 def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[Stretch]]:
     """The stretches of each batch. `limit`: the most elements of a batch; `at_once`: of one operation."""
     planned = []
+    starts = {unit: {slot.world.start for slot in unit.layout.slots} for unit in {piece.unit for piece in pieces}}
     for of_batch in batches([piece.world.numel for piece in pieces], limit):
         stretches: list[list[Piece]] = []
         for piece in pieces[of_batch.start : of_batch.stop]:
             last = stretches[-1][-1] if stretches else None
-            if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start:
+            if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start and not (
+                piece.unit.grads.is_apart and piece.world.start in starts[piece.unit]
+            ):
                 stretches[-1].append(piece)
             else:
                 stretches.append([piece])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroshard.layout.cuts import SCRATCH_ALIGNMENT
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.storage.unit import Unit
 
@@ -32,7 +33,7 @@ class Piece:
 
 def scratch_bytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes that a piece needs in a `Scratch`, rounded up so that the next piece is aligned."""
-    return round_up(numel * dtype.itemsize, 64)
+    return round_up(numel * dtype.itemsize, SCRATCH_ALIGNMENT)
 
 
 class Scratch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
+from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.portions import Portions
+from zeroshard.layout.sums import add
 from zeroshard.placement import SHARDED, Move, Placement, moves
 
 Allocate = Callable[[int], Tensor]
@@ -62,9 +64,12 @@ class FlatBuffer:
         most: the most bytes of its own storage so far.
         resting: where its values are between steps.
         borrows: whether a full tensor is always borrowed: the buffer rests in a shard that is not the whole.
+        is_apart: whether each slot has a tensor of its own (`slot_buffer.py`).
         placement: where its values are now (during a redistribution: where they will be); None: it has no values.
         is_arriving: whether a redistribution is in progress.
     """
+
+    is_apart: ClassVar[bool] = False
 
     __slots__ = (
         "_allocate",
@@ -269,6 +274,57 @@ class FlatBuffer:
     def views(self) -> list[Tensor]:
         """One view per slot of the full buffer, in the parameter's shape."""
         return self._cut_up().slots
+
+    def put(self, index: int, value: Tensor) -> None:
+        """Write a value (shape-equal, any float dtype) to one slot of the full buffer."""
+        self.views()[index].copy_(value)
+
+    def add(self, index: int, value: Tensor) -> None:
+        """Add a value (shape-equal, any float dtype) to one slot of the full buffer."""
+        view = self.views()[index]
+        if value.dtype == view.dtype:
+            view.add_(value)
+        else:
+            flat = view.view(-1)
+            add(flat, value.reshape(-1), out=flat)
+
+    def clear(self, index: int) -> None:
+        """Zero one slot of the full buffer."""
+        self.views()[index].zero_()
+
+    def clear_all(self) -> None:
+        """Zero everything that is held."""
+        for held in (self.shard, self.full):
+            held.zero_() if held is not None else None
+
+    def keep_own(self, factor: int) -> None:
+        """Zero the full buffer but for the own interval, which is multiplied by `factor`."""
+        assert self.full is not None, "the full buffer is not here"
+        own = self.layout.shard(self.rank)
+        self.full[: own.start].zero_()
+        self.full[own.stop :].zero_()
+        self.shard.mul_(factor)
+
+    def part(self, world: Interval) -> Tensor:
+        """The values of an interval: in the full buffer, if it is here, else in the shard."""
+        return self.part_of_shard(world) if self.full is None else self.full[world.slice]
+
+    def part_of_shard(self, world: Interval) -> Tensor:
+        """The values of an interval of the own shard."""
+        return self.shard[world.relative_to(self.layout.shard(self.rank).start).slice]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there is a full buffer to read."""
+        return self.full is not None
+
+    @property
+    def version(self) -> int:
+        """A number that changes when the full buffer is written to."""
+        return 0 if self.full is None else self.full._version
+
+    def settle(self) -> None:
+        """The backward that has written to the buffer is over."""
 
     def padding(self) -> list[Tensor]:
         """The elements of the full buffer that belong to no slot, as 1-D views."""

@@ -27,6 +27,7 @@ class NoGradients:
     """The gradients of a frozen unit: none. Attributes and methods are those of `Gradients`."""
 
     is_external: ClassVar[bool] = False
+    is_apart: ClassVar[bool] = False
     state: ClassVar[GradState] = GradState.EMPTY  # nothing to reduce, to show or to consume
     held_in: ClassVar[torch.dtype | None] = None
     most: ClassVar[int] = 0

@@ -31,7 +31,6 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
-from zeroshard.layout.sums import add
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
 from zeroshard.storage.buffer import FlatBuffer
 
@@ -67,6 +66,7 @@ class Gradients:
 
     Attributes:
         is_external: whether other code reduces them, and a step leaves them in `p.grad` (`external_gradients.py`).
+        is_apart: whether each slot has a tensor of its own; no piece may then span two slots.
         buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
             REDUCED: the mean over ranks of such sums.
         mean: how the mean is taken.
@@ -81,6 +81,7 @@ class Gradients:
 
     def __init__(self, unit: str, buffer: FlatBuffer, mean: Mean) -> None:
         self._unit, self.buffer, self.mean = unit, buffer, mean
+        self.is_apart = buffer.is_apart
         buffer.become(None)
         self._carry = False
         self._reduced_before = False
@@ -124,17 +125,12 @@ class Gradients:
             self.buffer.attach(bucket)
         else:
             self.buffer.hold()
-        assert self.buffer.full is not None, "accumulation needs a bucket"
         # Padding takes part in the reduction: old bytes of a borrowed or unparked bucket could be NaN there.
         if padding := self.buffer.padding():
             torch._foreach_zero_(padding)
         self._carry = carries and self.buffer.borrows
         if carries and self.buffer.rests_in_full:  # keep the mean in the own interval, clear the rest
-            own = self.buffer.layout.shard(self.buffer.rank)
-            self.buffer.full[: own.start].zero_()
-            self.buffer.full[own.stop :].zero_()
-            # See [Note: reducing more than once].
-            self.buffer.shard.mul_(self.mean.num_ranks)
+            self.buffer.keep_own(self.mean.num_ranks)  # see [Note: reducing more than once]
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
         self.waiting = set(self.summed)
@@ -142,15 +138,11 @@ class Gradients:
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         """Add one parameter's gradient (any shape-equal float tensor) to its slot, in the buffer's dtype."""
-        view = self.buffer.views()[index]
         if index in self.stale:
             self.stale.discard(index)
-            view.copy_(grad)
-        elif grad.dtype == view.dtype:
-            view.add_(grad)
+            self.buffer.put(index, grad)
         else:
-            flat = view.view(-1)
-            add(flat, grad.reshape(-1), out=flat)
+            self.buffer.add(index, grad)
         self.ready.add(index)
         self.present.add(index)
 
@@ -162,7 +154,8 @@ class Gradients:
     @property
     def may_move(self) -> bool:
         """Whether the shard may move into a pool buffer: nothing else is held, and it is not a guest already."""
-        return self.state is GradState.REDUCED and self.buffer.full is None and not self.buffer.is_guest
+        buffer = self.buffer
+        return self.state is GradState.REDUCED and buffer.borrows and buffer.full is None and not buffer.is_guest
 
     def reduce(self, collectives: Collectives, scratch: Tensor, of_replicas: Tensor | None = None) -> None:
         """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective. `scratch`,
@@ -204,7 +197,7 @@ class Gradients:
         """Slots without a gradient on this rank still hold old values of the bucket, which would be added to the
         sum."""
         for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
-            self.buffer.views()[index].zero_()
+            self.buffer.clear(index)
         self.stale.clear()
 
     def _clear_between_portions(self) -> None:
@@ -240,6 +233,11 @@ class Gradients:
         """Start the exchange that follows the one in progress, after this one. False, without effect, if none does."""
         return self.buffer.advance()
 
+    def settle(self) -> None:
+        """A backward is over."""
+        self.ready.clear()
+        self.buffer.settle()
+
     def close(self, *, forget: bool = False) -> None:
         """Give a borrowed bucket back."""
         self.buffer.detach(forget=forget)
@@ -263,17 +261,16 @@ class Gradients:
             self.buffer.let_go()
             return
         for index in slots:
-            if self.buffer.full is not None:
-                self.buffer.views()[index].zero_()
-            if self.buffer.full is None or self._carry:
+            if self.buffer.is_here:
+                self.buffer.clear(index)
+            if not self.buffer.is_here or self._carry:
                 self.own_part(index).zero_()
 
     def assign(self, index: int, part: Tensor) -> None:
         """Set the reduced gradient of one slot to `part`: flat, the slot's elements inside `held_interval`."""
         if self.state is GradState.EMPTY:
             self.buffer.hold()
-            for held in (self.buffer.shard, self.buffer.full):
-                held.zero_() if held is not None else None
+            self.buffer.clear_all()
             self.stale.clear()
             self.buffer.become(self.mean.rests)
         self._expect((GradState.REDUCED,), "assign")
@@ -300,7 +297,7 @@ class Gradients:
     def own_part(self, index: int) -> Tensor:
         """Flat: the part of one slot's reduced gradient in this rank's shard; may be empty."""
         world = self.buffer.layout.slots[index].world & self.own_interval
-        return self.buffer.shard[world.relative_to(self.own_interval.start).slice] if world else self.buffer.shard[:0]
+        return self.buffer.part_of_shard(world) if world else self.buffer.shard[:0]
 
     def held_part(self, index: int) -> Tensor:
         """Flat: the part of one slot's reduced gradient that this rank holds."""
@@ -308,9 +305,7 @@ class Gradients:
 
     def piece(self, world: Interval) -> Tensor:
         """[world.numel] of the reduced gradient; `world` must lie in `held_interval`."""
-        if self.buffer.full is not None:
-            return self.buffer.full[world.slice]
-        return self.buffer.shard[world.relative_to(self.own_interval.start).slice]
+        return self.buffer.part(world)
 
     @property
     def held_in(self) -> torch.dtype | None:

@@ -22,6 +22,7 @@ from zeroshard.storage.external_gradients import AnyGradients, ExternalGradients
 from zeroshard.storage.gradients import Gradients, Mean
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.pool import plain_bytes
+from zeroshard.storage.slot_buffer import SlotBuffer
 from zeroshard.storage.weights import Weights
 
 
@@ -73,13 +74,15 @@ class Unit:
 
     def _new_gradients(self, collectives: Collectives) -> Gradients:
         mesh, precision, device = collectives.mesh, self.spec.precision, self.weights.own().device
+        mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)
+        if self.plan.takes_over_gradients(mesh.world.size):
+            return Gradients(self.spec.name, SlotBuffer(self.layout, precision.grad, self.plan.grads, device), mean)
         # Sharded gradients need no memory between a step and the next backward.
         lasting = self.plan.grads is not SHARDED
         # A full buffer of gradients must lie in memory that peers can map: they read it in a reduction. Peers never
         # read a shard of gradients.
         allocate = partial(collectives.allocate if lasting else plain_bytes, device=device)
         buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
-        mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)
         return Gradients(self.spec.name, buffer, mean)
 
     @torch.no_grad()

@@ -1,0 +1,127 @@
+"""A buffer of gradients on a single rank: the tensors that autograd has made, one per slot, without a copy.
+
+With several ranks, the gradients of a unit lie side by side in a bucket, so that one exchange moves all of them. A
+single rank exchanges nothing. So its buffer takes the tensors over, under every plan, and frees them after the step, as
+plain torch does. Padding is not held.
+
+[Note: whose memory a gradient is] A step multiplies gradients in place, and a backward adds to them. autograd may put
+a tensor into `p.grad` whose memory is also another's: a part of the gradient of a concatenation, what a hook of the
+user has kept, the gradient of an output. So once a backward is over, when the tensors inside of it are gone, each new
+one that is not the only one in its storage, or that does not fill it, is copied (`settle`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zeroshard.layout.interval import Interval
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.placement import Placement
+from zeroshard.storage.buffer import FlatBuffer
+
+
+class SlotBuffer(FlatBuffer):
+    """See the module's note. There is one shard, which is the whole; `full` is always None."""
+
+    is_apart: ClassVar[bool] = True
+
+    __slots__ = ("_fresh", "_nothing", "_starts", "_tensors")
+
+    def __init__(self, layout: BufferLayout, dtype: torch.dtype, resting: Placement, device: torch.device) -> None:
+        assert layout.num_shards == 1, "the gradients of several ranks lie in a bucket"
+        allocate = partial(torch.zeros, dtype=torch.uint8, device=device)
+        super().__init__(layout, 0, dtype, resting, allocate, lasting=False)
+        self._starts = [slot.world.start for slot in layout.slots]
+        self._nothing = self.shard
+        self._tensors = [self._nothing] * len(layout.slots)
+        self._fresh: set[int] = set()  # slots whose tensor the current backward has made
+
+    def hold(self) -> None:
+        """Nothing is allocated before there are values."""
+
+    def let_go(self) -> None:
+        self._tensors = [self._nothing] * len(self.layout.slots)
+        self._fresh.clear()
+
+    def views(self) -> list[Tensor]:
+        """The tensor of each slot, in the parameter's shape; empty and 1-D, if there is none."""
+        return self._tensors
+
+    def padding(self) -> list[Tensor]:
+        return []
+
+    def put(self, index: int, value: Tensor) -> None:
+        """Take a value over."""
+        if type(value) is not Tensor or value.dtype != self.dtype or not value.is_contiguous() or value.is_neg():
+            value = torch.empty(value.shape, dtype=self.dtype, device=self.shard.device).copy_(value)
+        self._tensors[index] = value
+        self._fresh.add(index)
+
+    def add(self, index: int, value: Tensor) -> None:
+        if index in self._fresh:  # two gradients in one backward
+            self._settle(index)
+        super().add(index, value)
+
+    def clear(self, index: int) -> None:
+        if self._tensors[index] is self._nothing:
+            slot = self.layout.slots[index]
+            self._tensors[index] = torch.zeros(slot.shape, dtype=self.dtype, device=self.shard.device)
+        else:
+            self._settle(index)
+            self._tensors[index].zero_()
+
+    def clear_all(self) -> None:
+        for index in range(len(self._tensors)):
+            self.clear(index)
+        self._note_most()
+
+    def keep_own(self, factor: int) -> None:
+        """Everything is the own interval."""
+
+    def part(self, world: Interval) -> Tensor:
+        index = bisect_right(self._starts, world.start) - 1
+        return self._tensors[index].view(-1)[world.relative_to(self._starts[index]).slice]
+
+    def part_of_shard(self, world: Interval) -> Tensor:
+        return self.part(world)
+
+    @property
+    def is_here(self) -> bool:
+        return any(tensor is not self._nothing for tensor in self._tensors)
+
+    @property
+    def version(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
+
+    def settle(self) -> None:
+        """See [Note: whose memory a gradient is]."""
+        for index in self._fresh:
+            self._settle(index)
+        self._fresh.clear()
+        self._note_most()
+
+    def _note_most(self) -> None:
+        self.most = max(self.most, sum(tensor.nbytes for tensor in self._tensors))
+
+    def _settle(self, index: int) -> None:
+        tensor = self._tensors[index]
+        storage = tensor.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _OWN_COUNT or storage.nbytes() != tensor.nbytes:
+            self._tensors[index] = tensor.clone()
+
+    def storages(self) -> list[Tensor]:
+        return [tensor for tensor in self._tensors if tensor is not self._nothing]
+
+
+def _own_count() -> int:
+    """The count of references to a storage that has one tensor, and the object that asks for it."""
+    tensor = torch.empty(1)
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_OWN_COUNT = _own_count()
