@@ -59,7 +59,13 @@ class Stretch:
     def is_joined(self) -> bool:
         return _is_joined(self.unit)
 
-    @cached_property  # like the next one read in every step
+    @cached_property  # like the next ones read in every step
+    def is_in_place(self) -> bool:
+        """Whether a step reads gradients and updates main where they lie, and main is the weights."""
+        main = self.unit.main
+        return not (self.is_cast or self.is_joined or main.follows) and main.extra is None
+
+    @cached_property
     def places(self) -> tuple[slice, ...]:
         """Where the pieces lie in a tensor of the whole stretch."""
         return tuple(piece.world.relative_to(self.world.start).slice for piece in self.pieces)
@@ -99,6 +105,7 @@ class FlatStep:
         self._active: dict[Unit, list[bool]] = {}
         self._sizes = sizes_for(assignment.collectives.device.type)
         self._batches: tuple[Batch, ...] = ()
+        self._own: tuple[tuple[Unit, int, Interval], ...] = ()  # what `own_gradients` reads
         self._planned_at = 0  # `num_cuts` when batches were planned
         self._plan_batches()
 
@@ -123,12 +130,13 @@ class FlatStep:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """(param group, gradient) of all pieces in the own shard, also if this rank updates more than its shard."""
-        for piece in self.state.pieces:
-            own = piece.unit.own_shard()
-            if piece.world in own:
-                for tensor in piece.unit.grads.views(piece.world):
-                    yield piece.group, tensor
+        """(param group, gradient) of all pieces in the own shard, also if this rank updates more than its shard. Where
+        gradients lie apart, whole ones."""
+        if self._planned_at != self.state.num_cuts:
+            self._plan_batches()
+        for unit, group, world in self._own:
+            for tensor in unit.grads.views(world):
+                yield group, tensor
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
@@ -206,6 +214,13 @@ class FlatStep:
 
     def _load(self, stretch: Stretch, update: Update) -> Tensor | None:
         """Give the pieces their gradients, times the factor, and main. Returns main as `_bring_main`."""
+        if stretch.is_in_place:
+            gradient = stretch.unit.grads.read(stretch.world)
+            for _, place in stretch.parts if update.changes else ():
+                update.apply(gradient[place])
+            for piece, place in zip(stretch.pieces, stretch.places, strict=True):
+                piece.tensor.grad = gradient[place]
+            return None
         world, grads, dtype = stretch.world, stretch.unit.grads, stretch.unit.main.dtype
         joined = self._bring_main(stretch, self._main_scratch.allocate)
         cast = self._gradient_scratch.allocate(world.numel, dtype) if stretch.is_cast else None
@@ -236,6 +251,8 @@ class FlatStep:
     def _store(self, stretch: Stretch, joined: Tensor | None) -> None:
         for piece in stretch.pieces:
             piece.tensor.grad = None
+        if stretch.is_in_place:
+            return
         for part, place in stretch.parts if stretch.unit.main.extra is not None else ():
             stretch.unit.main.write(part, None if joined is None else joined[place])
 
@@ -262,6 +279,7 @@ class FlatStep:
             found.append(Batch(tuple(of_batch), tuple(units[done:end])))
             done = end
         self._batches, self._planned_at = tuple(found), self.state.num_cuts
+        self._own = tuple(_own_parts(self.state.pieces))
         self._reserve(self._gradient_scratch, lambda stretch: stretch.is_cast)
         self._reserve(self._main_scratch, lambda stretch: stretch.is_joined)
 
@@ -294,6 +312,16 @@ def _is_joined(unit: Unit) -> bool:
 def _is_in_place(unit: Unit) -> bool:
     """Whether a step needs no scratch for the unit, and nothing is gathered after it."""
     return not _is_cast(unit) and not _is_joined(unit) and unit.main.interval.numel == unit.layout.numel
+
+
+def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:
+    """(unit, param group, interval) of the pieces in the own shards."""
+    own = {unit: unit.own_shard() for unit in {piece.unit for piece in pieces}}
+    mine = [piece for piece in pieces if piece.world in own[piece.unit]]
+    apart = bool(mine) and mine[0].unit.grads.is_apart  # of all units, or of none
+    for of_batch in _in_batches(mine, 1 << 62 if apart else 1, 1):
+        for stretch in of_batch:
+            yield stretch.unit, stretch.pieces[0].group, stretch.world
 
 
 def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[Stretch]]:

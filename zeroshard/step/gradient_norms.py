@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from zeroshard.layout.exact import add_exactly, rounded
-from zeroshard.layout.norms import norms_of_rows
+from zeroshard.layout.norms import ROW_NUMEL, norms_of_rows
 
 
 def norms_of_pieces(pieces: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,8 +26,15 @@ def norms_of_pieces(pieces: Sequence[Tensor], norm_type: float, dtype: torch.dty
         return torch.empty(0, dtype=torch.float64)
     if pieces[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(pieces), norm_type, dtype=dtype)).to(torch.float64)
-    by_rows = [norms_of_rows(piece, norm_type, dtype) for piece in pieces]  # see `norms.py`
-    return torch.stack([vector_norm(rows, norm_type, dtype=torch.float64) for rows in by_rows])
+    found: list[Tensor] = [torch.empty(0)] * len(pieces)
+    short = [index for index, piece in enumerate(pieces) if piece.numel() <= ROW_NUMEL]
+    if short:  # one row each, and together one operation
+        for index, norm in zip(short, torch._foreach_norm([pieces[i] for i in short], norm_type, dtype), strict=True):
+            found[index] = norm.to(torch.float64)
+    for index, piece in enumerate(pieces):
+        if piece.numel() > ROW_NUMEL:  # see `norms.py`
+            found[index] = vector_norm(norms_of_rows(piece, norm_type, dtype), norm_type, dtype=torch.float64)
+    return torch.stack(found)
 
 
 def norm_terms(norms: Tensor, groups: Tensor, num_groups: int, norm_type: float) -> Tensor:

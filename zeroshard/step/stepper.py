@@ -41,6 +41,11 @@ class Update:
     factor: float
     clip_value: float | None = None
 
+    @property
+    def changes(self) -> bool:
+        """Whether `apply` changes a gradient."""
+        return self.factor != 1.0 or self.clip_value is not None
+
     def apply(self, gradient: Tensor) -> Tensor:
         """Apply it in place, and return the gradient."""
         if self.factor != 1.0:

@@ -30,13 +30,14 @@ class SlotBuffer(FlatBuffer):
 
     is_apart: ClassVar[bool] = True
 
-    __slots__ = ("_fresh", "_nothing", "_starts", "_tensors")
+    __slots__ = ("_fresh", "_nothing", "_places", "_starts", "_tensors")
 
     def __init__(self, layout: BufferLayout, dtype: torch.dtype, resting: Placement, device: torch.device) -> None:
         assert layout.num_shards == 1, "the gradients of several ranks lie in a bucket"
         allocate = partial(torch.zeros, dtype=torch.uint8, device=device)
         super().__init__(layout, 0, dtype, resting, allocate, lasting=False)
         self._starts = [slot.world.start for slot in layout.slots]
+        self._places: dict[Interval, tuple[int, slice | None]] = {}
         self._nothing = self.shard
         self._tensors = [self._nothing] * len(layout.slots)
         self._fresh: set[int] = set()  # slots whose tensor the current backward has made
@@ -84,8 +85,15 @@ class SlotBuffer(FlatBuffer):
         """Everything is the own interval."""
 
     def part(self, world: Interval) -> Tensor:
+        index, place = self._places.get(world) or self._find(world)
+        return self._tensors[index].view(-1) if place is None else self._tensors[index].view(-1)[place]
+
+    def _find(self, world: Interval) -> tuple[int, slice | None]:
         index = bisect_right(self._starts, world.start) - 1
-        return self._tensors[index].view(-1)[world.relative_to(self._starts[index]).slice]
+        slot = self.layout.slots[index]
+        place = None if world == slot.world else world.relative_to(slot.world.start).slice
+        self._places[world] = index, place  # the same intervals are read in every step
+        return index, place
 
     def part_of_shard(self, world: Interval) -> Tensor:
         return self.part(world)
@@ -96,17 +104,19 @@ class SlotBuffer(FlatBuffer):
 
     @property
     def version(self) -> int:
-        return sum(tensor._version for tensor in self._tensors)
+        return sum([tensor._version for tensor in self._tensors])
 
     def settle(self) -> None:
         """See [Note: whose memory a gradient is]."""
         for index in self._fresh:
             self._settle(index)
+        if not self._fresh:
+            return
         self._fresh.clear()
         self._note_most()
 
     def _note_most(self) -> None:
-        self.most = max(self.most, sum(tensor.nbytes for tensor in self._tensors))
+        self.most = max(self.most, sum([tensor.nbytes for tensor in self._tensors]))
 
     def _settle(self, index: int) -> None:
         tensor = self._tensors[index]

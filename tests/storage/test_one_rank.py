@@ -1,0 +1,175 @@
+"""A single rank takes over the tensors that autograd makes: no bucket, no copy, and the arithmetic of plain torch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import PLANS
+from zeroshard.storage.slot_buffer import SlotBuffer
+from zeroshard.testing import run_ranks
+
+
+class Odd(nn.Module):
+    """Sizes that are no multiple of a vector, a tied weight, a parameter that is not used, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(37, 13)
+        self.inner = nn.Sequential(nn.Linear(13, 21), nn.GELU(), nn.Linear(21, 13))
+        self.norm = nn.LayerNorm(13)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(13), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(13, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens) * self.scale + self.frozen
+        return self.head(self.norm(hidden + self.inner(hidden)))
+
+
+def tokens(step: int, micro_batch: int = 0) -> Tensor:
+    return torch.randint(37, (4, 9), generator=torch.Generator().manual_seed(10 * step + micro_batch))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["fused", "foreach", "clip", "micro-batches", "no_sync"])
+def test_the_bits_of_plain_torch(plan: Any, kind: str) -> None:
+    def check(rank: int) -> None:
+        options: dict[str, Any] = {"lr": 1e-2, "fused": kind == "fused", "foreach": kind == "foreach"}
+        reference = Odd()
+        plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], **options)
+        model = Odd()
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **options)
+        for step in range(3):
+            for number in range(3 if kind in ("micro-batches", "no_sync") else 1):
+                loss_of(reference, tokens(step, number)).backward()
+                if kind == "no_sync" and number < 2:
+                    with handle.no_sync():
+                        loss_of(model, tokens(step, number)).backward()
+                else:
+                    loss_of(model, tokens(step, number)).backward()
+            if kind == "clip":  # with its own factor, so that a rounding of the norm does not matter
+                factor = min(1.0, 0.1 / (float(optimizer.clip_grad_norm_(0.1)) + 1e-6))
+                for parameter in reference.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad * factor
+            optimizer.step()
+            plain.step()
+            plain.zero_grad()
+        full = handle.full_state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(full[name], value), (name, plan, kind)
+
+    run_ranks(check, 1)
+
+
+def test_tensors_are_taken_and_not_copied() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = nn.Linear(33, 7)
+            handle = zeroshard.shard(model, plan)
+            seen: dict[str, int] = {}
+            for name, parameter in model.named_parameters():
+                parameter.register_hook(lambda grad, name=name: seen.update({name: grad.data_ptr()}))
+            model(torch.randn(5, 33)).square().mean().backward()
+            (unit,) = handle.engine.units
+            assert isinstance(unit.grads.buffer, SlotBuffer)
+            held = {slot.name: view.data_ptr() for slot, view in zip(unit.layout.slots, unit.grads.buffer.views())}
+            assert held == seen, plan
+
+    run_ranks(check, 1)
+
+
+class Joined(nn.Module):
+    """The gradients of its parameters are parts of one tensor, and one is the gradient of an output as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.arange(1.0, 7.0)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.cat([self.a, self.b, self.c.view(2, 3).view(6)]).view(3, 6)
+        out.retain_grad()
+        self.out = [out]
+        return out @ x
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_memory_that_is_also_anothers_is_not_written_to(plan: Any) -> None:
+    """A step with a clip multiplies gradients in place. (Without the copy of such gradients, this changes what the user
+    keeps.)"""
+
+    def check(rank: int) -> None:
+        model = Joined()
+        reference = copy.deepcopy(model)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        kept: list[Tensor] = []
+        model.a.register_hook(lambda grad: kept.append(grad))
+        x = torch.arange(1.0, 7.0)
+        model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        own = [(kept[0], kept[0].clone()), (model.out[0].grad, model.out[0].grad.clone())]
+        (unit,) = handle.engine.units
+        assert handle.memory()["grads"] == 3 * 6 * 4
+        factor = min(1.0, 1.0 / (float(optimizer.clip_grad_norm_(1.0)) + 1e-6))
+        assert factor < 1
+        optimizer.step()
+        for tensor, before in own:
+            assert torch.equal(tensor, before)
+        full = handle.full_state_dict()
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(full[name], parameter.detach() - parameter.grad * factor), name
+
+    run_ranks(check, 1)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, tokens(step)).backward()  # all ranks have the same inputs
+        optimizer.step()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_checkpoints_of_one_rank_and_of_two(plan: Any, tmp_path: Path) -> None:
+    """One rank, two ranks, one rank: the state fits although its pieces are others, and is that of plain torch."""
+
+    def run(rank: int, steps: range, source: str | None, target: str) -> dict[str, Any]:
+        model = Odd()
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=True)
+        if source is not None:
+            zeroshard.load(tmp_path / source, handle, optimizer)
+        train(model, optimizer, steps)
+        zeroshard.save(tmp_path / target, handle, optimizer, step=steps.stop)
+        return {"model": handle.full_state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+    run_ranks(run, 1, range(2), None, "first")
+    run_ranks(run, 2, range(2, 4), "first", "second")
+    found = run_ranks(run, 1, range(4, 6), "second", "third")[0]
+
+    def plainly(rank: int) -> dict[str, Any]:
+        model = Odd()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True)
+        train(model, optimizer, range(6))
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+    expected = run_ranks(plainly, 1)[0]
+    torch.testing.assert_close(found["model"], dict(expected["model"]))
+    for key, state in expected["optimizer"].items():
+        torch.testing.assert_close(found["optimizer"][key], state)
