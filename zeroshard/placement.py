@@ -85,10 +85,10 @@ class Plan:
         gradients."""
         return REPLICATED if REPLICATED in (self.grads, self.main) else SHARDED
 
-    def takes_over_gradients(self, num_ranks: int) -> bool:
+    def takes_over_gradients(self, num_ranks: int, *, in_place: bool) -> bool:
         """Whether gradients stay in the tensors that autograd makes, one per parameter, and have no bucket: a single
-        rank has nothing to exchange."""
-        return num_ranks == 1 and not self.external_gradients
+        rank exchanges nothing, and its step uses them as they are (`in_place`: see `MixedPrecision`)."""
+        return num_ranks == 1 and in_place and not self.external_gradients
 
     def check(self) -> None:
         """

@@ -183,7 +183,7 @@ class PlannedUnit:
     @property
     def takes_over_gradients(self) -> bool:
         """See `Plan.takes_over_gradients`."""
-        return self.plan.takes_over_gradients(self.num_ranks)
+        return self.plan.takes_over_gradients(self.num_ranks, in_place=self.spec.precision.steps_in_place)
 
     def held(self, *, peak: bool) -> Bytes:
         """The bytes of its three buffers. Gradients that are sharded, or taken over, are only held at the peak."""

@@ -82,6 +82,11 @@ class MixedPrecision:
     def weights_are_main(self) -> bool:
         return self.main == self.param
 
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether gradients, main and weights have one dtype: a step then needs no scratch."""
+        return self.grad == self.main == self.param
+
 
 NAMED = {
     "fp32": MixedPrecision(torch.float32, torch.float32, None, torch.float32),

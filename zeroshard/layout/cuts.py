@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, BufferLayout
 
-
 SCRATCH_ALIGNMENT = 64
 """In the scratch of a step, each piece starts at a multiple of this many bytes."""
 

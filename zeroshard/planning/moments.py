@@ -65,7 +65,7 @@ class _Backward:
         self._slot_of = {slot.name: n for unit in training.units for n, slot in enumerate(unit.layout.slots)}
         self._missing = Counter[int](id(unit) for unit in self._unit_of.values())
         self._borrows = training.plan.grads is SHARDED and training.topology.num_shards > 1
-        self._takes_shards = engine.grads < most.grads
+        self._takes_shards = training.plan.grads is SHARDED and engine.grads < most.grads
         reads_peers = training.topology.transport.reads_peers
         requests = [unit.spec.bucket_request(unit.layout.numel) for unit in training.units if unit.is_reduced]
         self._buckets = PoolPlan.for_gradients(requests if self._borrows else [], reads_peers=reads_peers)

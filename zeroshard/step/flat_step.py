@@ -89,6 +89,13 @@ class Batch:
         for stretch in self.stretches:
             yield from stretch.pieces
 
+    @property
+    def pieces_in_place(self) -> Iterator[Piece]:
+        """The pieces whose gradients lie apart, and are used where they lie."""
+        for stretch in self.stretches:
+            if stretch.is_in_place and stretch.unit.grads.is_apart:
+                yield from stretch.pieces
+
 
 class FlatStep:
     """Steps the pieces of main that this rank updates, in batches (see `stepper.Stepper`).
@@ -186,6 +193,8 @@ class FlatStep:
         self._gradient_scratch.rewind()
         self._main_scratch.rewind()
         joined = [self._load(stretch, update) for stretch in batch.stretches]
+        if update.changes and (apart := [p.tensor.grad for p in batch.pieces_in_place if p.tensor.grad is not None]):
+            update.apply_to_all(apart)
         # The first batch steps every group, also groups without pieces on this rank, and every batch starts from the
         # same options. So a class that counts steps in its groups counts one step, on all ranks, however many pieces
         # there are.
@@ -216,7 +225,7 @@ class FlatStep:
         """Give the pieces their gradients, times the factor, and main. Returns main as `_bring_main`."""
         if stretch.is_in_place:
             gradient = stretch.unit.grads.read(stretch.world)
-            for _, place in stretch.parts if update.changes else ():
+            for _, place in stretch.parts if update.changes and not stretch.unit.grads.is_apart else ():
                 update.apply(gradient[place])
             for piece, place in zip(stretch.pieces, stretch.places, strict=True):
                 piece.tensor.grad = gradient[place]
@@ -318,10 +327,12 @@ def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:
     """(unit, param group, interval) of the pieces in the own shards."""
     own = {unit: unit.own_shard() for unit in {piece.unit for piece in pieces}}
     mine = [piece for piece in pieces if piece.world in own[piece.unit]]
-    apart = bool(mine) and mine[0].unit.grads.is_apart  # of all units, or of none
-    for of_batch in _in_batches(mine, 1 << 62 if apart else 1, 1):
-        for stretch in of_batch:
-            yield stretch.unit, stretch.pieces[0].group, stretch.world
+    for stretch in _in_batches(mine, 1 << 62, 1)[0] if mine else ():
+        first, *_ = stretch.pieces
+        if first.unit.grads.is_apart:
+            yield first.unit, first.group, stretch.world
+        else:
+            yield from ((piece.unit, piece.group, piece.world) for piece in stretch.pieces)
 
 
 def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[Stretch]]:
@@ -332,8 +343,11 @@ def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[
         stretches: list[list[Piece]] = []
         for piece in pieces[of_batch.start : of_batch.stop]:
             last = stretches[-1][-1] if stretches else None
-            if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start and not (
-                piece.unit.grads.is_apart and piece.world.start in starts[piece.unit]
+            if (
+                last is not None
+                and last.unit is piece.unit
+                and last.world.stop == piece.world.start
+                and not (piece.unit.grads.is_apart and piece.world.start in starts[piece.unit])
             ):
                 stretches[-1].append(piece)
             else:

@@ -46,6 +46,14 @@ class Update:
         """Whether `apply` changes a gradient."""
         return self.factor != 1.0 or self.clip_value is not None
 
+    def apply_to_all(self, gradients: list[Tensor]) -> None:
+        """Apply it to several tensors in place."""
+        if self.factor != 1.0:
+            torch._foreach_mul_(gradients, self.factor)
+        if self.clip_value is not None:
+            torch._foreach_clamp_min_(gradients, -self.clip_value)
+            torch._foreach_clamp_max_(gradients, self.clip_value)
+
     def apply(self, gradient: Tensor) -> Tensor:
         """Apply it in place, and return the gradient."""
         if self.factor != 1.0:

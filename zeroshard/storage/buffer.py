@@ -313,6 +313,14 @@ class FlatBuffer:
         """The values of an interval of the own shard."""
         return self.shard[world.relative_to(self.layout.shard(self.rank).start).slice]
 
+    def parts(self, world: Interval) -> Iterator[Tensor]:
+        """Views of all values of an interval."""
+        yield self.part(world)
+
+    def copy_to(self, world: Interval, out: Tensor) -> Tensor:
+        """Copy the values of an interval to `out` [world.numel], any float dtype. Returns it."""
+        return out.copy_(self.part(world))
+
     @property
     def is_here(self) -> bool:
         """Whether there is a full buffer to read."""

@@ -304,7 +304,8 @@ class Gradients:
         return self.buffer.views()[index].view(-1) if self.means_in_full else self.own_part(index)
 
     def piece(self, world: Interval) -> Tensor:
-        """[world.numel] of the reduced gradient; `world` must lie in `held_interval`."""
+        """[world.numel] of the reduced gradient; `world` must lie in `held_interval`, and, where slots lie apart, in
+        one slot."""
         return self.buffer.part(world)
 
     @property
@@ -317,12 +318,12 @@ class Gradients:
         it (zeros if there is no gradient)."""
         if scratch is None:
             return self.piece(world)
-        return scratch.zero_() if self.state is GradState.EMPTY else scratch.copy_(self.piece(world))
+        return scratch.zero_() if self.state is GradState.EMPTY else self.buffer.copy_to(world, scratch)
 
     def views(self, world: Interval) -> Iterator[Tensor]:
         """Views of the existing gradients of these elements."""
         if self.state is not GradState.EMPTY:
-            yield self.piece(world)
+            yield from self.buffer.parts(world)
 
     def in_full(self, index: int) -> Tensor | None:
         """The reduced gradient of one slot in full, if gradients are replicated; None: there is none."""

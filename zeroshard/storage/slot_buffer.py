@@ -13,6 +13,7 @@ one that is not the only one in its storage, or that does not fill it, is copied
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -91,12 +92,26 @@ class SlotBuffer(FlatBuffer):
     def _find(self, world: Interval) -> tuple[int, slice | None]:
         index = bisect_right(self._starts, world.start) - 1
         slot = self.layout.slots[index]
+        assert world in slot.world, "slots lie apart: no interval of several is one tensor"
         place = None if world == slot.world else world.relative_to(slot.world.start).slice
         self._places[world] = index, place  # the same intervals are read in every step
         return index, place
 
     def part_of_shard(self, world: Interval) -> Tensor:
         return self.part(world)
+
+    def parts(self, world: Interval) -> Iterator[Tensor]:
+        if world in self._places:
+            yield self.part(world)
+            return
+        for fragment in self.layout.fragments_in(world):
+            yield self.part(fragment.world)
+
+    def copy_to(self, world: Interval, out: Tensor) -> Tensor:
+        out.zero_()
+        for fragment in self.layout.fragments_in(world):
+            out[fragment.local.slice] = self.part(fragment.world)
+        return out
 
     @property
     def is_here(self) -> bool:

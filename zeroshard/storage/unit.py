@@ -75,7 +75,7 @@ class Unit:
     def _new_gradients(self, collectives: Collectives) -> Gradients:
         mesh, precision, device = collectives.mesh, self.spec.precision, self.weights.own().device
         mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)
-        if self.plan.takes_over_gradients(mesh.world.size):
+        if self.plan.takes_over_gradients(mesh.world.size, in_place=precision.steps_in_place):
             return Gradients(self.spec.name, SlotBuffer(self.layout, precision.grad, self.plan.grads, device), mean)
         # Sharded gradients need no memory between a step and the next backward.
         lasting = self.plan.grads is not SHARDED
