@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,21 @@ def test_tensors_are_taken_and_not_copied() -> None:
             handle = zeroshard.shard(model, plan)
             seen: dict[str, int] = {}
             for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda grad, name=name: seen.update({name: grad.data_ptr()}))
+                parameter.register_hook(partial(_note, seen, name))
             model(torch.randn(5, 33)).square().mean().backward()
             (unit,) = handle.engine.units
             assert isinstance(unit.grads.buffer, SlotBuffer)
-            held = {slot.name: view.data_ptr() for slot, view in zip(unit.layout.slots, unit.grads.buffer.views())}
+            held = {
+                slot.name: view.data_ptr()
+                for slot, view in zip(unit.layout.slots, unit.grads.buffer.views(), strict=True)
+            }
             assert held == seen, plan
 
     run_ranks(check, 1)
+
+
+def _note(seen: dict[str, int], name: str, grad: Tensor) -> None:
+    seen[name] = grad.data_ptr()
 
 
 class Joined(nn.Module):
@@ -123,7 +131,6 @@ def test_memory_that_is_also_anothers_is_not_written_to(plan: Any) -> None:
         model(x).square().sum().backward()
         reference(x).square().sum().backward()
         own = [(kept[0], kept[0].clone()), (model.out[0].grad, model.out[0].grad.clone())]
-        (unit,) = handle.engine.units
         assert handle.memory()["grads"] == 3 * 6 * 4
         factor = min(1.0, 1.0 / (float(optimizer.clip_grad_norm_(1.0)) + 1e-6))
         assert factor < 1
