@@ -48,6 +48,12 @@ class Lone(int):
     def __le__(self, other: Any) -> bool:
         return not self > other
 
+    def __mul__(self, other: Any) -> Any:
+        """Times the number of another axis that has one rank, it is still such a number."""
+        return Lone(1) if isinstance(other, int) and int(other) == 1 else int(self) * other
+
+    __rmul__ = __mul__
+
 
 @dataclass(frozen=True)
 class LoneAxis(Axis):
