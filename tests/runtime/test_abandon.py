@@ -22,6 +22,7 @@ from tests.failures.common import Ranks
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from tests.patience import give_up_after
 from zeroshard.comm.messages import Announcement
+from zeroshard.model import units
 from zeroshard.runtime.life import Life
 from zeroshard.testing import run_ranks
 
@@ -179,8 +180,11 @@ def test_what_becomes_of_the_values() -> None:
     assert Life.CLOSED.after("abandon") is Life.CLOSED
 
 
-def test_all_ranks_leave_when_one_has_failed() -> None:
-    """The watch wakes a waiting rank; the rank abandons the handle, and its process ends normally."""
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_all_ranks_leave_when_one_has_failed(has_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch wakes a waiting rank; the rank abandons the handle, and its process ends normally. (`has_parts`: with
+    root parts in flight, which the hook after the model's call once waited for again, and raised again.)"""
+    monkeypatch.setattr(units, "PART_BYTES", 0 if has_parts else units.PART_BYTES)
 
     def check(rank: int, mark: Any) -> None:
         zeroshard.init()

@@ -100,16 +100,19 @@ class Gatherer:
                 else:
                     self._unshard(unit, during)
 
-    def leave(self, units: Sequence[Unit]) -> list[Unit]:
+    def leave(self, units: Sequence[Unit], *, waits: bool) -> list[Unit]:
         """A forward that needs these units is over. Returns those that no running forward needs and that only borrow
-        their full weights: backward may have to gather them again."""
+        their full weights: backward may have to gather them again. `waits`: whether to wait for root parts that are
+        still in flight; after an error, which another rank may have caused, they may never arrive."""
         for unit in units:
             unit.weights.in_use -= 1
         free = [unit for unit in units if unit.weights.is_passing]
         if any(unit.spec.is_part for unit in free):
-            self._let_parts_arrive()
+            if waits:
+                self._let_parts_arrive()
             # Root parts that were not gathered, as no unit in front of them ran, are not needed in backward either.
-            free = [unit for unit in free if not unit.spec.is_part or unit.weights.state is not Residency.SHARDED]
+            gone = (Residency.SHARDED,) if waits else (Residency.SHARDED, Residency.GATHERING)
+            free = [unit for unit in free if not unit.spec.is_part or unit.weights.state not in gone]
         if free and not in_backward():
             for unit in free:
                 unit.weights.put_away()

@@ -37,7 +37,7 @@ from zeroshard.model.transforms import given_tensors, outside_transforms, under_
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
-from zeroshard.runtime.running import Inside, Running
+from zeroshard.runtime.running import End, Inside, Running
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -328,10 +328,10 @@ class Schedule(NotCopied):
     def after_module(self, units: Sequence[Unit], output: Any) -> None:
         """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
         units again when it reaches these. See [Note: who made an output]."""
-        if not self._running.end(units):  # an earlier pre-hook raised, and these units were never entered
+        if (end := self._running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
         self._running.returned(units, output)
-        free = self.gatherer.leave(units)
+        free = self.gatherer.leave(units, waits=end is End.RETURNED)
         if not free:
             return
         entries = {unit: self._entered.pop(unit, None) for unit in free}

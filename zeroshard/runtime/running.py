@@ -11,9 +11,11 @@ gradient of an output of its module to the gradient of an input, which is where 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,14 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.comm.recording import RECORDER, Kind, Range
 from zeroshard.model.trees import tensors_in
 from zeroshard.storage.unit import Unit
+
+
+class End(Enum):
+    """How a call has ended: it has returned, it has raised, or it has not begun, because an earlier hook has raised."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    NOT_BEGUN = "not begun"
 
 
 class Inside:
@@ -48,7 +58,7 @@ class Running:
     """The running calls that have gathered units, the innermost last. `inside`: unit -> its counter."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Sequence[Unit], Range | None]] = []
+        self._calls: list[tuple[Sequence[Unit], Range | None, BaseException | None]] = []
         self.inside: dict[Unit, Inside] = defaultdict(Inside)
         self._at: tuple[Sequence[Unit], Range | None] = (), None  # the units that backward is at
         self._returned: set[tuple[int, int]] = set()  # thread and number of the graph nodes of recorded outputs
@@ -65,21 +75,22 @@ class Running:
                 hook = tensor.register_hook(partial(self._go_on, units, around))  # type: ignore[no-untyped-call]
                 if tensor.is_leaf:  # it may outlive the graph
                     self._on_leaves.append(hook)
-        self._calls.append((units, _open("forward", units)))
+        self._calls.append((units, _open("forward", units), sys.exception()))
         for unit in units:
             self.inside[unit].begin()
 
-    def end(self, units: Sequence[Unit]) -> bool:
-        """The innermost call that needs these units is over. False if none has begun, because of an earlier error."""
+    def end(self, units: Sequence[Unit]) -> End:
+        """The innermost call that needs these units is over."""
         for index in range(len(self._calls) - 1, -1, -1):
-            running, forward = self._calls[index]
+            running, forward, handled = self._calls[index]
             if running is units:  # not `==`: several modules may need the same units
                 del self._calls[index]
                 _close(forward)
                 for unit in units:
                     self.inside[unit].end()
-                return True
-        return False
+                # The model may be called where another error is being handled (`except: model(x)`).
+                return End.RETURNED if sys.exception() is handled else End.RAISED
+        return End.NOT_BEGUN
 
     # Backward, for timelines -------------------------------------------------------------------------------------
 
