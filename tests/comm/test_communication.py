@@ -172,8 +172,8 @@ def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     it."""
     leave = Gatherer.leave
 
-    def forgetful(self: Gatherer, units: Any) -> Any:
-        free = leave(self, units)
+    def forgetful(self: Gatherer, units: Any, **options: Any) -> Any:
+        free = leave(self, units, **options)
         for unit in free:
             if not unit.weights.buffer.rests_in_full:
                 unit.weights.drop()
