@@ -62,8 +62,7 @@ class Stretch:
     @cached_property  # like the next ones read in every step
     def is_in_place(self) -> bool:
         """Whether a step reads gradients and updates main where they lie, and main is the weights."""
-        main = self.unit.main
-        return not (self.is_cast or self.is_joined or main.follows) and main.extra is None
+        return not self.is_cast and self.unit.main.extra is None
 
     @cached_property
     def places(self) -> tuple[slice, ...]:
@@ -260,8 +259,6 @@ class FlatStep:
     def _store(self, stretch: Stretch, joined: Tensor | None) -> None:
         for piece in stretch.pieces:
             piece.tensor.grad = None
-        if stretch.is_in_place:
-            return
         for part, place in stretch.parts if stretch.unit.main.extra is not None else ():
             stretch.unit.main.write(part, None if joined is None else joined[place])
 
