@@ -66,6 +66,7 @@ PAIRS = [
     ("zero1", "torch ZeRO"),
     ("zero2", "torch ZeRO"),
     ("zero3", "torch FSDP2"),
+    ("zero3", "zero1"),
     ("zero2", peers.FAIRSCALE),
     *((f"zero{stage}", f"{peers.DEEPSPEED}{stage}") for stage in (1, 2, 3)),
     ("zero1", peers.MEGATRON),
