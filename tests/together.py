@@ -78,6 +78,7 @@ def _compare(plans: Sequence[Plan], found: Sequence[Sequence[Outcome]], truth: S
         for outcome, expected in zip(of_plan, truth, strict=True):
             assert outcome.losses == expected.losses, (plan, len(truth))
             assert same_bits(outcome.weights, expected.weights), (plan, len(truth))
+        assert [one.norms for one in of_plan] == [of_rank[0].norms for of_rank in found], (plan, len(truth))
         expect_same_logs(logs(of_plan))
 
 

@@ -19,34 +19,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.kit import (
-    PLANS,
-    VOCAB,
-    WIDTH,
-    Block,
-    Job,
-    Net,
-    loss_of_tokens,
-    make,
-    same_bits,
-    train,
-    train_reference,
-    travelling,
-)
+from tests.grids import EVERYTHING, at
+from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, State, loss_of_tokens, make, same_bits, travelling
 from tests.planning.models import Planned
-from tests.planning.test_plan import expect_planned
+from tests.planning.test_plan import expect_measured, expect_planned
+from tests.together import Together, in_turn
 from zeroshard.model import units
 from zeroshard.model.units import UnitSpec, choose_units, in_order_of_reduction
+from zeroshard.placement import Plan
 from zeroshard.planning import Configuration
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.reductions import Reductions
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked, so they have this size as well."""
     monkeypatch.setattr(units, "PART_BYTES", 4 * 2 * WIDTH)
+
+
+@contextmanager
+def root_parts(apart: bool) -> Iterator[None]:
+    """Whether large modules are units of their own, or in the root unit."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not apart:
+            patch.setattr(units, "PART_BYTES", 1 << 40)
+        yield
 
 
 class Reads(Net):
@@ -151,46 +150,61 @@ def test_parts_of_different_kinds() -> None:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Net, Reads, TiedByHand, Checkpointed, Reentrant, InBetween, partial(Net, tied=True)])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_training_is_that_of_one_process(model: Any, num_ranks: int) -> None:
-    job = Job(model=model, precision="bf16")
-    [expected] = run_ranks(lambda rank: train_reference(job, num_ranks), 1)
-
-    def check(rank: int) -> list[Any]:
-        outcomes = [train(job, plan, rank) for plan in PLANS]
-        for plan, outcome in zip(PLANS, outcomes, strict=True):
-            assert same_bits(outcome.weights, expected[rank].weights), plan
-            assert outcome.norms == outcomes[0].norms
-        return [outcome.log for outcome in outcomes]
-
-    for logs in zip(*run_ranks(check, num_ranks), strict=True):
-        expect_same_logs(logs)
+JOBS: dict[str, Job] = {
+    "called": Job(model=Net, precision="bf16"),
+    "read": Job(model=Reads, precision="bf16"),
+    "tied by hand": Job(model=TiedByHand, precision="bf16"),
+    "checkpointed": Job(model=Checkpointed, precision="bf16"),
+    "reentrant": Job(model=Reentrant, precision="bf16"),
+    "in between": Job(model=InBetween, precision="bf16"),
+    "tied": Job(model=partial(Net, tied=True), precision="bf16"),
+}
+TRAINED = Together(JOBS, on_three=["read", "reentrant", "in between"])
 
 
-@pytest.mark.parametrize(
-    ("way", "num_ranks"),
-    [
-        *(pytest.param(way, ranks, marks=pytest.mark.by_gloo) for way in ("shared", "pairwise") for ranks in (2, 3)),
-        ("native", 2),
-    ],
+@pytest.mark.parametrize("name", JOBS)
+def test_training_is_that_of_one_process(name: str) -> None:
+    TRAINED.expect_reference(name)
+
+
+PLANNED = (
+    list(product(PLANS, (1, 2), ("shared", "pairwise", "native"), (2, 3)))
+    if EVERYTHING
+    else [
+        (zeroshard.DDP, 2, "shared", 2),
+        (zeroshard.ZERO1, 1, "pairwise", 2),
+        (zeroshard.ZERO2, 2, "native", 2),
+        (zeroshard.ZERO3, 1, "shared", 2),
+        (zeroshard.ZERO3, 2, "native", 2),
+        (zeroshard.DDP, 1, "pairwise", 3),
+        (zeroshard.ZERO1, 2, "shared", 3),
+        (zeroshard.ZERO2, 1, "shared", 3),
+        (zeroshard.ZERO3, 2, "pairwise", 3),
+    ]
 )
-def test_memory_and_messages_are_as_planned(way: Any, num_ranks: int) -> None:
-    def check(rank: int) -> None:
-        for plan, micro_batches in product(PLANS, (1, 2)):
-            configuration = Configuration(
-                plan=plan,
-                ranks=num_ranks,
-                rank=rank,
-                precision="bf16",
-                device="cpu",
-                transport=way,
-                micro_batches=micro_batches,
-            )
-            expect_planned(Planned(Net, Block), configuration)
+"""Plan, number of micro-batches, transport and number of ranks."""
 
-    with travelling(way):
-        run_ranks(check, num_ranks)
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_memory_and_messages_are_as_planned(num_ranks: int) -> None:
+    def check(rank: int, plan: Plan, micro_batches: int, way: Any) -> None:
+        configuration = Configuration(
+            plan=plan,
+            ranks=num_ranks,
+            rank=rank,
+            precision="bf16",
+            device="cpu",
+            transport=way,
+            micro_batches=micro_batches,
+        )
+        with travelling(way):
+            if EVERYTHING or (plan is zeroshard.ZERO3 and micro_batches == 2):
+                expect_planned(Planned(Net, Block), configuration)  # saves and loads as well
+            else:
+                expect_measured(Planned(Net, Block), configuration)
+
+    run_ranks(in_turn(check, at(PLANNED, num_ranks)), num_ranks)
 
 
 def test_what_is_gathered_first_and_reduced_first() -> None:
@@ -198,10 +212,10 @@ def test_what_is_gathered_first_and_reduced_first() -> None:
     own, both are in "root"."""
 
     def check(rank: int) -> None:
-        for reads, size in ((Net, units.PART_BYTES), (Reads, units.PART_BYTES), (Net, 1 << 40)):
+        for reads, apart in ((Net, True), (Reads, True), (Net, False)):
             model = make(reads)
-            units.PART_BYTES = size
-            handle = zeroshard.shard(model, "zero3", units=Block)
+            with root_parts(apart):
+                handle = zeroshard.shard(model, "zero3", units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
             for _ in range(2):
                 handle.comm_log.clear()
@@ -210,7 +224,7 @@ def test_what_is_gathered_first_and_reduced_first() -> None:
             gathers = [e.unit for e in handle.comm_log.entries if e.op == "all_gather" and e.phase == "forward"]
             reductions = [event.unit for event in handle.comm_log.entries if event.op == "reduce_scatter"]
             blocks = ["blocks.0", "blocks.1", "blocks.2"]
-            if size == 1 << 40:
+            if not apart:
                 assert gathers == ["root", *blocks] and reductions == [*blocks[::-1], "root"]
             else:
                 assert gathers == ["root", "embed", *blocks, "head"]
@@ -252,31 +266,37 @@ class LeavesOut(Net):
 
 
 @pytest.mark.parametrize(
-    ("way", "num_ranks"), [("shared", 2), ("shared", 3), ("pairwise", 3), ("native", 2), ("pairwise", 4)]
+    ("way", "num_ranks", "plans"),
+    [
+        ("shared", 2, (zeroshard.ZERO2, zeroshard.ZERO3)),
+        ("shared", 3, (zeroshard.DDP, zeroshard.ZERO1)),
+        ("pairwise", 3, (zeroshard.ZERO2, zeroshard.ZERO3)),
+        ("native", 2, (zeroshard.DDP, zeroshard.ZERO3)),
+        ("pairwise", 4, (zeroshard.ZERO1, zeroshard.ZERO3)),
+    ],
 )
-def test_nobody_waits_for_root_parts_inside_of_a_backward(way: str, num_ranks: int) -> None:
+def test_nobody_waits_for_root_parts_inside_of_a_backward(way: str, num_ranks: int, plans: tuple[Plan, ...]) -> None:
     """A rank that leaves the head out reduces it at the end of its backward, and before, it waits for the others'
-    gathers: a deadlock, if these waited for the head. (Four ranks: two shards with two replicas each.)"""
+    gathers: a deadlock, if these waited for the head. (Four ranks: two shards with two replicas each.) The bits are
+    those of a training in which embedding and head are in the root unit."""
+    runs = [(plans[0], False), *((plan, True) for plan in (PLANS if EVERYTHING else plans))]
 
     def check(rank: int) -> list[str]:
-        waits = Waits()
+        waits, states = Waits(), []
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if num_ranks == 4 else None
-        for plan in PLANS:
-            states, size = [], units.PART_BYTES
-            for apart in (True, False):
-                units.PART_BYTES = size if apart else 1 << 40
-                model = make(partial(LeavesOut, blocks=6))
+        for plan, apart in runs:
+            model = make(partial(LeavesOut, blocks=4))
+            with root_parts(apart):
                 handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-                for step in range(4):
-                    model.out = rank in ((), (1,), (0, 1), ())[step]
-                    optimizer.zero_grad()
-                    with waits.noted():
-                        loss_of_tokens(model, rank, 0, step).backward()
-                    optimizer.step()
-                states.append(handle.full_state_dict())
-            assert same_bits(*states), plan
-            units.PART_BYTES = size
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            for step in range(4):
+                model.out = rank in ((), (1,), (0, 1), ())[step]
+                optimizer.zero_grad()
+                with waits.noted():
+                    loss_of_tokens(model, rank, 0, step).backward()
+                optimizer.step()
+            states.append(handle.full_state_dict())
+            assert same_bits(states[0], states[-1]), plan
         return waits.inside
 
     with travelling(way):
@@ -390,35 +410,35 @@ def test_a_module_that_is_used_before_its_place_is_no_root_part() -> None:
     assert [*found(model)][:4] == ["root", "images", "net.embed", "net.blocks.0"], "in front of all blocks"
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero3"])
-@pytest.mark.parametrize("kind", [Switched, ForImages])
 @pytest.mark.parametrize("way", ["shared", "native"])
-def test_a_rank_may_leave_one_out(plan: str, kind: Any, way: str) -> None:
+def test_a_rank_may_leave_one_out(way: str) -> None:
     """As in the root unit: all ranks gather it at the same place, whether they use it or not."""
 
-    def check(rank: int) -> None:
-        states, size = [], units.PART_BYTES
-        for apart in (True, False):
-            units.PART_BYTES = size if apart else 1 << 40
-            model = make(kind)
+    def check(rank: int, kind: Any, plan: str, apart: bool) -> State:
+        model = make(kind)
+        with root_parts(apart):
             handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            has_changed = True
-            for step, users in enumerate([(), (0,), (1,), (0, 1), ()]):
-                model.use = rank in users
-                optimizer.zero_grad()
-                handle.comm_log.clear()
-                loss_of_tokens(model, rank, 0, step).backward()
-                optimizer.step()
-                gathered = [event.unit for event in handle.comm_log.entries if event.op == "all_gather"]
-                if plan == "zero3" and kind is Switched:
-                    assert gathered.count("second") == (apart and has_changed), (step, gathered)
-                has_changed = bool(users)  # a step changes what has a gradient on any rank
-            states.append(handle.full_state_dict())
-        assert same_bits(*states)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        has_changed = True
+        for step, users in enumerate([(), (0,), (1,), (0, 1), ()]):
+            model.use = rank in users
+            optimizer.zero_grad()
+            handle.comm_log.clear()
+            loss_of_tokens(model, rank, 0, step).backward()
+            optimizer.step()
+            gathered = [event.unit for event in handle.comm_log.entries if event.op == "all_gather"]
+            if plan == "zero3" and kind is Switched:
+                assert gathered.count("second") == (apart and has_changed), (step, gathered)
+            has_changed = bool(users)  # a step changes what has a gradient on any rank
+        return handle.full_state_dict()
+
+    def compared(rank: int, kind: Any) -> None:
+        expected = check(rank, kind, "zero3", False)
+        for plan in ("zero1", "zero3"):
+            assert same_bits(check(rank, kind, plan, True), expected), plan
 
     with travelling(way):
-        run_ranks(check, 2)
+        run_ranks(in_turn(compared, [Switched, ForImages]), 2)
 
 
 def test_reads_outside_of_a_forward_raise_as_before() -> None:
@@ -437,41 +457,45 @@ def test_reads_outside_of_a_forward_raise_as_before() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_checkpoints_load_with_and_without(tmp_path: Path, before: bool) -> None:
-    def check(rank: int) -> None:
-        size = units.PART_BYTES
+def test_checkpoints_load_with_and_without(tmp_path: Path) -> None:
+    def check(rank: int, before: bool) -> None:
         states = []
         for saves in (True, False):
-            units.PART_BYTES = size if saves != before else 1 << 40
             model = make(Net, seed=int(saves))
-            handle = zeroshard.shard(model, "zero3", units=Block, precision="bf16")
+            with root_parts(saves != before):
+                handle = zeroshard.shard(model, "zero3", units=Block, precision="bf16")
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
             if saves:
                 loss_of_tokens(model, rank, 0, 0).backward()
                 optimizer.step()
-                zeroshard.save(tmp_path, handle, optimizer, step=1)
+                zeroshard.save(tmp_path / str(before), handle, optimizer, step=1)
             else:
-                zeroshard.load(tmp_path, handle, optimizer)
+                zeroshard.load(tmp_path / str(before), handle, optimizer)
             loss_of_tokens(model, rank, 0, 1).backward()
             optimizer.step()
             states.append(handle.full_state_dict(main=True))
         assert same_bits(*states)
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, [True, False]), 2)
 
 
+WHOLE: list[tuple[Any, str]] = [(Net, "zero3"), (Reads, "zero3"), *([(Net, "zero1"), (Reads, "zero1")] * EVERYTHING)]
+
+
+@pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
-@pytest.mark.parametrize("plan", ["zero1", "zero3"])
-@pytest.mark.parametrize("model", [Net, Reads])
-def test_whole_models_are_compiled(plan: str, model: Any) -> None:
-    def check(rank: int) -> None:
+def test_whole_models_are_compiled() -> None:
+    """By default rank 0 compiles one model and rank 1 the other, each beside a rank that trains uncompiled: compiling
+    takes most of the time."""
+
+    def check(rank: int, model: Any, plan: str) -> None:
         losses = []
         for compiled in (False, True):
-            made = make(model)
+            made = make(partial(model, blocks=2))
             handle = zeroshard.shard(made, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            runs = torch.compile(made, backend="eager") if compiled else made
+            compiles = compiled and (EVERYTHING or rank == (model is Reads))
+            runs = torch.compile(made, backend="eager") if compiles else made
             losses.append([])
             for step in range(3):
                 loss = loss_of_tokens(runs, rank, 0, step)
@@ -480,4 +504,4 @@ def test_whole_models_are_compiled(plan: str, model: Any) -> None:
                 losses[-1].append(loss.item())
         assert losses[0] == losses[1]
 
-    run_ranks(check, 2)
+    run_ranks(in_turn(check, WHOLE), 2)
