@@ -103,7 +103,8 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr("zeroshard.comm.collectives.to_host", to_host)
-    norms = norms_of_pieces([torch.ones(5000, device=device), torch.ones(7, device=device)], 2.0)
+    pieces = [(0, torch.ones(5000, device=device)), (1, torch.ones(7, device=device))]
+    norms, groups = norms_of_pieces(pieces, 2.0)
     with pytest.raises(RuntimeError, match="meta tensors"):
         bool(torch.isfinite(norms).all())
     axis = Axis(None, 1, (0, 1, 2))  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     collectives.mesh = SimpleNamespace(world=axis, replicate=SimpleNamespace(rank=1), stands_for=1)
     collectives.device, collectives.log, collectives.samples = device, CommLog(), Samples(device)
     collectives.orders, collectives._name, collectives.messages = None, "a mesh", Messages(1, "a mesh")
-    overflows, norms_of_groups = torch.zeros(2, dtype=torch.bool, device=device), control.Norms(norms, [0, 1], 2, 2.0)
+    overflows, norms_of_groups = torch.zeros(2, dtype=torch.bool, device=device), control.Norms(norms, groups, 2, 2.0)
     own = control.Contribution(control.Status.READY, 1.0, norms_of_groups, [True] * 300, overflows)
     row = control._pack(collectives, own, SettingsReport(), None)
     assert row.shape == (control.row_numbers(2, 300, 3),) and len(row) <= ROOM

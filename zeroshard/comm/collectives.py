@@ -262,7 +262,7 @@ class Collectives:
         return sums if numbers.numel() <= ROOM else torch.cat([sums, self._sum(numbers[ROOM:].clone(), at)])
 
     def add_up_alone(self, numbers: Tensor, what: str) -> Tensor:
-        """`add_up` of a single rank: its numbers on the host, as there is nobody to compare with."""
+        """`add_up` of a single rank, also of other dtypes: its numbers on the host."""
         return self._sum(numbers, self._begin("exchange", self.mesh.world, what))
 
     def are_alike(self, value: Any, what: str = SOME_EXCHANGE) -> bool:

@@ -7,6 +7,7 @@ large superaccumulators", 2015). Integers can be added by any tree, by atomics o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,16 @@ def add_exactly(values: Tensor, places: Tensor, count: int) -> Tensor:
         sums.scatter_add_(0, where + number, part)
     sums.scatter_add_(0, places * WIDTH + LIMBS, (~finite).to(torch.int64))
     return sums.view(count, WIDTH)
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """As `rounded`, of the values themselves, none of which is negative: a single rank needs no limbs."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def rounded(limbs: Sequence[int]) -> float:

@@ -16,8 +16,12 @@ def norms_of_rows(flat: Tensor, norm_type: float = 2.0, dtype: torch.dtype | Non
     quarter of a million elements and 1e-3 for 25 million. By rows it was within 1e-6 of fp64 in all comparisons, at the
     same speed.
     """
+    rows, rest = rows_and_rest(flat)
+    norms: Tensor = vector_norm(rows, norm_type, dim=1, dtype=dtype)
+    return torch.cat([norms, vector_norm(rest, norm_type, dtype=dtype).view(1)]) if rest.numel() else norms
+
+
+def rows_and_rest(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Views: the rows, [rows, ROW_NUMEL], and what is left, [less than ROW_NUMEL]."""
     end = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    rows: Tensor = vector_norm(flat[:end].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype)
-    if end == flat.numel():
-        return rows
-    return torch.cat([rows, vector_norm(flat[end:], norm_type, dtype=dtype).view(1)])
+    return flat[:end].view(-1, ROW_NUMEL), flat[end:]

@@ -177,9 +177,8 @@ class Agreement:
         return exchange_norms(collectives, control, self._norms(gradients, norm_type, torch.float64))
 
     def _norms(self, gradients: Sequence[tuple[int, Tensor]], kind: float, dtype: torch.dtype) -> Norms:
-        pieces = [(group, piece) for group, piece in gradients if piece.numel()]
-        of_pieces = norms_of_pieces([piece for _, piece in pieces], kind, dtype)
-        return Norms(of_pieces, [group for group, _ in pieces], len(self._groups.lists), kind)
+        of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
+        return Norms(of_pieces, groups, len(self._groups.lists), kind)
 
     def _expect_ready(self, control: Control) -> None:
         """Raises:

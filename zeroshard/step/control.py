@@ -25,7 +25,7 @@ from zeroshard.comm.samples import first_difference
 from zeroshard.comm.settings import SettingsReport, difference
 from zeroshard.errors import InvalidState
 from zeroshard.layout import exact
-from zeroshard.step.gradient_norms import largest, norm_terms, norms_of_sums
+from zeroshard.step.gradient_norms import largest, norm_terms, norms_alone, norms_of_sums, powers_of
 from zeroshard.step.same_gradients import SameGradients
 
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
@@ -87,8 +87,8 @@ class Norms:
     """Norms of the gradients in the own shard.
 
     Attributes:
-        of_pieces: [pieces] float64, on the device: p-norms with p = `kind`.
-        groups: the param group of each piece.
+        of_pieces: [n] float64, on the device: p-norms with p = `kind` (`gradient_norms.norms_of_pieces`).
+        groups: the param group of each.
         num_groups: number of param groups of the optimizer.
     """
 
@@ -208,21 +208,20 @@ def _alone(collectives: Collectives, own: Contribution, settings: SettingsReport
     settings.end()
     collectives.samples.forget()
     norms, flags = own.norms, own.on_device
-    terms = _norm_terms(collectives, norms).view(-1)
-    mine = terms if flags is None else torch.cat([terms, flags.to(terms)])
+    powers = powers_of(norms.of_pieces, norms.kind)
+    mine = powers if flags is None else torch.cat([powers, flags.to(powers)])
     numbers = collectives.add_up_alone(mine, CONTROL).tolist()
-    sums = [numbers[i : i + exact.WIDTH] for i in range(0, terms.numel(), exact.WIDTH)]
-    seen = [bool(flag) for flag in numbers[terms.numel() :]]
-    on_host = [*own.present]
-    for place, flag in enumerate(seen, start=len(on_host) - len(seen)):
-        on_host[place] |= flag
+    of_pieces, seen = numbers[: len(norms.groups)], numbers[len(norms.groups) :]
+    present = [*own.present]
+    for place, flag in enumerate(seen, start=len(present) - len(seen)):
+        present[place] |= bool(flag)
     return Control(
         status={own.status: 1},
         weight=own.weight if math.isfinite(own.weight) else math.nan,
-        group_norms=_group_norms(collectives, norms, sums),
+        group_norms=norms_alone(of_pieces, norms.groups, norms.num_groups, norms.kind),
         norm_type=norms.kind,
-        finite=not any(of_group[exact.LIMBS] for of_group in sums),
-        present=tuple(on_host),
+        finite=all(map(math.isfinite, of_pieces)),
+        present=tuple(present),
     )
 
 

@@ -43,7 +43,7 @@ class Stretch:
     pieces: tuple[Piece, ...]
     at_once: int
 
-    @property
+    @cached_property  # like the next ones read in every step
     def unit(self) -> Unit:
         return self.pieces[0].unit
 
@@ -59,15 +59,18 @@ class Stretch:
     def is_joined(self) -> bool:
         return _is_joined(self.unit)
 
-    @cached_property  # like the next ones read in every step
+    @cached_property
     def is_in_place(self) -> bool:
         """Whether a step reads gradients and updates main where they lie, and main is the weights."""
         return not self.is_cast and self.unit.main.extra is None
 
+    def divided(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Views of a tensor of the whole stretch, one for each piece."""
+        return (tensor,) if len(self.pieces) == 1 else tensor.split_with_sizes(self._sizes)
+
     @cached_property
-    def places(self) -> tuple[slice, ...]:
-        """Where the pieces lie in a tensor of the whole stretch."""
-        return tuple(piece.world.relative_to(self.world.start).slice for piece in self.pieces)
+    def _sizes(self) -> list[int]:
+        return [piece.world.numel for piece in self.pieces]
 
     @cached_property
     def parts(self) -> tuple[tuple[Interval, slice], ...]:
@@ -87,6 +90,16 @@ class Batch:
     def pieces(self) -> Iterator[Piece]:
         for stretch in self.stretches:
             yield from stretch.pieces
+
+    @cached_property
+    def _tensors(self) -> dict[int, list[Tensor]]:
+        found: dict[int, list[Tensor]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.group, []).append(piece.tensor)
+        return found
+
+    def tensors_of(self, group: int) -> list[Tensor]:
+        return [*self._tensors.get(group, ())]
 
     @property
     def pieces_in_place(self) -> Iterator[Piece]:
@@ -198,7 +211,7 @@ class FlatStep:
         # same options. So a class that counts steps in its groups counts one step, on all ranks, however many pieces
         # there are.
         for index, group in inner.groups.items():
-            group["params"] = [piece.tensor for piece in batch.pieces if piece.group == index]
+            group["params"] = batch.tensors_of(index)
         stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
         inner.read_options(options, stepped)
         inner.optimizer.param_groups = list(stepped.values())
@@ -226,8 +239,8 @@ class FlatStep:
             gradient = stretch.unit.grads.read(stretch.world)
             for _, place in stretch.parts if update.changes and not stretch.unit.grads.is_apart else ():
                 update.apply(gradient[place])
-            for piece, place in zip(stretch.pieces, stretch.places, strict=True):
-                piece.tensor.grad = gradient[place]
+            for piece, of_piece in zip(stretch.pieces, stretch.divided(gradient), strict=True):
+                piece.tensor.grad = of_piece
             return None
         world, grads, dtype = stretch.world, stretch.unit.grads, stretch.unit.main.dtype
         joined = self._bring_main(stretch, self._main_scratch.allocate)
@@ -235,8 +248,8 @@ class FlatStep:
         for part, place in stretch.parts:
             update.apply(grads.read(part, None if cast is None else cast[place]))
         gradient = grads.read(world) if cast is None else cast
-        for piece, place in zip(stretch.pieces, stretch.places, strict=True):
-            piece.tensor.grad = gradient[place]
+        for piece, of_piece in zip(stretch.pieces, stretch.divided(gradient), strict=True):
+            piece.tensor.grad = of_piece
         return joined
 
     def _bring_main(self, stretch: Stretch, new: Callable[..., Tensor]) -> Tensor | None:
@@ -251,9 +264,9 @@ class FlatStep:
         joined = new(stretch.world.numel, dtype=main.dtype)
         for part, place in stretch.parts:
             main.read(part, joined[place])
-        for piece, place in zip(stretch.pieces, stretch.places, strict=True):
+        for piece, of_piece in zip(stretch.pieces, stretch.divided(joined), strict=True):
             # Set `.data`, so that the tensor object stays: it is the key of its state in the inner optimizer.
-            piece.tensor.data = joined[place]
+            piece.tensor.data = of_piece
         return joined
 
     def _store(self, stretch: Stretch, joined: Tensor | None) -> None:

@@ -13,28 +13,49 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from zeroshard.layout.exact import add_exactly, rounded
-from zeroshard.layout.norms import ROW_NUMEL, norms_of_rows
+from zeroshard.layout.exact import add_exactly, exact_sum, rounded
+from zeroshard.layout.norms import ROW_NUMEL, rows_and_rest
 
 
-def norms_of_pieces(pieces: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The norm of each piece (none may be empty), [pieces] float64. `dtype`: the least precision of the sums. The host
-    does not wait for the device."""
-    for piece_dtype in {piece.dtype for piece in pieces}:
+def norms_of_pieces(
+    pieces: Sequence[tuple[int, Tensor]], norm_type: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, list[int]]:
+    """Norms of the pieces or of parts of them, whose powers add up to those of the pieces: [n] float64, and the param
+    group of each. The host does not wait for the device.
+
+    Args:
+        pieces: (param group, gradient); none may be empty.
+        dtype: the least precision of the sums.
+    """
+    for piece_dtype in {piece.dtype for _, piece in pieces}:
         dtype = torch.promote_types(dtype, piece_dtype)
+    if not pieces or pieces[0][1].is_cuda:
+        return _together(pieces, norm_type, dtype)
+    # On a CPU by rows, see `norms.py`.
+    short, rows = [], []
+    for group, piece in pieces:
+        if piece.numel() < ROW_NUMEL:
+            short.append((group, piece))
+            continue
+        of_piece, rest = rows_and_rest(piece)
+        rows.append((group, vector_norm(of_piece, norm_type, dim=1, dtype=dtype)))
+        if rest.numel():
+            short.append((group, rest))
+    if not rows:
+        return _together(short, norm_type, dtype)
+    of_rows, groups = _together(rows, norm_type, torch.float64)
+    if not short:
+        return of_rows, groups
+    of_short, groups_of_short = _together(short, norm_type, dtype)
+    return torch.cat([of_rows, of_short]), groups + groups_of_short
+
+
+def _together(pieces: Sequence[tuple[int, Tensor]], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+    """The norm of each piece, and its group, by one operation."""
     if not pieces:
-        return torch.empty(0, dtype=torch.float64)
-    if pieces[0].is_cuda:
-        return torch.stack(torch._foreach_norm(list(pieces), norm_type, dtype=dtype)).to(torch.float64)
-    found: list[Tensor] = [torch.empty(0)] * len(pieces)
-    short = [index for index, piece in enumerate(pieces) if piece.numel() <= ROW_NUMEL]
-    if short:  # one row each, and together one operation
-        for index, norm in zip(short, torch._foreach_norm([pieces[i] for i in short], norm_type, dtype), strict=True):
-            found[index] = norm.to(torch.float64)
-    for index, piece in enumerate(pieces):
-        if piece.numel() > ROW_NUMEL:  # see `norms.py`
-            found[index] = vector_norm(norms_of_rows(piece, norm_type, dtype), norm_type, dtype=torch.float64)
-    return torch.stack(found)
+        return torch.empty(0, dtype=torch.float64), []
+    norms = torch._foreach_norm([piece for _, piece in pieces], norm_type, dtype=dtype)
+    return torch.stack(norms).to(torch.float64), [group for group, _ in pieces]
 
 
 def norm_terms(norms: Tensor, groups: Tensor, num_groups: int, norm_type: float) -> Tensor:
@@ -42,16 +63,36 @@ def norm_terms(norms: Tensor, groups: Tensor, num_groups: int, norm_type: float)
     added, only the number of norms that are not finite is meaningful.
 
     Args:
-        norms: [pieces] float64, p-norms (`norms_of_pieces`).
-        groups: [pieces] int64, the param group of each.
+        norms: [n] float64, p-norms (`norms_of_pieces`).
+        groups: [n] int64, the param group of each.
     """
-    return add_exactly(norms if math.isinf(norm_type) else norms.pow(norm_type), groups, num_groups)
+    return add_exactly(powers_of(norms, norm_type), groups, num_groups)
 
 
 def largest(norms: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """The largest norm of each group, [num_groups] float64, for inf-norms; 0 for groups without pieces."""
     terms = torch.zeros(num_groups, dtype=torch.float64, device=norms.device)
     return terms.scatter_reduce_(0, groups, norms, "amax")
+
+
+def powers_of(norms: Tensor, norm_type: float) -> Tensor:
+    """What is added up, |g|^p, [n] float64; for inf-norms the norms, of which the largest counts."""
+    return norms if math.isinf(norm_type) else norms.pow(norm_type)
+
+
+def norms_alone(powers: Sequence[float], groups: Sequence[int], num_groups: int, norm_type: float) -> tuple[float, ...]:
+    """Of a single rank, on the host: the norm of each group. Equal to `norms_of_sums`, bit for bit.
+
+    Args:
+        powers: [n], `powers_of` the norms of the pieces.
+        groups: [n], the param group of each.
+    """
+    of_groups: list[list[float]] = [[] for _ in range(num_groups)]
+    for group, power in zip(groups, powers, strict=True):
+        of_groups[group].append(power)
+    if math.isinf(norm_type):
+        return tuple(math.nan if any(map(math.isnan, found)) else max(found, default=0.0) for found in of_groups)
+    return tuple(exact_sum(found) ** (1 / norm_type) for found in of_groups)
 
 
 def norms_of_sums(sums: Sequence[Sequence[int]], norm_type: float) -> tuple[float, ...]:

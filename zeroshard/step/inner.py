@@ -133,6 +133,8 @@ def expect_no_closure(optimizer_class: OptimizerClass) -> None:
 
 def arguments_for(optimizer_class: OptimizerClass, arguments: Options) -> Options:
     """The keyword arguments that the `step` of a class takes."""
+    if not arguments:
+        return {}
     parameters = inspect.signature(_step_of(optimizer_class)).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments

@@ -10,7 +10,7 @@ derived from these (`Weights.state`, `Gradients.state`), so they cannot contradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -313,9 +313,9 @@ class FlatBuffer:
         """The values of an interval of the own shard."""
         return self.shard[world.relative_to(self.layout.shard(self.rank).start).slice]
 
-    def parts(self, world: Interval) -> Iterator[Tensor]:
+    def parts(self, world: Interval) -> Sequence[Tensor]:
         """Views of all values of an interval."""
-        yield self.part(world)
+        return (self.part(world),)
 
     def copy_to(self, world: Interval, out: Tensor) -> Tensor:
         """Copy the values of an interval to `out` [world.numel], any float dtype. Returns it."""

@@ -11,7 +11,7 @@ Code that reads gradients (a step, a norm, the check for found-inf) uses all thr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import torch
@@ -57,8 +57,8 @@ class NoGradients:
         assert scratch is not None, "these gradients lie in no buffer"
         return scratch.zero_()
 
-    def views(self, world: Interval) -> Iterator[Tensor]:
-        return iter(())
+    def views(self, world: Interval) -> Sequence[Tensor]:
+        return ()
 
     def in_full(self, index: int) -> Tensor | None:
         return None
@@ -91,11 +91,12 @@ class ExternalGradients(NoGradients):
                 out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
         return out
 
-    def views(self, world: Interval) -> Iterator[Tensor]:
-        for fragment in self._layout.fragments_in(world):
-            grad = self._of_name[fragment.slot.name].grad
-            if grad is not None:
-                yield grad.reshape(-1)[fragment.param.slice]
+    def views(self, world: Interval) -> Sequence[Tensor]:
+        return [
+            grad.reshape(-1)[fragment.param.slice]
+            for fragment in self._layout.fragments_in(world)
+            if (grad := self._of_name[fragment.slot.name].grad) is not None
+        ]
 
     def in_full(self, index: int) -> Tensor | None:
         grad = self._parameters[index].grad

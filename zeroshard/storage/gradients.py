@@ -19,7 +19,7 @@ bucket their values are undefined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -320,10 +320,9 @@ class Gradients:
             return self.piece(world)
         return scratch.zero_() if self.state is GradState.EMPTY else self.buffer.copy_to(world, scratch)
 
-    def views(self, world: Interval) -> Iterator[Tensor]:
+    def views(self, world: Interval) -> Sequence[Tensor]:
         """Views of the existing gradients of these elements."""
-        if self.state is not GradState.EMPTY:
-            yield from self.buffer.parts(world)
+        return () if self.state is GradState.EMPTY else self.buffer.parts(world)
 
     def in_full(self, index: int) -> Tensor | None:
         """The reduced gradient of one slot in full, if gradients are replicated; None: there is none."""

@@ -13,7 +13,7 @@ one that is not the only one in its storage, or that does not fill it, is copied
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -100,12 +100,10 @@ class SlotBuffer(FlatBuffer):
     def part_of_shard(self, world: Interval) -> Tensor:
         return self.part(world)
 
-    def parts(self, world: Interval) -> Iterator[Tensor]:
-        if world in self._places:
-            yield self.part(world)
-            return
-        for fragment in self.layout.fragments_in(world):
-            yield self.part(fragment.world)
+    def parts(self, world: Interval) -> Sequence[Tensor]:
+        if world in self._places:  # the interval of a slot, or of a part of one
+            return (self.part(world),)
+        return [self.part(fragment.world) for fragment in self.layout.fragments_in(world)]
 
     def copy_to(self, world: Interval, out: Tensor) -> Tensor:
         out.zero_()
