@@ -19,6 +19,7 @@ half of the weight's last bit.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 
@@ -67,13 +68,26 @@ def follow_weights(
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits; on False they may still be equal (0.0
-    and -0.0)."""
+    """Whether two tensors of one shape and dtype, on one device, have the same bits; on False they may still be equal
+    (0.0 and -0.0)."""
     a, b = a.reshape(-1), b.reshape(-1)
-    # torch.equal compares one element after the other: 8 bytes at a time take a quarter of the time that bf16 takes.
-    if all(number % 4 == 0 for number in (a.numel(), a.storage_offset(), b.storage_offset())):
-        a, b = a.view(torch.int64), b.view(torch.int64)
+    if a.device.type == "cpu" and _memcmp is not None:  # a third of the time of torch.equal
+        return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
     return torch.equal(a, b)
+
+
+def _find_memcmp() -> Callable[[int, int, int], int] | None:
+    """The C library's; None where it is not found, as on systems that do not link all of it into a process."""
+    try:
+        function = ctypes.CDLL(None).memcmp
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+    found: Callable[[int, int, int], int] = function
+    return found
+
+
+_memcmp = _find_memcmp()
 
 
 class MainWeights:
