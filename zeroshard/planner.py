@@ -74,7 +74,8 @@ def plan_memory(
     """
     plan = as_plan(plan)
     topology = Topology(world_size, num_replicas, transport_named(transport), device_type)
-    specs = topology.units(choose_units(model, units, precision, Managed.without(model, ignored), keep_gathered))
+    parameters = Managed.without(model, ignored).parameters(model)
+    specs = topology.units(choose_units(model, units, precision, parameters, keep_gathered))
     optimizer = OptimizerNeeds(state_bytes_per_element, state_scalars, group_of, whole_state_bytes)
     training = Training.of(specs, plan, topology, optimizer, rank)
     return asdict(training.held(peak=peak, no_sync=no_sync))

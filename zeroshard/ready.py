@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidValue
 from zeroshard.handle import handle_of
-from zeroshard.model.managed import Managed
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
 from zeroshard.runtime.materialize import META, Source
@@ -22,9 +21,17 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
     return next(iter(sorted(devices, key=lambda device: device.type == "cpu")), None)
 
 
-def expect_ready(model: nn.Module, managed: Managed, device: torch.device, materialize: Source | None) -> None:
+def expect_ready(
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    left_alone: Mapping[str, nn.Parameter],
+    device: torch.device,
+    materialize: Source | None,
+) -> None:
     """
     Args:
+        parameters, buffers: the managed ones.
+        left_alone: the ignored parameters.
         device: on which the model is to train.
         materialize: the argument of `shard`, for a model on the meta device.
 
@@ -32,8 +39,7 @@ def expect_ready(model: nn.Module, managed: Managed, device: torch.device, mater
         ValueError: the model has no values and `materialize` is None, or it has values and `materialize` is given; a
             parameter is sharded already; a parameter is on another device.
     """
-    parameters = managed.parameters(model)
-    on_meta = [name for name, tensor in {**parameters, **managed.buffers(model)}.items() if tensor.is_meta]
+    on_meta = [name for name, tensor in {**parameters, **buffers}.items() if tensor.is_meta]
     if on_meta and materialize is None:
         raise InvalidValue(
             f"{on_meta[0]} is on the meta device: pass materialize= a function that initialises a module, or a "
@@ -41,7 +47,7 @@ def expect_ready(model: nn.Module, managed: Managed, device: torch.device, mater
         )
     if materialize is not None and len(on_meta) < len(parameters):
         raise InvalidValue("materialize= is for models on the meta device; this one has values already")
-    for name, parameter in managed.left_alone(model).items():
+    for name, parameter in left_alone.items():
         if parameter.is_meta:
             raise InvalidValue(f"{name} is ignored, and on the meta device: give it values before shard()")
     for name, parameter in parameters.items():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
+from zeroshard.model.paths import modules_of
 from zeroshard.model.units import UnitPolicy, choose_units
 from zeroshard.precision import MixedPrecision, precision_for
 
@@ -69,8 +70,8 @@ class Reference:
         self.model, self.num_ranks = model, num_ranks
         self.precisions: dict[nn.Parameter, MixedPrecision] = {}
         self.main: dict[nn.Parameter, nn.Parameter] = {}
-        rules = Rules.of(precision)
-        regions = rules.parameters(model)
+        rules, modules = Rules.of(precision), modules_of(model)
+        regions = rules.parameters(modules)
         called = [path for spec in choose_units(model, units, precision) for path in spec.calls]
         for parameter in model.parameters():
             if not parameter.is_floating_point():
@@ -84,7 +85,7 @@ class Reference:
         groups = params if params is not None else [{"params": list(self.main)}]
         main_groups = [{**group, "params": [self.main[p] for p in group["params"]]} for group in groups]
         self.optimizer = optimizer_class(main_groups, **defaults)
-        list(attach_casts(casts_of(model, rules, called)))
+        list(attach_casts(casts_of(modules, rules, called)))
 
     def _adopt(self, parameter: nn.Parameter, precision: MixedPrecision) -> None:
         if precision.wire.itemsize < precision.grad.itemsize:

@@ -28,6 +28,7 @@ from zeroshard.model.absent import give
 from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
+from zeroshard.model.paths import modules_of
 from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
@@ -130,12 +131,9 @@ class _Chosen:
     model: nn.Module
     plan: Plan
     managed: Managed
+    parameters: dict[str, nn.Parameter]
     specs: list[UnitSpec]
     on_meta: bool
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self.managed.parameters(self.model)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -156,24 +154,25 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
             "ShardedOptimizer, without shard()"
         )
     managed = Managed.without(model, options.ignored)
-    expect_unwrapped(model, managed.parameters(model).values())
-    expect_kept(model, options.precision, managed)
-    specs = _choose_units(model, plan, managed, options, Topology.of(collectives))
-    expect_ready(model, managed, collectives.device, options.materialize)
+    parameters, buffers, modules = managed.parameters(model), managed.buffers(model), modules_of(model)
+    expect_unwrapped(modules, parameters.values())
+    expect_kept(modules, options.precision, managed)
+    specs = _choose_units(model, plan, parameters, options, Topology.of(collectives))
+    expect_ready(parameters, buffers, managed.left_alone(model), collectives.device, options.materialize)
     if options.values not in ("broadcast", "check"):
         raise InvalidValue(f"values must be 'broadcast' or 'check', found {options.values!r}")
-    on_meta = is_on_meta([*managed.parameters(model).values(), *managed.buffers(model).values()])
-    return _Chosen(model, plan, managed, specs, on_meta)
+    on_meta = is_on_meta([*parameters.values(), *buffers.values()])
+    return _Chosen(model, plan, managed, parameters, specs, on_meta)
 
 
 def _choose_units(
-    model: nn.Module, plan: Plan, managed: Managed, options: _Options, topology: Topology
+    model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], options: _Options, topology: Topology
 ) -> list[UnitSpec]:
     """The units, within `max_transient_bytes` if it is given."""
     limit = options.max_transient_bytes
 
     def choose(units: UnitPolicy) -> list[UnitSpec]:
-        return topology.units(choose_units(model, units, options.precision, managed, options.keep_gathered))
+        return topology.units(choose_units(model, units, options.precision, parameters, options.keep_gathered))
 
     if options.units is None and limit is not None:
         return fit_units(choose, limit, plan, topology)
@@ -264,5 +263,5 @@ def _build(
             unit.weights.hide()
             engine.gatherer.updated(unit)
         engine.gatherer.settle()
-    calls = [path for unit in units for path in unit.spec.calls]
-    engine.attach(casts_of(chosen.model, Rules.of(options.precision), calls))
+    modules, calls = modules_of(chosen.model), [path for unit in units for path in unit.spec.calls]
+    engine.attach(modules, casts_of(modules, Rules.of(options.precision), calls))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, same_bits, train, train_reference
+from zeroshard.model.paths import modules_of
 from zeroshard.model.readers import is_whole, readers
 from zeroshard.model.units import choose_units
 from zeroshard.placement import Plan
@@ -224,7 +225,7 @@ def test_default_units_at_a_size_where_a_module_is_divided() -> None:
 
 def test_who_reads_what() -> None:
     model = nn.Sequential(Lists(), Attends(), layer(), nn.TransformerDecoderLayer(WIDTH, HEADS))
-    read_by = readers(model)
+    read_by = readers(modules_of(model))
     assert {path for path, reader in read_by.items() if path != reader} == {
         *(f"0.{name}" for name in ("scales", "named", "nested", "nested.0", "table")),
         "1.attention.out_proj",

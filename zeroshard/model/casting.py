@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import InvalidValue
+from zeroshard.model.paths import Modules, first_paths, parent
 from zeroshard.model.trees import map_tensors
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
@@ -30,7 +31,7 @@ Precisions = Precision | Mapping[Pattern, Precision]
 `*` and `?`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """A region. `number`: of its pattern; the lower one wins. `label`: for the names of units."""
 
@@ -72,33 +73,40 @@ class Rules:
     def _numbered(cls, rules: Iterable[tuple[Pattern, str, MixedPrecision | None]]) -> Rules:
         return cls(tuple((pattern, Region(i, label, record)) for i, (pattern, label, record) in enumerate(rules)))
 
-    def regions(self, model: nn.Module) -> dict[str, Region]:
+    def regions(self, modules: Modules) -> dict[str, Region]:
         """Path of each module -> its region.
 
         Raises:
             ValueError: a string pattern matches no module.
         """
-        rest = Region(len(self.patterns), "", None)
+        everywhere = [region for pattern, region in self.patterns if pattern == "*"]
+        rest = everywhere[0] if everywhere else Region(len(self.patterns), "", None)
+        patterns = [(pattern, region) for pattern, region in self.patterns if pattern != "*"]
+        unmatched = {pattern for pattern, _ in patterns if isinstance(pattern, str)}
         found: dict[str, Region] = {}
-        unmatched = {pattern for pattern, _ in self.patterns if isinstance(pattern, str)} - {"*"}
-        for path, module in model.named_modules(remove_duplicate=False):
-            around = found[path.rpartition(".")[0]] if path else rest
-            matching = [(pattern, region) for pattern, region in self.patterns if matches(pattern, path, module)]
-            unmatched -= {pattern for pattern, _ in matching if isinstance(pattern, str)}
-            found[path] = min([around, *(region for _, region in matching)], key=lambda region: region.number)
+        for path, module in modules.items():
+            best = found[parent(path)] if path else rest
+            for pattern, region in patterns:
+                if matches(pattern, path, module):
+                    unmatched.discard(pattern)
+                    best = region if region.number < best.number else best
+            found[path] = best
         if unmatched:
-            raise InvalidValue(f"precision: {sorted(unmatched)[0]!r} matches no module of {type(model).__name__}")
+            name = type(modules[""]).__name__
+            raise InvalidValue(f"precision: {sorted(unmatched)[0]!r} matches no module of {name}")
         return found
 
-    def parameters(self, model: nn.Module) -> dict[int, Region]:
+    def parameters(self, modules: Modules) -> dict[int, Region]:
         """Id of each parameter -> its region; for a shared parameter, the region with the lowest number."""
         found: dict[int, Region] = {}
-        regions = self.regions(model)
-        for path, module in model.named_modules(remove_duplicate=False):
+        regions = self.regions(modules)
+        for path, module in modules.items():
+            region = regions[path]
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    both = [regions[path], found.get(id(parameter), regions[path])]
-                    found[id(parameter)] = min(both, key=lambda region: region.number)
+                    other = found.setdefault(id(parameter), region)
+                    if region.number < other.number:
+                        found[id(parameter)] = region
         return found
 
 
@@ -110,18 +118,18 @@ class Cast:
     out: torch.dtype | None = None
 
 
-def casts_of(model: nn.Module, rules: Rules, units: Iterable[str]) -> dict[nn.Module, Cast]:
-    """The cast of each module, as in the note above. `units`: paths of the modules that are units."""
+def casts_of(modules: Modules, rules: Rules, units: Iterable[str]) -> dict[nn.Module, Cast]:
+    """The casts of the modules that have one, as in the note above. `units`: paths of the modules that are units."""
     casts = {}
-    regions = rules.regions(model)
-    borders = {path: _at_border(model, path, regions) for path in regions}
-    inputs = {path: regions[path].precision for path in dict.fromkeys(["", *units])}
-    for path, module in model.named_modules():
-        into, out = borders[path] or (None, None)
-        precision = inputs.get(path)
+    regions = rules.regions(modules)
+    inputs = {"", *units}
+    for module, path in first_paths(modules).items():
+        into, out = _at_border(modules, path, regions)
+        precision = regions[path].precision if path in inputs else None
         if into is None and precision is not None:
             into = precision.param if precision.cast_inputs else None
-        casts[module] = Cast(into, out)
+        if into is not None or out is not None:
+            casts[module] = Cast(into, out)
     return casts
 
 
@@ -135,20 +143,20 @@ def attach_casts(casts: Mapping[nn.Module, Cast]) -> Iterator[Remover]:
 
 
 def _at_border(
-    model: nn.Module, path: str, regions: Mapping[str, Region]
-) -> tuple[torch.dtype | None, torch.dtype | None] | None:
-    """The dtypes that a module's inputs and outputs are cast to, if a region begins there; else None."""
+    modules: Modules, path: str, regions: Mapping[str, Region]
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes that a module's inputs and outputs are cast to, if a region begins there; None: not cast."""
     inner = regions[path].precision
     if not path:
         return None, inner.output if inner is not None else None
-    around = path.rpartition(".")[0]
-    if regions[path] == regions[around]:
-        return None
-    into = _dtype_of(inner, model.get_submodule(path))
+    around = parent(path)
+    if regions[path] is regions[around]:
+        return None, None
+    into = _dtype_of(inner, modules[path])
     out = inner.output if inner is not None and inner.output is not None else None
     return (
         into if inner is None or inner.cast_inputs else None,
-        out or _dtype_of(regions[around].precision, model.get_submodule(around)),
+        out or _dtype_of(regions[around].precision, modules[around]),
     )
 
 

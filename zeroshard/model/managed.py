@@ -27,7 +27,7 @@ class Managed:
             TypeError: an item is neither a name nor a module nor a parameter.
         """
         tensors = {id(tensor) for one in ignored for tensor in _tensors_of(one, model)}
-        return cls(frozenset(name for name, tensor in _named(model) if id(tensor) in tensors))
+        return cls(frozenset(name for name, tensor in _named(model) if id(tensor) in tensors)) if tensors else cls()
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The managed parameters, by the first name of each."""
@@ -38,7 +38,8 @@ class Managed:
 
     def left_alone(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The ignored parameters, by the first name of each."""
-        return {name: parameter for name, parameter in model.named_parameters() if name in self.ignored}
+        named = model.named_parameters() if self.ignored else ()
+        return {name: parameter for name, parameter in named if name in self.ignored}
 
 
 EVERYTHING = Managed()

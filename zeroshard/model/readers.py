@@ -10,7 +10,11 @@ Two kinds of modules hold parameters that another module reads:
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import nn
+
+from zeroshard.model.paths import Modules, parent
 
 DIVISIBLE = (
     nn.Module,
@@ -35,19 +39,22 @@ def has_forward(module: nn.Module) -> bool:
 
 def is_whole(module: nn.Module) -> bool:
     """Whether the module may read parameters of its submodules without calling them."""
-    of_torch = [cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules.")]
+    return _is_whole(type(module).__mro__)
+
+
+@lru_cache(maxsize=256)  # a model has many modules of few classes
+def _is_whole(classes: tuple[type, ...]) -> bool:
+    of_torch = [cls for cls in classes if cls.__module__.startswith("torch.nn.modules.")]
     return any(cls not in DIVISIBLE for cls in of_torch)
 
 
-def readers(model: nn.Module) -> dict[str, str]:
+def readers(modules: Modules) -> dict[str, str]:
     """Path of each module -> path of the module whose forward reads the parameters that it holds."""
-    found: dict[str, str] = {}
-    inside_whole: dict[str, bool] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        parent = path.rpartition(".")[0]
-        if path and (inside_whole[parent] or not has_forward(module)):
-            found[path] = found[parent]
-        else:
-            found[path] = path
-        inside_whole[path] = is_whole(module) or bool(path and inside_whole[parent])
+    found = {"": ""}
+    inside_whole = {"": is_whole(modules[""])}
+    for path, module in modules.items():
+        if path:
+            around = parent(path)
+            found[path] = found[around] if inside_whole[around] or not has_forward(module) else path
+            inside_whole[path] = inside_whole[around] or is_whole(module)
     return found

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.model.paths import Modules
 
 _RETURNS = "shard() returns a handle, and the model stays the object it was: `handle = zeroshard.shard(model, ...)`"
 
@@ -67,21 +69,27 @@ def expect_module(found: object) -> None:
     raise InvalidType(f"shard takes a module, found {_kind(found)}{hint}")
 
 
-def expect_unwrapped(model: nn.Module, managed: Collection[nn.Parameter]) -> None:
+def expect_unwrapped(modules: Modules, managed: Collection[nn.Parameter]) -> None:
     """`managed`: the parameters that are to be sharded.
 
     Raises:
         ValueError: some of them are inside another library's wrapper.
     """
     mine = set(map(id, managed))
-    for path, module in model.named_modules():
-        of_torch = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.split(".")[0] in _LIBRARIES]
-        wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
+    for path, module in modules.items():
+        wrapper = _wrapper(type(module).__mro__)
         if wrapper is not None and any(id(parameter) in mine for parameter in module.parameters()):
             raise InvalidValue(
                 f"{path or 'the model'} is wrapped in {wrapper}, {_WRAPPERS[wrapper]}: shard a model that has never "
                 "been wrapped. (To keep torch DDP, pass its parameters to ShardedOptimizer, without shard())"
             )
+
+
+@lru_cache(maxsize=256)  # a model has many modules of few classes
+def _wrapper(classes: tuple[type, ...]) -> str | None:
+    """The name of the wrapper that the class with these base classes is, or extends; None: it is none."""
+    of_libraries = [one.__name__ for one in classes if one.__module__.split(".")[0] in _LIBRARIES]
+    return next((name for name in of_libraries if name in _WRAPPERS), None)
 
 
 _LIBRARIES = ("torch", "deepspeed", "apex", "fairscale")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.pool_plan import Request
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Pattern, Precisions, Region, Rules, matches
-from zeroshard.model.managed import EVERYTHING, Managed
+from zeroshard.model.paths import Modules, first_paths, modules_of, parent
 from zeroshard.model.readers import has_forward, is_whole, readers
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 
@@ -142,15 +143,16 @@ def choose_units(
     model: nn.Module,
     policy: UnitPolicy,
     precision: Precisions,
-    managed: Managed = EVERYTHING,
+    parameters: Mapping[str, nn.Parameter] | None = None,
     keep_gathered: KeepGathered = (),
 ) -> list[UnitSpec]:
-    """Divide all parameters of the model into units, in registration order; the remaining ones form the root unit.
+    """Divide the parameters of the model into units, in registration order; the remaining ones form the root unit.
 
     Args:
         policy: a module class, or its name, or several (each instance is a unit), and among them groups of modules or
             names (each group is one unit); a callable `module -> bool`; a number of bytes (neighbouring modules are
             grouped up to that size; a module that fits is not divided); or None (a default number of bytes).
+        parameters: those that are divided, by their first names; None: all.
         keep_gathered: patterns of units (classes, or names with `*` and `?`) that keep their weights from forward to
             backward; True: all units.
 
@@ -168,21 +170,22 @@ def choose_units(
             parameter.
         TypeError: a policy of another type.
     """
-    parameters = managed.parameters(model)
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
     if not parameters:
         return []
-    division = Division.by(policy, model)
-    regions = Rules.of(precision).parameters(model)
+    modules = modules_of(model)
+    division = Division.by(policy, modules)
+    regions = Rules.of(precision).parameters(modules)
     members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        unit, region = division.unit_of(parameter), regions[id(parameter)]
-        members.setdefault((unit, parameter.dtype, parameter.requires_grad, region), {})[name] = parameter
+        key = division.owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)]
+        members.setdefault(key, {})[name] = parameter
     parts = Counter(unit for unit, *_ in members)
     specs = []
     for (unit, dtype, trainable, region), mine in sorted(members.items(), key=lambda item: division.order[item[0][0]]):
-        modules = division.modules(unit, mine.values())
+        needing = division.modules(unit, mine.values())
         marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
         spec = UnitSpec(
             name=(unit or "root") + (f" ({', '.join(filter(None, marks))})" if parts[unit] > 1 else ""),
@@ -191,68 +194,73 @@ def choose_units(
             dtype=dtype,
             precision=precision_for(dtype, region.precision) if trainable or dtype in FLOATS else MixedPrecision(),
             trainable=trainable,
-            modules=modules,
-            outer=division.runs_around_others(unit, modules) or division.is_apart(unit),
+            modules=needing,
+            outer=division.runs_around_others(unit, needing) or division.is_apart(unit),
             calls=division.calls(unit),
             gathered_by=division.gathered_by(unit, mine.values()),
         )
         specs.append(spec)
-    return kept_gathered(model, specs, keep_gathered)
+    return kept_gathered(modules, specs, keep_gathered)
 
 
 class Division:
     """The modules and parameters of each unit of a model.
 
     Attributes:
-        owner: id of a parameter -> its unit ("" is the root unit, which also has parameters that several units use).
+        owner: id of a parameter -> its unit ("" is the root unit, which also has parameters that several units use), or
+            its root part.
         order: unit -> its number.
     """
 
     def __init__(
-        self, model: nn.Module, groups: dict[str, str], whole: dict[str, list[str]], read_by: dict[str, str]
+        self, modules: Modules, groups: dict[str, str], whole: dict[str, list[str]], read_by: dict[str, str]
     ) -> None:
         """`groups`, `whole`: see `_modules_by_unit`."""
         self._groups, self._whole = groups, whole
         self.owner: dict[int, str] = {}
         self._users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
-        for path, module in model.named_modules(remove_duplicate=False):
+        self._parameters: dict[int, nn.Parameter] = {}  # by id, in the order of `model.parameters()`
+        for path, module in modules.items():
+            unit, users = groups[path], [path] if read_by[path] == path else [path, read_by[path]]
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    unit = groups[path]
-                    self.owner[id(parameter)] = unit if self.owner.get(id(parameter), unit) == unit else ""
-                    self._users.setdefault(id(parameter), []).extend(dict.fromkeys([path, read_by[path]]))
-        self._parts: dict[int, str] = {}  # id of a parameter -> its root part
+                    number = id(parameter)
+                    if number not in self._parameters:
+                        self._parameters[number], self.owner[number], self._users[number] = parameter, unit, [*users]
+                    else:  # shared
+                        self.owner[number] = unit if self.owner[number] == unit else ""
+                        self._users[number] += users
+        self._parts: set[str] = set()  # the root parts
         self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*groups.values(), ""]))}
         self._inside: dict[str, set[str]] = {path: set() for path in groups}  # units of all modules inside each
         for path, unit in groups.items():
             while path:
-                path = path.rpartition(".")[0]
+                path = parent(path)
                 self._inside[path].add(unit)
 
     @classmethod
-    def by(cls, policy: UnitPolicy, model: nn.Module) -> Self:
+    def by(cls, policy: UnitPolicy, modules: Modules) -> Self:
         """Divide the model as `choose_units` says."""
-        read_by = readers(model)
-        division = cls(model, *_modules_by_unit(model, with_classes(policy, model), read_by), read_by)
+        read_by = readers(modules)
+        division = cls(modules, *_modules_by_unit(modules, with_classes(policy, modules), read_by), read_by)
         if policy is not None and not isinstance(policy, int):  # by size, a module that fits is not divided
-            division.divide_root(model, read_by)
+            division.divide_root(_size_of_vocabulary(modules), read_by)
         return division
 
-    def divide_root(self, model: nn.Module, read_by: dict[str, str]) -> None:
+    def divide_root(self, vocabulary: int | None, read_by: dict[str, str]) -> None:
         """Make root parts of the large modules in the root unit, of those parameters that no other module uses."""
         # [Note: which modules may be root parts]
         # Ranks gather a root part at one place, and one of them may not use it at all. Used before that place, it would
         # be gathered in another order. Modules in front of all other units are gathered when the model is called.
         # Behind others a module may be used earlier than it is registered (a projector for images), but not a head: it
         # has as many rows as the vocabulary.
-        vocabulary = _size_of_vocabulary(model)
         found: dict[str, list[nn.Parameter]] = {}
         rest, is_in_front = 0, True
-        for parameter in model.parameters():
-            if self.owner[id(parameter)] != "":
+        for number, parameter in self._parameters.items():
+            if self.owner[number] != "":
                 is_in_front = False
                 continue
-            using = {read_by[path] for path in self._users[id(parameter)]}
+            using = {read_by[path] for path in self._users[number]}
             if len(using) == 1 and using != {""} and (is_in_front or parameter.shape[:1] == (vocabulary,)):
                 found.setdefault(using.pop(), []).append(parameter)
             else:
@@ -261,28 +269,26 @@ class Division:
             return  # that module is the whole root unit
         for path, own in found.items():
             if sum(p.numel() * p.element_size() for p in own) > PART_BYTES:
-                self._parts.update(dict.fromkeys(map(id, own), path))
-        units = [path if path in self._parts.values() else unit for path, unit in self._groups.items()]
+                self._parts.add(path)
+                self.owner.update(dict.fromkeys(map(id, own), path))
+        units = [path if path in self._parts else unit for path, unit in self._groups.items()]
         self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*units, ""]))}
-
-    def unit_of(self, parameter: nn.Parameter) -> str:
-        return self._parts.get(id(parameter), self.owner[id(parameter)])
 
     def modules(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """The modules whose forward needs these parameters of the unit."""
-        of_root = not unit or unit in self._parts.values()
+        of_root = not unit or unit in self._parts
         return tuple(dict.fromkeys([*self._whole.get(unit, ()), *[""] * of_root, *self._using(parameters)]))
 
     def gathered_by(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """See `UnitSpec.gathered_by`."""
-        return tuple(dict.fromkeys(self._using(parameters))) if unit in self._parts.values() else ()
+        return tuple(dict.fromkeys(self._using(parameters))) if unit in self._parts else ()
 
     def _using(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         return [path for parameter in parameters for path in self._users[id(parameter)]]
 
     def calls(self, unit: str) -> tuple[str, ...]:
         """The modules that form the unit."""
-        of_root = not unit or unit in self._parts.values()
+        of_root = not unit or unit in self._parts
         return tuple(self._whole.get(unit, ())) or ("",) * of_root
 
     def is_apart(self, unit: str) -> bool:
@@ -290,56 +296,69 @@ class Division:
         They run while its values are needed. Not the root unit: the model's call needs it, around all others."""
         if not unit or len(self._whole.get(unit, ())) < 2:
             return False
-        units = [of_module for of_module in self._groups.values() if of_module]
-        first, last = units.index(unit), len(units) - units[::-1].index(unit)
-        return set(units[first:last]) != {unit}
+        places = self._places[unit]
+        return places[-1] - places[0] >= len(places)
+
+    @cached_property
+    def _places(self) -> dict[str, list[int]]:
+        """Unit -> numbers of its modules, among the modules of all units but the root unit."""
+        places: dict[str, list[int]] = {}
+        for number, unit in enumerate(filter(None, self._groups.values())):
+            places.setdefault(unit, []).append(number)
+        return places
 
     def runs_around_others(self, unit: str, modules: Iterable[str]) -> bool:
         """Whether a module that needs the unit has descendants in another one."""
         return any(self._inside[path] - {unit} for path in modules)
 
 
-def _size_of_vocabulary(model: nn.Module) -> int | None:
-    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=None)
+def _size_of_vocabulary(modules: Modules) -> int | None:
+    return max((one.num_embeddings for one in modules.values() if isinstance(one, nn.Embedding)), default=None)
 
 
 def _modules_by_unit(
-    model: nn.Module, policy: UnitPolicy, read_by: dict[str, str]
+    modules: Modules, policy: UnitPolicy, read_by: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Path of each module -> the unit of its own parameters ("" is the root unit); and unit -> paths of the modules
     whose call needs the whole unit."""
     if isinstance(policy, bool):
         raise InvalidType("units must be module classes or their names, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
-        return _modules_by_size(model, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
+        return _modules_by_size(modules, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
     matches = _matcher(policy)
-    of_group = _groups(model, policy, read_by)
+    of_group = _groups(modules, policy, read_by)
     groups: dict[str, str] = {}
     any_matches = False
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path and is_whole(model.get_submodule(read_by[path])) and read_by[path] != path:
-            groups[path] = groups[read_by[path]]
+    for path, module in modules.items():
+        reader = read_by[path]
+        if reader != path and is_whole(modules[reader]):
+            groups[path] = groups[reader]
             continue
-        if id(module) in of_group:
-            groups[path], any_matches = of_group[id(module)], True
+        if module in of_group:
+            groups[path], any_matches = of_group[module], True
             continue
-        matching = any(matches(part) for part in module.modules()) if is_whole(module) else matches(module)
+        matching = any(map(matches, module.modules())) if module._modules and is_whole(module) else matches(module)
         any_matches |= matching
-        groups[path] = path if path and matching else groups.get(path.rpartition(".")[0], "")
+        groups[path] = path if path and matching else groups[parent(path)] if path else ""
     if not any_matches:
-        classes_found = sorted({type(module).__name__ for path, module in model.named_modules() if path})
         raise InvalidValue(
-            f"units={policy!r} matches no module of {type(model).__name__}; its modules are of the classes "
-            f"{', '.join(classes_found) or '(none)'}"
+            f"units={policy!r} matches no module of {type(modules['']).__name__}; its modules are of the classes "
+            f"{', '.join(_classes_in(modules)) or '(none)'}"
         )
-    whole = {unit: [unit] for unit in groups.values() if unit not in of_group.values()}
-    for path, module in model.named_modules():
-        if id(module) in of_group:
-            whole.setdefault(of_group[id(module)], []).extend(_outermost_called(path, module))
+    grouped = set(of_group.values())
+    whole = {unit: [unit] for unit in groups.values() if unit not in grouped}
+    for module, path in first_paths(modules).items() if of_group else ():
+        if module in of_group:
+            whole.setdefault(of_group[module], []).extend(_outermost_called(path, module))
     return groups, whole
 
 
-def with_classes(policy: UnitPolicy, model: nn.Module) -> UnitPolicy:
+def _classes_in(modules: Modules) -> list[str]:
+    """The names of the classes of all modules inside the model, for messages."""
+    return sorted({type(module).__name__ for path, module in modules.items() if path})
+
+
+def with_classes(policy: UnitPolicy, modules: Modules) -> UnitPolicy:
     """The policy with classes in place of class names. A name may be that of a class in the model or of one of its base
     classes, may have its Python module in front, and may be a list separated by commas.
 
@@ -347,27 +366,27 @@ def with_classes(policy: UnitPolicy, model: nn.Module) -> UnitPolicy:
         ValueError: there is no class of that name; the message suggests the nearest one.
     """
     if isinstance(policy, str):
-        return _classes_named(policy, model)
+        return _classes_named(policy, modules)
     if isinstance(policy, (list, tuple)) and any(isinstance(item, str) for item in policy):
-        named = [_classes_named(item, model) if isinstance(item, str) else [item] for item in policy]
+        named = [_classes_named(item, modules) if isinstance(item, str) else [item] for item in policy]
         return [item for items in named for item in items]
     return policy
 
 
-def _classes_named(text: str, model: nn.Module) -> list[type[nn.Module]]:
-    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+def _classes_named(text: str, modules: Modules) -> list[type[nn.Module]]:
+    kinds = dict.fromkeys(kind for of in dict.fromkeys(map(type, modules.values())) for kind in of.__mro__)
     classes = [kind for kind in kinds if issubclass(kind, nn.Module) and kind is not nn.Module]
     found: list[type[nn.Module]] = []
     for name in (part.strip() for part in text.split(",")):
         matching = [kind for kind in classes if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")]
         if not matching:
-            known = sorted({type(module).__name__ for path, module in model.named_modules() if path})
+            known, model = _classes_in(modules), type(modules[""]).__name__
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if name in dict(model.named_modules()):
+            if name in modules:
                 hint = f". To name a module, and not its class: units=[({name!r},)]"
             raise InvalidValue(
-                f"units={text!r}: {type(model).__name__} has no module of a class {name!r}; its modules are of the "
+                f"units={text!r}: {model} has no module of a class {name!r}; its modules are of the "
                 f"classes {', '.join(known) or '(none)'}{hint}"
             )
         found += matching
@@ -389,34 +408,32 @@ def _matcher(policy: object) -> Callable[[nn.Module], bool]:
     return policy
 
 
-def _groups(model: nn.Module, policy: object, read_by: dict[str, str]) -> dict[int, str]:
-    """Id of each module in a group -> the name of the unit.
+def _groups(modules: Modules, policy: object, read_by: dict[str, str]) -> dict[nn.Module, str]:
+    """Each module in a group -> the name of the unit.
 
     Raises:
         ValueError: an empty group; a module that is not in the model, or that is in two groups.
     """
-    found: dict[int, str] = {}
-    named = dict(model.named_modules(remove_duplicate=False))
-    paths = {id(module): path for path, module in model.named_modules()}
-    for group in policy if isinstance(policy, (list, tuple)) else ():
-        if isinstance(group, type):
-            continue
+    found: dict[nn.Module, str] = {}
+    groups = [one for one in policy if not isinstance(one, type)] if isinstance(policy, (list, tuple)) else []
+    paths = first_paths(modules) if groups else {}
+    for group in groups:
         members = []
         for one in group:
-            path = one if isinstance(one, str) else paths.get(id(one), "")
-            if not path or path not in named:
+            path = one if isinstance(one, str) else paths.get(one, "") if isinstance(one, nn.Module) else ""
+            if not path or path not in modules:
                 shown = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
-                raise InvalidValue(f"units: {shown} in a group is no module inside {type(model).__name__}")
+                raise InvalidValue(f"units: {shown} in a group is no module inside {type(modules['']).__name__}")
             members.append(read_by[path])  # a submodule of a whole module stands for all of it
         if not members:
             raise InvalidValue("units: a group without modules")
         for path in members:
-            if found.setdefault(id(named[path]), " + ".join(members)) != " + ".join(members):
+            if found.setdefault(modules[path], " + ".join(members)) != " + ".join(members):
                 raise InvalidValue(f"units: {path} is in two groups")
     return found
 
 
-def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathered) -> list[UnitSpec]:
+def kept_gathered(modules: Modules, specs: Sequence[UnitSpec], keep: KeepGathered) -> list[UnitSpec]:
     """The same units, with `stays` set for those that keep their weights from forward to backward.
 
     Raises:
@@ -424,7 +441,6 @@ def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathere
     """
     if isinstance(keep, bool):
         return [replace(spec, stays=keep) for spec in specs]
-    modules = dict(model.named_modules(remove_duplicate=False))
     result = list(specs)
     for pattern in keep:
         matching = [
@@ -437,7 +453,7 @@ def kept_gathered(model: nn.Module, specs: Sequence[UnitSpec], keep: KeepGathere
 
 
 def _modules_by_size(
-    model: nn.Module, unit_bytes: int, read_by: dict[str, str]
+    modules: Modules, unit_bytes: int, read_by: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`.
 
@@ -449,7 +465,7 @@ def _modules_by_size(
     """
     if unit_bytes <= 0:
         raise InvalidValue(f"units as a number of bytes must be positive, found {unit_bytes}")
-    own, inside = _bytes_by_module(model, read_by)
+    own, inside = _bytes_by_module(modules, read_by)
     groups: dict[str, str] = {}
     undivided: dict[str, list[str]] = {}
     current, size = "", 0
@@ -471,29 +487,29 @@ def _modules_by_size(
             for name, child in module.named_children():
                 visit(f"{path}.{name}" if path else name, child)
 
-    visit("", model)
-    by_module = {id(model.get_submodule(path)): group for path, group in groups.items()}
-    for path, module in model.named_modules(remove_duplicate=False):  # further paths of a shared module: its one unit
-        groups.setdefault(path, by_module.get(id(module), ""))
-    held = {path: read_by[path] for path, module in model.named_modules(remove_duplicate=False) if module._parameters}
+    visit("", modules[""])
+    by_module = {modules[path]: group for path, group in groups.items()}
+    for path, module in modules.items():  # further paths of a shared module: its one unit
+        groups.setdefault(path, by_module.get(module, ""))
+    held = {path: read_by[path] for path, module in modules.items() if module._parameters}
     return groups | {path: groups[reader] for path, reader in held.items()}, undivided
 
 
-def _bytes_by_module(model: nn.Module, read_by: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+def _bytes_by_module(modules: Modules, read_by: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
     """Path -> bytes of the parameters that the module reads; and path -> bytes of all parameters inside it. A shared
     parameter counts at its first place."""
     own = dict.fromkeys(read_by, 0)
-    seen: set[nn.Parameter] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        first = [p for p in module._parameters.values() if p is not None and p not in seen]
-        seen.update(first)
+    seen: set[int] = set()
+    for path, module in modules.items():
+        first = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen.update(map(id, first))
         own[read_by[path]] += sum(p.numel() * p.element_size() for p in first)
     inside = dict.fromkeys(own, 0)
     for path, num_bytes in own.items():
         inside[""] += num_bytes
         while path:
             inside[path] += num_bytes
-            path = path.rpartition(".")[0]
+            path = parent(path)
     return own, inside
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
+from zeroshard.model.paths import modules_of
 from zeroshard.model.units import UnitSpec, plain_name
 
 
@@ -127,7 +128,7 @@ def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], prec
         dtypes = {plain_name(name): spec.weight_dtype for spec in specs for name in spec.names}
         fakes = stack.enter_context(_without_values(model, dtypes, mode))
         calls = [path for spec in specs for path in spec.calls]
-        for remove in attach_casts(casts_of(model, Rules.of(precision), calls)):
+        for remove in attach_casts(casts_of(modules_of(model), Rules.of(precision), calls)):
             stack.callback(remove)
         for path in dict.fromkeys(calls) if workload.recompute else ():
             stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))

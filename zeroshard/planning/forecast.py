@@ -261,13 +261,12 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
             sharded already.
     """
     found = configuration or Configuration()
-    managed = Managed.without(model, found.ignored)
-    parameters = managed.parameters(model)
+    parameters = Managed.without(model, found.ignored).parameters(model)
     if any(handle_of(parameter) is not None for parameter in parameters.values()):
         raise InvalidValue(
             "plan: this model is sharded already, and handle.memory() says what it holds: pass a plain one"
         )
-    chosen = choose_units(model, found.units, found.precision, managed, found.keep_gathered)
+    chosen = choose_units(model, found.units, found.precision, parameters, found.keep_gathered)
     specs = found.topology.units(chosen)
     needs = needs_of(found.optimizer, {name: p for name, p in parameters.items() if p.requires_grad}, found.group_of)
     training = Training.of(specs, as_plan(found.plan), found.topology, needs, found.rank % found.num_shards)

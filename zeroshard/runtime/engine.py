@@ -18,6 +18,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.managed import EVERYTHING, Managed
+from zeroshard.model.paths import Modules
 from zeroshard.model.right_call import expect_no_ddp_around
 from zeroshard.model.transforms import outside_transforms
 from zeroshard.placement import Plan
@@ -263,9 +264,9 @@ class Engine(NotCopied):
         self.life = opened
         self.gatherer.settle()
 
-    def attach(self, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install the hooks on the model."""
-        self.schedule.attach(self.model, casts, self.before_forward)
+    def attach(self, modules: Modules, casts: Mapping[nn.Module, Cast]) -> None:
+        """Install the hooks on the model. `modules`: those of the model."""
+        self.schedule.attach(modules, casts, self.before_forward)
 
     @phase("before forward")
     def before_forward(self, module: nn.Module, args: object) -> None:

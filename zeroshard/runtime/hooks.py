@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.model.absent import NOT_COPIED, NOT_PICKLED, as_tensors
 from zeroshard.model.casting import Cast, attach_casts, cast
+from zeroshard.model.paths import Modules, first_paths, parent
 from zeroshard.model.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import Gatherer, in_backward
@@ -154,27 +155,28 @@ class Schedule(NotCopied):
     # Attaching ---------------------------------------------------------------------------------------------------
 
     def attach(
-        self, model: nn.Module, casts: Mapping[nn.Module, Cast], begin: Callable[[nn.Module, Any], None]
+        self, modules: Modules, casts: Mapping[nn.Module, Cast], begin: Callable[[nn.Module, Any], None]
     ) -> None:
         """Install all hooks.
 
         Args:
+            modules: of the model.
             casts: see `casting.py`; their hooks run inside the hooks that gather and hide.
             begin: called before each call of the whole model.
         """
+        model = modules[""]
         # First, so that copying the model raises before anything else of it is copied (`NotCopied`).
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
-        units = self.gatherer.units
-        for unit in units:
+        for unit in self.gatherer.units:
             for path in unit.spec.modules:
-                self._needs.setdefault(model.get_submodule(path), Needed()).add(unit, path)
+                self._needs.setdefault(modules[path], Needed()).add(unit, path)
         self._casts = dict(casts)
         # [Note: order of hooks]
         # From outermost to innermost: gather, casts, the user's hooks, forward; afterwards in reverse. torch runs hooks
         # in the order of registration, except with `prepend=True`. So casts are registered first, gathers are
         # prepended, and the hooks that hide are moved to the end before each call, behind the user's newer hooks.
         self._removers += attach_casts(casts)
-        inner = _inside_another(model, self._needs)
+        inner = _inside_another(modules, self._needs)
         for module, needed in self._needs.items():
             asked = Inside() if module in inner else None
             # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
@@ -225,20 +227,22 @@ class Schedule(NotCopied):
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
-        for unit in units:
-            for index, parameter in enumerate(unit.parameters):
-                hook = _on_gradient(weakref.ref(self), unit, index)
-                # torch refuses hooks on a parameter that does not require grad, and this one may train later.
-                frozen = not parameter.requires_grad
-                parameter.requires_grad_(True)
-                self._keep(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                # Both hooks hold weak references: else a parameter would keep the model alive after `del`.
-                self._keep(parameter.register_hook(_before_gradient(weakref.ref(self), parameter)))  # type: ignore[no-untyped-call]
-                parameter.requires_grad_(not frozen)
-                # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
-                if unit.spec.widens_gradients:
-                    parameter.grad_dtype = unit.spec.precision.grad
-                    self._removers.append(partial(_reset_grad_dtype, parameter))
+        schedule = weakref.ref(self)  # weak references only: else a parameter would keep the model alive after `del`
+        with as_tensors():
+            for unit in units:
+                grad_dtype = unit.spec.precision.grad if unit.spec.widens_gradients else None
+                for index, parameter in enumerate(unit.parameters):
+                    if frozen := not parameter.requires_grad:  # torch then refuses hooks, and it may train later
+                        parameter.requires_grad_(True)
+                    on_gradient = _on_gradient(schedule, unit, index)
+                    self._keep(parameter.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
+                    self._keep(parameter.register_hook(_before_gradient(schedule, parameter)))  # type: ignore[no-untyped-call]
+                    if frozen:
+                        parameter.requires_grad_(False)
+                    # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
+                    if grad_dtype is not None:
+                        parameter.grad_dtype = grad_dtype
+                        self._removers.append(partial(_reset_grad_dtype, parameter))
 
     def wrap(self, module: nn.Module, name: str, begin: Callable[[nn.Module, Any], None] | None) -> None:
         """Make a method of a module gather the module's units and cast inputs and outputs, as a call of the module
@@ -532,15 +536,16 @@ def _after_asking(asked: Inside, after: Callable[[nn.Module, Any, Any], None]) -
     return hook
 
 
-def _inside_another(model: nn.Module, needs: Mapping[nn.Module, Needed]) -> set[nn.Module]:
+def _inside_another(modules: Modules, needs: Mapping[nn.Module, Needed]) -> set[nn.Module]:
     """Modules inside a module that has gathered the same units."""
     inner = set()
-    for path, module in model.named_modules():
-        names = path.split(".") if path else []
-        around = [model.get_submodule(".".join(names[:count])) for count in range(len(names))]
-        gathered = set().union(*(needs[one].gathers for one in around if one in needs))
-        if module in needs and set(needs[module].gathers) <= gathered:
+    gathered: dict[str, frozenset[Unit]] = {}  # path -> the units that the module, or one around it, gathers
+    for module, path in first_paths(modules).items():
+        around = gathered[parent(path)] if path else frozenset[Unit]()
+        own = needs[module].gathers if module in needs else ()
+        if module in needs and around.issuperset(own):
             inner.add(module)
+        gathered[path] = around.union(own) if own else around
     return inner
 
 
