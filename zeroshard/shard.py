@@ -28,7 +28,7 @@ from zeroshard.model.absent import give
 from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
-from zeroshard.model.paths import modules_of
+from zeroshard.model.paths import Modules, modules_of, parameters_in
 from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
@@ -95,10 +95,11 @@ def shard(
         RuntimeError: `zeroshard.init()` has not been called.
     """
     expect_module(model)
-    collectives = Collectives(Mesh.of(mesh, device_of(model.parameters())), CommLog())
+    modules = modules_of(model)
+    collectives = Collectives(Mesh.of(mesh, device_of(parameters_in(modules))), CommLog())
     collectives.expect_grid()
     options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
-    chosen = together(collectives, "shard", partial(_choose, model, plan, options, collectives), words=_in_words)
+    chosen = together(collectives, "shard", partial(_choose, modules, plan, options, collectives), words=_in_words)
     _expect_same(chosen, options, collectives)
     handle = Handle(_build_or_undo(chosen, options, collectives))
     collectives.map_peers()
@@ -126,22 +127,22 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The choices of this rank, checked before anything is changed."""
+    """The choices of this rank, checked before anything is changed.
+
+    Attributes:
+        parameters, buffers: the managed ones. A model that leaves the meta device gets other buffers.
+    """
 
     model: nn.Module
     plan: Plan
     managed: Managed
     parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
     specs: list[UnitSpec]
     on_meta: bool
 
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The current buffers: a model that leaves the meta device gets new ones."""
-        return self.managed.buffers(self.model)
 
-
-def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collectives: Collectives) -> _Chosen:
+def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collectives: Collectives) -> _Chosen:
     """Check the arguments, and choose the units.
 
     Raises:
@@ -153,8 +154,9 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
             "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "
             "ShardedOptimizer, without shard()"
         )
+    model = modules[""]
     managed = Managed.without(model, options.ignored)
-    parameters, buffers, modules = managed.parameters(model), managed.buffers(model), modules_of(model)
+    parameters, buffers = managed.parameters(model), managed.buffers(model)
     expect_unwrapped(modules, parameters.values())
     expect_kept(modules, options.precision, managed)
     specs = _choose_units(model, plan, parameters, options, Topology.of(collectives))
@@ -162,7 +164,7 @@ def _choose(model: nn.Module, plan: Plan | str | int, options: _Options, collect
     if options.values not in ("broadcast", "check"):
         raise InvalidValue(f"values must be 'broadcast' or 'check', found {options.values!r}")
     on_meta = is_on_meta([*parameters.values(), *buffers.values()])
-    return _Chosen(model, plan, managed, parameters, specs, on_meta)
+    return _Chosen(model, plan, managed, parameters, buffers, specs, on_meta)
 
 
 def _choose_units(

@@ -194,6 +194,8 @@ def test_fragments_in_any_range_are_those_of_its_elements(layout: BufferLayout, 
                 for i in range(slot.world.start, slot.world.stop) if interval.start <= i < interval.stop]  # fmt: skip
     found = [(f.slot.name, i) for f in layout.fragments_in(interval) for i in range(f.local.start, f.local.stop)]
     assert found == expected
+    touched = [index for index, slot in enumerate(layout.slots) if slot.world & interval]
+    assert layout.slots_in(interval) == (range(touched[0], touched[-1] + 1) if touched else range(0))
 
 
 def test_more_ranks_than_elements_leaves_whole_ranks_empty() -> None:

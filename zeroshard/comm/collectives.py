@@ -114,7 +114,7 @@ class Collectives:
 
     def map_peers(self) -> None:
         """Map what the peers have allocated so far, if ranks read each other's memory. Collective."""
-        self.transport.map_peers(self.exchange_objects)
+        self.transport.map_peers(self.exchange_objects, lambda: self.count(0))
 
     # Full buffers -----------------------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ class SharedTransport(Transport):
         own = slice(axis.rank * shard, (axis.rank + 1) * shard)
         return self.memory.map_common(self._processes[axis.ranks[0]], Location(segment, fd, num_bytes, 0), own)
 
-    def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
+    def map_peers(self, exchange: Callable[[Any], list[Any]], meet: Callable[[], Any]) -> None:
         # A rank may free its buffers while a slower peer still reads them, provided that the peer has mapped them. So
         # there are two exchanges: the first lists the segments, and no rank frees anything before all have reached the
         # second.
@@ -181,7 +181,7 @@ class SharedTransport(Transport):
         for process, segments in zip(self._processes.values(), everyone, strict=True):
             if process != self.memory.process:
                 self.memory.map_segments(process, segments)
-        exchange(None)
+        meet()
 
     def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
         self._otherwise.meet_at(point, axes)

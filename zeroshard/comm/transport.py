@@ -247,8 +247,13 @@ class Transport(ABC):
         """Create the communicators of these axes now, if the first collective of a group would do it. Collective."""
         return None  # connections exist since the group was made
 
-    def map_peers(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Map what the peers have allocated so far. Collective. `exchange`: gathers a JSON-able value of every rank."""
+    def map_peers(self, exchange: Callable[[Any], list[Any]], meet: Callable[[], Any]) -> None:
+        """Map what the peers have allocated so far. Collective.
+
+        Args:
+            exchange: gathers a JSON-able value of every rank.
+            meet: returns when all ranks have called it.
+        """
         return None  # ranks do not read each other's memory
 
     def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:

@@ -17,7 +17,7 @@ shapes: no tensor, no device, no process group. (The idea of the flat, shard-ali
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,9 +158,20 @@ class BufferLayout:
 
     def fragments_in(self, interval: Interval) -> Iterator[Fragment]:
         """The fragments in any interval of the full buffer; `local` counts from its start."""
-        first = bisect_right(self.slots, interval.start, key=lambda slot: slot.world.stop)
-        for slot in self.slots[first:]:
-            if slot.world.start >= interval.stop:
-                return
+        touched = self.slots_in(interval)
+        for slot in self.slots[touched.start : touched.stop]:
             if world := slot.world & interval:
                 yield Fragment(slot, world, world.relative_to(interval.start), world.relative_to(slot.world.start))
+
+    def slots_in(self, interval: Interval) -> range:
+        """The indices of the slots that the interval touches, from the first to the last: the empty ones at both ends
+        are left out."""
+        starts, stops = self._borders
+        first, end = bisect_right(stops, interval.start), bisect_left(starts, interval.stop)
+        touched = [index for index in range(first, end) if starts[index] < stops[index]] if interval else []
+        return range(touched[0], touched[-1] + 1) if touched else range(0)
+
+    @cached_property
+    def _borders(self) -> tuple[list[int], list[int]]:
+        """The starts and the stops of the slots."""
+        return [slot.world.start for slot in self.slots], [slot.world.stop for slot in self.slots]

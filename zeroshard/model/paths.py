@@ -3,7 +3,7 @@ takes longer than what is done with a module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -13,6 +13,14 @@ Modules = Mapping[str, nn.Module]
 
 def modules_of(model: nn.Module) -> Modules:
     return dict(model.named_modules(remove_duplicate=False))
+
+
+def parameters_in(modules: Modules) -> Iterator[nn.Parameter]:
+    """The parameters that the modules hold. A shared one comes several times."""
+    for module in modules.values():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield parameter
 
 
 def first_paths(modules: Modules) -> dict[nn.Module, str]:

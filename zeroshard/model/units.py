@@ -103,8 +103,16 @@ class UnitSpec:
     def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
         """The layout of the full buffer: parameters in reverse registration order, so that backward fills the buffer
         from the front."""
-        shapes = [(plain_name(name), shape) for name, shape in zip(self.names, self.shapes, strict=True)][::-1]
-        return BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
+        found = self._layouts.get((num_shards, num_replicas))
+        if found is None:
+            shapes = [(plain_name(name), shape) for name, shape in zip(self.names, self.shapes, strict=True)][::-1]
+            found = BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
+            self._layouts[num_shards, num_replicas] = found
+        return found
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int], BufferLayout]:
+        return {}
 
 
 class HasSpec(Protocol):
@@ -159,11 +167,10 @@ def choose_units(
     A parameter belongs to the unit of the module that reads it (`readers.py`). The parameters of a container without a
     forward belong to the unit of the module around it. No unit begins inside a module that reads the parameters of its
     submodules without calling them: if the policy names a submodule of such a module, the whole module is the unit.
-
     A parameter that several units use belongs to the root unit. A large embedding or head that the policy leaves to
     the root unit is a unit of its own, a root part: its weights are gathered apart, and stay as long as those of the
-    root unit. A unit whose parameters differ in dtype, precision, or in being frozen, becomes several
-    units, which the same modules gather.
+    root unit. A unit whose parameters differ in dtype, precision or in being frozen becomes several ones, which the
+    same modules gather.
 
     Raises:
         ValueError: the policy matches no module (the message lists the classes); or a flat buffer cannot hold a
@@ -176,8 +183,7 @@ def choose_units(
     if not parameters:
         return []
     modules = modules_of(model)
-    division = Division.by(policy, modules)
-    regions = Rules.of(precision).parameters(modules)
+    division, regions = Division.by(policy, modules), Rules.of(precision).parameters(modules)
     members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         key = division.owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)]

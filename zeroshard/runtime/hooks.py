@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -227,22 +227,10 @@ class Schedule(NotCopied):
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
-        schedule = weakref.ref(self)  # weak references only: else a parameter would keep the model alive after `del`
         with as_tensors():
             for unit in units:
-                grad_dtype = unit.spec.precision.grad if unit.spec.widens_gradients else None
                 for index, parameter in enumerate(unit.parameters):
-                    if frozen := not parameter.requires_grad:  # torch then refuses hooks, and it may train later
-                        parameter.requires_grad_(True)
-                    on_gradient = _on_gradient(schedule, unit, index)
-                    self._keep(parameter.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
-                    self._keep(parameter.register_hook(_before_gradient(schedule, parameter)))  # type: ignore[no-untyped-call]
-                    if frozen:
-                        parameter.requires_grad_(False)
-                    # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
-                    if grad_dtype is not None:
-                        parameter.grad_dtype = grad_dtype
-                        self._removers.append(partial(_reset_grad_dtype, parameter))
+                    self._removers += _hook_parameter(weakref.ref(self), unit, index, parameter)
 
     def wrap(self, module: nn.Module, name: str, begin: Callable[[nn.Module, Any], None] | None) -> None:
         """Make a method of a module gather the module's units and cast inputs and outputs, as a call of the module
@@ -558,6 +546,22 @@ def _is_accumulated(parameter: Tensor) -> bool:
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
         except RuntimeError:  # torch raises for the inputs of `torch.autograd.grad`
             return False
+
+
+def _hook_parameter(
+    schedule: weakref.ref[Schedule], unit: Unit, index: int, parameter: nn.Parameter
+) -> Iterator[Callable[[], None]]:
+    """Both hooks hold weak references: else a parameter would keep the model alive after `del`."""
+    if frozen := not parameter.requires_grad:  # torch then refuses hooks, and it may train later
+        parameter.requires_grad_(True)
+    yield parameter.register_post_accumulate_grad_hook(_on_gradient(schedule, unit, index)).remove  # type: ignore[no-untyped-call]
+    yield parameter.register_hook(_before_gradient(schedule, parameter)).remove  # type: ignore[no-untyped-call]
+    if frozen:
+        parameter.requires_grad_(False)
+    # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
+    if unit.spec.widens_gradients:
+        parameter.grad_dtype = unit.spec.precision.grad
+        yield partial(_reset_grad_dtype, parameter)
 
 
 def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Callable[[Tensor], None]:

@@ -59,5 +59,4 @@ class Scratch:
 
 def slots_in(unit: Unit, world: Interval) -> range:
     """Indices of the slots that the range touches."""
-    touched = [i for i, slot in enumerate(unit.layout.slots) if slot.world & world]
-    return range(touched[0], touched[-1] + 1) if touched else range(0)
+    return unit.layout.slots_in(world)

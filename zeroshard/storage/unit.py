@@ -105,7 +105,7 @@ class Unit:
     def fill(self) -> None:
         """Copy the parameters' values into main (exactly) and weights (rounded); then show the parameters if the
         weights rest in full, else hide them."""
-        # Main first: `weights.fill` hides the parameters, and their values are gone.
+        # Main first, and the own weights with it: `weights.fill` hides the parameters, and their values are gone.
         for fragment in self.layout.fragments_in(self.updated):
             parameter = self.parameters[self.slot_index(fragment.slot.name)]
             self.write(fragment.world, parameter.detach().reshape(-1)[fragment.param.slice])

@@ -90,8 +90,8 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Copy the values of the parameters into the buffer, all or the own shard; show the parameters if the weights
-        rest in full, else hide them.
+        """Copy the values of the parameters into the buffer and show the parameters, if the weights rest in full; else
+        hide them: the own shard has been filled with main.
 
         Args:
             copy: copies values to a view of the buffer, and rounds them as main does: with a remainder, ties are
@@ -103,9 +103,6 @@ class Weights:
             self.buffer.become(REPLICATED)
             self.show()
         else:
-            for fragment in self.buffer.layout.fragments(self.buffer.rank):
-                parameter = self._parameters[self.buffer.layout.slots.index(fragment.slot)]
-                copy(self.buffer.shard[fragment.local.slice], parameter.detach().reshape(-1)[fragment.param.slice])
             self.hide()
 
     def gather(
