@@ -396,8 +396,9 @@ def handle_of(parameter: nn.Parameter) -> Handle | None:
 
 def claim_parameters(handle: Handle, parameters: Iterable[nn.Parameter]) -> None:
     """Register the handle as the owner of these parameters, for `handle_of`."""
+    reference = weakref.ref(handle)
     for parameter in parameters:
-        _HANDLES[parameter] = weakref.ref(handle)
+        _HANDLES[parameter] = reference
 
 
 def give_up_parameters(parameters: Iterable[nn.Parameter]) -> None:

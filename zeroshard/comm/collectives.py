@@ -236,7 +236,7 @@ class Collectives:
             data = torch.cat(parts) if len(parts) > 1 else parts[0]
             self.transport.broadcast(axis, data, source)
             for tensor, copy, part, found in zip(
-                batch, dense, parts, torch.split(data, [*map(len, parts)]), strict=True
+                batch, dense, parts, torch.split(data, [part.numel() for part in parts]), strict=True
             ):
                 if len(parts) > 1:
                     part.copy_(found)
