@@ -61,11 +61,17 @@ class OutsideGraphs(NotCopied, partial[Any]):
     """
 
     def __new__(cls, hook: Callable[..., Any]) -> Self:
-        import torch._dynamo  # slow to import, so not at the top; torch's optimizers import it as well
+        return super().__new__(cls, _outside_graphs()(hook))
 
-        # Without `disable`, Dynamo compiles the hook once for each class of modules, up to its limit of 8, with many
-        # warnings (torch._dynamo.config.recompile_limit).
-        return super().__new__(cls, torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]
+
+@functools.cache
+def _outside_graphs() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorator of all hooks, made once: a module has two hooks, and to make it takes longer than to use it."""
+    import torch._dynamo  # slow to import, so not at the top; torch's optimizers import it as well
+
+    # Without `disable`, Dynamo compiles the hook once for each class of modules, up to its limit of 8, with many
+    # warnings (torch._dynamo.config.recompile_limit).
+    return torch._dynamo.disable(wrapping=False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 _MOST_VISITS = 8
