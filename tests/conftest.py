@@ -34,6 +34,10 @@ if os.environ.get("ZEROSHARD_TEST_DEVICE", "cpu") == "cpu":
 # answer holds it up for five seconds, twice.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:4"
 
+# Programs that tests start have one thread as well: where several wait for the cores, a thread of OpenMP that waits for
+# another one uses a core until its time slice ends, which took twice the time of the computation.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _OWN_FOLDER = pytest.StashKey[str]()
 
 gc.disable()  # until all tests are imported: imports leave next to no garbage
