@@ -6,8 +6,8 @@ is `subprocess.Popen`, except that a fork of this process, which has imported ev
 place of a new interpreter. The fork has its own standard streams, environment and process id, and default signal
 handlers. A launcher's ranks are its children: forked in the same way, or, with `ranks=subprocess.Popen`, interpreters.
 What depends on an interpreter's start or end is tested with real ones
-(`test_five_lines_and_the_command_in_an_empty_environment`, `test_neither_trainer_nor_process_group`,
-`test_it_is_finished_before_the_process_ends`; the ranks of `test_a_rank_that_dies_ends_the_run`, and one rank of
+(`test_five_lines_and_the_command_in_an_empty_environment`, and one rank of
+`test_it_is_finished_before_the_process_ends`, of `test_a_rank_that_dies_ends_the_run` and of
 `test_ordinary_scripts_under_torchrun`).
 """
 
@@ -61,6 +61,25 @@ class Forked(subprocess.Popen):
         environment = dict(os.environ if env is None else env)
         program = partial(become, partial(_run, rest, ranks or Forked), environment, before=before)
         super().__init__(args, preexec_fn=program, restore_signals=False, **options)
+
+
+class OneAnInterpreter(Forked):
+    """A launcher's ranks: rank `number` is an interpreter, the others are forked."""
+
+    number: int
+
+    def __new__(cls, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
+        if env["RANK"] == str(cls.number):
+            return subprocess.Popen(args, env=env, **options)
+        return super().__new__(cls)
+
+
+class FirstAnInterpreter(OneAnInterpreter):
+    number = 0
+
+
+class LastOfTwoAnInterpreter(OneAnInterpreter):
+    number = 1
 
 
 def become(

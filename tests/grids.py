@@ -17,10 +17,12 @@ from typing import Any
 EVERYTHING = bool(os.environ.get("ZEROSHARD_TEST_EVERYTHING"))
 
 
-def grid(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Cases with one value of each factor: all combinations, or a selection in which every pair of values occurs."""
+def grid(*factors: Iterable[Any], apart: tuple[int, int] | None = None) -> list[tuple[Any, ...]]:
+    """Cases with one value of each factor: all combinations, or a selection in which every pair of values occurs.
+    `apart`: two factors, by their places, of whose values not every pair need occur."""
     values = [list(factor) for factor in factors]
-    return [tuple(of[i] for of, i in zip(values, case, strict=True)) for case in _chosen([len(of) for of in values])]
+    cases = _chosen([len(of) for of in values], apart)
+    return [tuple(of[i] for of, i in zip(values, case, strict=True)) for case in cases]
 
 
 def pairs_of(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -36,19 +38,26 @@ def at(cases: list[tuple[Any, ...]], last: Any) -> list[tuple[Any, ...]]:
     return [case[:-1] for case in cases if case[-1] == last]
 
 
-def _chosen(sizes: list[int]) -> list[tuple[int, ...]]:
+def _chosen(sizes: list[int], apart: tuple[int, int] | None) -> list[tuple[int, ...]]:
     """Greedy and deterministic: each next case is the one with the most pairs that no earlier case has."""
     every = list(itertools.product(*map(range, sizes)))
     if EVERYTHING:
         return every
     bits: dict[Any, int] = {}  # one bit for each pair: sets of pairs are integers, as there may be thousands of cases
     pairs = {
-        case: sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(enumerate(case), 2))
+        case: sum(
+            1 << bits.setdefault(pair, len(bits))
+            for pair in itertools.combinations(enumerate(case), 2)
+            if (pair[0][0], pair[1][0]) != apart
+        )
         for case in every
     }
-    left, chosen = (1 << len(bits)) - 1, []
+    left, chosen, times = (1 << len(bits)) - 1, [], Counter[tuple[int, int]]()
     while left:
-        best = max(every, key=lambda case: (pairs[case] & left).bit_count())
+        # Of equal ones the first; where not all pairs need occur, the one whose values occur least so far.
+        rare = (lambda case: -sum(times[at] for at in enumerate(case))) if apart else lambda case: 0
+        best = max(every, key=lambda case: ((pairs[case] & left).bit_count(), rare(case)))
+        times.update(enumerate(best))
         chosen.append(best)
         left &= ~pairs[best]
     return sorted(chosen)

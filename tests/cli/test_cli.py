@@ -11,7 +11,7 @@ import click
 import psutil
 import pytest
 
-from tests.forked import Forked
+from tests.forked import FirstAnInterpreter, Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import verify
 from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, main, run
@@ -197,8 +197,8 @@ def test_refusal_of_the_ranks_is_reported_once(text_folder: Path, tmp_path: Path
 def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL]
-    # Real interpreters: forked ranks would end at the same time, and the launcher might name either of them.
-    process = start(*arguments, ranks=subprocess.Popen)
+    # The other rank is an interpreter: a forked one would end at the same time, and the launcher might name either.
+    process = start(*arguments, ranks=FirstAnInterpreter)
     wait_until(lambda: len(steps(out)) >= 3 or process.poll() is not None)
     psutil.Process(process.pid).children()[-1].kill()
     code, _, err = finish(process)

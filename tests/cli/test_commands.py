@@ -1,12 +1,10 @@
-"""The commands for checkpoints; and that they start neither the trainer nor a process group."""
+"""The commands for checkpoints. (`test_installed.py` runs them without the packages that only the trainer needs.)"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-import zeroshard
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
 from zeroshard.cli.main import run
 from zeroshard.testing import run_ranks
@@ -181,30 +178,3 @@ def test_bad_input_is_one_line_and_exit_code_2(
     saved: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     assert message.replace("{}", str(saved)) in said(capsys, *arguments.replace("{}", str(saved)).split(), code=2)
-
-
-def test_neither_trainer_nor_process_group(saved: Path, tmp_path: Path) -> None:
-    """In a fresh interpreter, without the packages that only the trainer needs. `plan` does not even try to import
-    them."""
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys(["psutil", "safetensors"]))
-from zeroshard.cli.main import run
-assert run(["plan", "tests.kit:Net", "--json", "--plan", "zero3"]) == 0
-others = ["pydantic", "rich", "tomli_w", "transformers"]
-assert not set(others) & set(sys.modules)
-sys.modules.update(dict.fromkeys(others))
-saved, out = {str(saved)!r}, {str(tmp_path)!r}
-for command in (["inspect", saved], ["verify", saved], ["export", saved, out + "/a"],
-                ["export", saved, out + "/b", "--format", "dcp"], ["import", out + "/a", out + "/run", "--step", "0"],
-                ["import", out + "/b", out + "/run", "--step", "1", "--allow-pickle"],
-                ["prune", out + "/run", "--keep-last", "1"], ["--help"]):
-    assert run(command) == 0, command
-import torch
-assert not torch.distributed.is_initialized()
-assert not [name for name in sys.modules if name.startswith("zeroshard.train")]
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "removed step-0" in done.stdout
-    assert zeroshard.verify(tmp_path / "run" / "step-1").step == 1

@@ -36,8 +36,28 @@ zeroshard.save("steps", handle, optimizer, step=1)
 print(zeroshard.__file__, zeroshard.load("steps", handle, optimizer).step)
 torch.distributed.destroy_process_group()
 
+class Asked:  # notes what somebody tries to import
+    names = set()
+
+    def find_spec(self, name, *_):
+        self.names.add(name.partition(".")[0])
+
+del sys.modules["click"], sys.modules["numpy"], sys.modules["pydantic"], sys.modules["rich"]
+sys.meta_path.insert(0, Asked())
+from contextlib import redirect_stdout
 from importlib.metadata import entry_points
-del sys.modules["click"], sys.modules["numpy"]
+from io import StringIO
+from zeroshard.cli.main import run
+with redirect_stdout(StringIO()) as said:
+    assert run(["plan", "module:Net", "--json", "--plan", "zero3"]) == 0
+    assert "module" in Asked.names and not {"pydantic", "rich", "tomli_w", "transformers"} & Asked.names
+    for command in (["inspect", "steps"], ["export", "steps", "a"], ["export", "steps", "b", "--format", "dcp"],
+                    ["import", "a", "run", "--step", "0"], ["import", "b", "run", "--step", "1", "--allow-pickle"],
+                    ["prune", "run", "--keep-last", "1"], ["--help"]):
+        assert run(command) == 0, command
+assert "removed step-0" in said.getvalue() and zeroshard.verify("run/step-1").step == 1
+assert not torch.distributed.is_initialized()
+assert not [name for name in sys.modules if name.startswith("zeroshard.train")]
 (command,) = entry_points(group="console_scripts", name="zeroshard")
 sys.argv = ["zeroshard", "verify", "steps"]
 sys.exit(command.load()())
@@ -118,8 +138,9 @@ def test_what_the_metadata_says(built: tuple[Path, Path]) -> None:
 
 @pytest.mark.long
 def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Training, saving and loading need torch alone, the command its requirements. `train` names the extra that it
-    needs."""
+    """Training, saving and loading need torch alone, the command its requirements: it starts neither the trainer nor a
+    process group, and `plan` does not even try to import what they need. `train` names the extra that it needs."""
+    (tmp_path / "module.py").write_text("import torch\n\n\ndef Net():\n    return torch.nn.Linear(3, 4)\n")
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]

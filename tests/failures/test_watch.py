@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import torch
 import zeroshard
 from tests.checkpoint.common import Run, seed_all
 from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all, wait_until_noted
-from tests.forked import Forked
+from tests.forked import Forked, LastOfTwoAnInterpreter
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.comm import watch
 
@@ -248,15 +248,6 @@ while True:
 """
 
 
-class LastAnInterpreter(Forked):
-    """A launcher's ranks: the last one is an interpreter, the others are forked."""
-
-    def __new__(cls, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
-        if env["RANK"] == "1":
-            return subprocess.Popen(args, env=env, **options)
-        return super().__new__(cls)
-
-
 @pytest.mark.long
 def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
     """Two runs: in one a rank raises, in the other the launcher is killed."""
@@ -274,7 +265,7 @@ def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
     with open(tmp_path / "said", "w+") as said:
         orphans = Forked([*launcher, "go on", str(tmp_path / "on")], stdout=said, stderr=subprocess.STDOUT)
         raising, pipe = [*launcher, "raise", str(tmp_path / "raise")], subprocess.PIPE
-        done = Forked(raising, ranks=LastAnInterpreter, stdout=pipe, stderr=pipe, text=True)
+        done = Forked(raising, ranks=LastOfTwoAnInterpreter, stdout=pipe, stderr=pipe, text=True)
         out, err = done.communicate()
         ended = time.time()
         assert done.returncode == 1

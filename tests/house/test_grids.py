@@ -18,5 +18,10 @@ def test_every_pair_of_values_occurs(sizes: tuple[int, ...], monkeypatch: pytest
             for pair in itertools.product(one, other):
                 assert any(set(pair) <= set(case) for case in cases), pair
         assert len(cases) <= 2 * max(len(a) * len(b) for a, b in itertools.combinations(factors, 2))
+    fewer = grids.grid(*factors, apart=(0, 1))
+    for one, other in itertools.combinations(range(len(factors)), 2):
+        met = {(case[one], case[other]) for case in fewer}
+        assert met == {*itertools.product(factors[one], factors[other])} or (one, other) == (0, 1)
+    assert len(fewer) <= len(grids.grid(*factors))
     monkeypatch.setattr(grids, "EVERYTHING", True)
     assert grids.grid(*factors) == list(itertools.product(*factors))

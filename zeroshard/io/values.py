@@ -51,7 +51,10 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
             return dict(items)
         return {"$dict": items}
     if type(value) in (list, tuple):
-        items = [encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
+        if all(type(item) is int for item in value):  # the state of `random` has hundreds
+            items = list(value)
+        else:
+            items = [encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     raise InvalidValue(
         f"{where} is of type {type(value).__name__}: a checkpoint holds numbers, texts, lists, tuples, dicts and "
@@ -66,7 +69,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         CheckpointError: the JSON cannot be the result of `encode`.
     """
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return value if all(type(item) is int for item in value) else [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
