@@ -92,11 +92,10 @@ test-everything: $(STAMP)
 		tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py \
 		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py \
 		tests/runtime/test_replicated_reads.py tests/runtime/test_losses.py tests/runtime/test_large.py \
-		tests/outside/test_deepspeed_zero.py tests/storage/test_memory_bounds.py tests/parity/test_wild.py \
+		tests/outside tests/storage/test_memory_bounds.py tests/parity/test_wild.py \
 		tests/step/test_wrapped_class.py tests/runtime/test_join.py tests/test_optimizer.py tests/test_handle.py \
 		tests/test_handle_in_training.py tests/step/test_state_view.py tests/step/test_state_items.py \
-		tests/step/test_norms.py tests/outside/test_fully_shard_precision.py \
-		tests/outside/test_fully_shard_compose.py tests/outside/test_sharded_ddp.py \
+		tests/step/test_norms.py tests/model/test_large_in_root.py tests/train/test_loop.py \
 		tests/runtime/test_freezing.py tests/runtime/test_accumulation.py tests/runtime/test_backward_threads.py \
 		tests/real_models/test_finetuning.py tests/planning/test_plan.py tests/planning/test_dry_run.py \
 		tests/planning/test_whole_model.py tests/documents tests/integrations/test_with_transformers.py \

@@ -21,6 +21,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.packets import PACKET
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
+from zeroshard.testing import run_ranks
 
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
@@ -285,6 +286,19 @@ def train_reference(job: Job, num_ranks: int) -> list[Outcome]:
     weights, parameters = _on_cpu(reference.state_dict()), model.state_dict(keep_vars=True)
     main = _on_cpu({name: reference.main[p].detach().clone() for name, p in parameters.items()}) if job.main else {}
     return [Outcome(of_rank, weights, CommLog(), norms, main, applied, scales) for of_rank in losses]
+
+
+def beside_one_process(
+    one_process: Callable[[], Any], of_rank: Callable[[int], Any], num_ranks: int
+) -> tuple[Any, list[Any]]:
+    """What one process computes, and what each rank does. Rank 0 is that process, before it begins: a start of its own
+    would take as long as a short training."""
+
+    def both(rank: int) -> tuple[Any, Any]:
+        return one_process() if rank == 0 else None, of_rank(rank)
+
+    results = run_ranks(both, num_ranks)
+    return results[0][0], [found for _, found in results]
 
 
 def _on_cpu(state: State) -> State:

@@ -278,7 +278,7 @@ def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right() ->
         steps(twin, other, rank, range(2))
         expected, theirs = of_twin.full_state_dict(main=True), other.state_dict()["state"]
         for number, where in enumerate(FAILURES):
-            for plan in plans_of(number + (precision == "fp32")):
+            for plan in PLANS if EVERYTHING else [PLANS[(number + 2 * (precision == "fp32")) % 4]]:
                 model, handle, optimizer = start(plan, precision)
                 for step in range(2):
                     if step == 1:
@@ -317,8 +317,8 @@ def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right() -
     def check(rank: int) -> None:
         twin, of_twin, other = start(zeroshard.DDP)  # the other plans compute the same bits
         steps(twin, other, rank, range(3))
-        for plan in PLANS:
-            for where in ("forward", "backward"):
+        for number, plan in enumerate(PLANS):
+            for where in ("forward", "backward") if EVERYTHING else [("forward", "backward")[number % 2]]:
                 model, handle, optimizer = start(plan)
                 steps(model, optimizer, rank, range(1))
                 up = model.blocks[1].up

@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Job, Outcome, logs, same_bits, train, train_reference
+from tests.kit import PLANS, Job, Outcome, beside_one_process, logs, same_bits, train, train_reference
 from zeroshard.placement import Plan
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import expect_same_logs
 
 AT_ONCE = 16
 """The number of jobs that one start of ranks trains: few enough that a test that is run alone need not wait long."""
@@ -31,14 +31,15 @@ class Together:
 
     `on_three`: names of jobs that run on three ranks, because their sizes, or which rank leaves out what, make a
     difference there; the others run on two. `plans`: for all jobs; if empty, each job runs under ZERO3, where weights
-    come and go, and under one of the other plans, in turn. With `make test-everything` all jobs run on both numbers of
-    ranks and under all plans."""
+    come and go, and every second job under one of the other plans as well, in turn. With `make test-everything` all
+    jobs run on both numbers of ranks and under all plans."""
 
     def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
         assert set(on_three) <= jobs.keys(), on_three
         self.jobs = {name: replace(job, micro_batches=2) for name, job in jobs.items()}
         self.ranks = {name: (2, 3) if EVERYTHING else (3,) if name in on_three else (2,) for name in jobs}
-        turns = [PLANS if EVERYTHING else (PLANS[index % 3], PLANS[3]) for index in range(len(jobs))]
+        others = [(PLANS[index // 2 % 3],) if index % 2 == 0 else () for index in range(len(jobs))]
+        turns = [PLANS if EVERYTHING else (*of_turn, PLANS[3]) for of_turn in others]
         self.plans = {name: plans or of_turn for name, of_turn in zip(jobs, turns, strict=True)}
         self._errors: dict[tuple[str, int], AssertionError | None] = {}
 
@@ -55,8 +56,11 @@ class Together:
                 raise error
 
     def _train(self, names: Sequence[str], num_ranks: int) -> None:
-        expected = run_ranks(lambda rank: [train_reference(self.jobs[name], num_ranks) for name in names], 1)[0]
-        by_rank = run_ranks(lambda rank: [self._under_its_plans(name, rank) for name in names], num_ranks)
+        expected, by_rank = beside_one_process(
+            lambda: [train_reference(self.jobs[name], num_ranks) for name in names],
+            lambda rank: [self._under_its_plans(name, rank) for name in names],
+            num_ranks,
+        )
         for name, truth, *found in zip(names, expected, *by_rank, strict=True):
             try:
                 _compare(self.plans[name], found, truth)

@@ -125,10 +125,10 @@ def test_killed_at_every_call_of_a_save(saved: tuple[Path, Any, Any], tmp_path: 
 
     shared = Path(shutil.copytree(source, tmp_path / "count"))
     calls = run_ranks(count, 2)
-    first = 16 * list(STEP_OF).index(mode)  # by default the two modes take turns
+    first = 24 * list(STEP_OF).index(mode)  # by default the two modes take turns
     for victim, num_calls in enumerate(calls):
         last = range(num_calls - 7, num_calls, 3)  # around the commit
-        interesting = range(num_calls) if FULL else sorted({*range(first, num_calls, 32), *last})
+        interesting = range(num_calls) if FULL else sorted({*range(first, num_calls, 48), *last})
         for at in interesting:
             for action in ("kill before", "kill half way", "kill after") if FULL else ("kill half way",):
                 directory = Path(shutil.copytree(source, tmp_path / "trial"))

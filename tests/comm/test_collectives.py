@@ -254,7 +254,7 @@ def exact(precision: Any = None, every: bool = False) -> Job:
 
 
 JOBS = (exact(), exact("bf16"), exact(MixedPrecision(reduce=BF16)), exact(every=True))
-MESH_CASES = grid(range(len(JOBS)), PLANS, SHAPES)
+MESH_CASES = grid(range(len(JOBS)), PLANS, SHAPES, apart=(0, 1))
 
 
 @pytest.mark.parametrize("num_ranks", sorted({math.prod(shape) for shape in SHAPES}))

@@ -28,7 +28,7 @@ from zeroshard.report import read_run
 from zeroshard.train.config import Config, resolve
 from zeroshard.train.loop import train
 
-STEPS = 16
+STEPS = 12
 SETTINGS = {
     "model.layers": 1,
     "model.width": 32,

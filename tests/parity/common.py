@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests import kit
-from tests.kit import PLANS, Net, Outcome, same_bits, train, train_reference
+from tests.kit import PLANS, Net, Outcome, beside_one_process, same_bits, train, train_reference
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
 from zeroshard.precision import MixedPrecision
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import expect_same_logs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -75,9 +75,12 @@ def as_one_process(runs: Sequence[tuple[Job, Plan]], num_ranks: int, names: Sequ
     """Train each job under its plan, all in the same ranks. Every rank must have the losses, skips, scales and bits of
     one process, and all ranks the same log. A job in several runs has one reference. Returns rank 0's outcomes."""
     jobs = list({id(job): job for job, _ in runs}.values())
-    references = run_ranks(all_references, 1, num_ranks, jobs)[0]
+    references, found = beside_one_process(
+        lambda: all_references(0, num_ranks, jobs),
+        lambda rank: [train(job, plan, rank) for job, plan in runs],
+        num_ranks,
+    )
     expected = {id(job): of_ranks for job, of_ranks in zip(jobs, references, strict=True)}
-    found = run_ranks(lambda rank: [train(job, plan, rank) for job, plan in runs], num_ranks)
     for index, (job, plan) in enumerate(runs):
         what = (plan, names[index] if names else job)
         for rank in range(num_ranks):

@@ -21,6 +21,7 @@ from tests.kit import (
     Job,
     Net,
     Outcome,
+    beside_one_process,
     largest_difference,
     logs,
     loss_of_integers,
@@ -89,8 +90,10 @@ def expect_identical(by_plan: list[Outcome]) -> None:
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_plans_are_bit_identical_and_agree_with_the_reference(num_ranks: int) -> None:
     matrix = jobs(num_ranks)
-    expected = run_ranks(all_references, 1, num_ranks, list(matrix.values()))[0]
-    found = run_ranks(all_plans, num_ranks, list(matrix.values()))
+    every = list(matrix.values())
+    expected, found = beside_one_process(
+        lambda: all_references(0, num_ranks, every), lambda rank: all_plans(rank, every), num_ranks
+    )
     for index, (optimizer, schedule, precision) in enumerate(matrix):
         for rank in range(num_ranks):
             by_plan, reference = found[rank][index], expected[index][rank]
@@ -128,8 +131,11 @@ def test_where_sums_are_exact_every_schedule_is_the_reference_bit_for_bit(num_ra
             reduce_every_micro_batch=every,
         )
         runs.append((job, plan))
-    expected = run_ranks(all_references, 1, num_ranks, [job for job, _ in runs])[0]
-    found = run_ranks(lambda rank: [train(job, plan, rank) for job, plan in runs], num_ranks)
+    expected, found = beside_one_process(
+        lambda: all_references(0, num_ranks, [job for job, _ in runs]),
+        lambda rank: [train(job, plan, rank) for job, plan in runs],
+        num_ranks,
+    )
     for index, run in enumerate(runs):
         for rank in range(num_ranks):
             assert found[rank][index].losses == expected[index][rank].losses, run

@@ -70,8 +70,27 @@ PRECISIONS: dict[str, Any] = {
 WAYS: tuple[TransportName, ...] = ("shared", "pairwise", "native")
 RANKS = (1, 2, 3, 4)
 
+
+def on_fewest_ranks(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The cases on as few ranks as they can be without losing a pair of values."""
+    pairs = lambda case: {*itertools.combinations(enumerate(map(str, case)), 2)}  # noqa: E731
+    times = Counter(pair for case in cases for pair in pairs(case))
+    result = []
+    for *others, ranks in cases:
+        case = (*others, ranks)
+        for fewer in range(1, ranks):
+            instead = (*others, fewer)
+            if all(times[pair] > 1 for pair in pairs(case) - pairs(instead)):
+                times.subtract(pairs(case))
+                times.update(pairs(instead))
+                case = instead
+                break
+        result.append(case)
+    return result
+
+
 SELECTED: list[tuple[Any, ...]] = [
-    *pairs_of(MODELS, [*OPTIMIZERS, LOW_BIT], PRECISIONS, SCHEDULES, PLANS, WAYS, RANKS[:3]),
+    *on_fewest_ranks(pairs_of(MODELS, [*OPTIMIZERS, LOW_BIT], PRECISIONS, SCHEDULES, PLANS, WAYS, RANKS[:3])),
     ("experts", "Muon+AdamW", "bf16", "once per step", zeroshard.ZERO1, "pairwise", 4),
     ("tied", "AdamW", "fp32", "every micro-batch", zeroshard.ZERO3, "shared", 4),
 ]

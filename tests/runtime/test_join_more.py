@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.grids import grid
+from tests.grids import EVERYTHING, grid
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
@@ -178,7 +178,8 @@ def test_a_rank_without_inputs_scales_as_the_others() -> None:
 
 def test_fp16_under_every_plan() -> None:
     def check(rank: int) -> Any:
-        runs = [scaled(rank, plan, precision=PURE_FP16, scale=None, bad_step=4) for plan in PLANS]
+        plans = PLANS if EVERYTHING else PLANS[::3]
+        runs = [scaled(rank, plan, precision=PURE_FP16, scale=None, bad_step=4) for plan in plans]
         assert all(same_bits(run[0], runs[0][0]) and run[1:] == runs[0][1:] for run in runs)
         return runs[0][0], runs[0][2]
 

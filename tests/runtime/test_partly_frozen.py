@@ -116,9 +116,10 @@ def found_events(handle: zeroshard.Handle) -> Counter[Any]:
 
 
 def expect_alike(rank: int, run: Callable[[int, Any], dict[str, Tensor]]) -> None:
-    """`run(rank, plan)`, in fp64, gives the same bits under every plan."""
+    """`run(rank, plan)`, in fp64, gives the same bits under ZERO2 and ZERO3; with `make test-everything`, under every
+    plan."""
     torch.set_default_dtype(torch.float64)
-    found = [run(rank, plan) for plan in PLANS]
+    found = [run(rank, plan) for plan in (PLANS if EVERYTHING else PLANS[2:])]
     assert all(same_bits(state, found[0]) for state in found)
 
 
@@ -503,7 +504,8 @@ def test_at_random(seeds: range) -> None:
         torch.set_default_dtype(torch.float64)
         states = []
         for seed in seeds:
-            found = [at_random(rank, plan, seed) for plan in PLANS]
+            plans = PLANS if EVERYTHING else (PLANS[0], PLANS[2 + seed % 2])
+            found = [at_random(rank, plan, seed) for plan in plans]
             assert all(same_bits(state, found[0]) for state in found), seed
             states.append(found[0])
         return states

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -73,13 +72,15 @@ CASES = [
 
 
 def test_overflows_change_nothing_on_any_rank() -> None:
-    """inf and NaN on each rank, in each of five parameters, also in units of which a rank has only padding: 4 plans, 3
-    optimizers, 4 overflows each (25, or 300 in all, with `make test-everything`), with finite steps in between. Value,
-    rank and parameter of number n are n // 3 % 3, n % 3 and n % 5, so that 45 in a row are all combinations."""
+    """inf and NaN on each rank, in each of five parameters, also in units of which a rank has only padding: 3
+    optimizers, 2 plans each, 4 overflows each (4 plans and 25, or 300 in all, with `make test-everything`), with finite
+    steps in between. Value, rank and parameter of number n are n // 3 % 3, n % 3 and n % 5, so that 15 in a row have
+    each parameter on each rank, and 45 are all combinations."""
 
     def check(rank: int) -> list[Any]:
         logs, overflows = [], 0
-        for (precision, optimizer_class, defaults), plan in itertools.product(CASES, PLANS):
+        cases = with_plans(CASES)
+        for (precision, optimizer_class, defaults), plan in cases:
             model = make(WithEmptyShards)
             handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
             empty = [unit.name for unit in handle.engine.units if not unit.layout.fragments(rank)]
@@ -112,7 +113,7 @@ def test_overflows_change_nothing_on_any_rank() -> None:
             assert all(torch.isfinite(value).all() for value in handle.full_state_dict(main=True).values())
             logs.append(handle.comm_log)
             overflows += PER_PLAN
-        assert overflows == 12 * PER_PLAN
+        assert overflows == len(cases) * PER_PLAN >= 15
         return logs
 
     for logs in zip(*run_ranks(check, 3), strict=True):

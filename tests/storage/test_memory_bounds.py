@@ -250,7 +250,7 @@ def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> N
     ranks that share memory are those of the next test.)
     (torch's test is for 2 ranks. On 3 ranks backward has two buckets and two pool buffers until its last unit, and may
     exceed the bound: by half a block with the pairwise transport, by less than a fifth with the native one.)"""
-    for phases, counted in run_ranks(found, num_ranks, num_ranks, 384, transport):
+    for phases, counted in run_ranks(found, num_ranks, num_ranks, 256, transport):
         over = [(phase, most / MB, bound / MB) for phase, most, bound in phases if most > bound]
         assert not over, (over, phases)
         for measured, planned in counted:
