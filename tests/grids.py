@@ -32,6 +32,26 @@ def pairs_of(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(of[i] for of, i in zip(values, case, strict=True)) for case in _built([len(of) for of in values])]
 
 
+def on_fewest_ranks(cases: list[tuple[Any, ...]], least: int = 1) -> list[tuple[Any, ...]]:
+    """The cases, whose last value is a number of ranks, on as few ranks as they can be without losing a pair."""
+    if EVERYTHING:
+        return cases
+    pairs = lambda case: {*itertools.combinations(enumerate(map(str, case)), 2)}  # noqa: E731
+    times = Counter(pair for case in cases for pair in pairs(case))
+    result = []
+    for *others, ranks in cases:
+        case = (*others, ranks)
+        for fewer in range(least, ranks):
+            instead = (*others, fewer)
+            if all(times[pair] > 1 for pair in pairs(case) - pairs(instead)):
+                times.subtract(pairs(case))
+                times.update(pairs(instead))
+                case = instead
+                break
+        result.append(case)
+    return result
+
+
 def at(cases: list[tuple[Any, ...]], last: Any) -> list[tuple[Any, ...]]:
     """The cases whose last value is `last`, without that value. (Used where each number of ranks has its own test,
     say.)"""

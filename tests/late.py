@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -27,3 +28,16 @@ def late(namespace: dict[str, Any], names: Mapping[str, str]) -> Callable[[], No
             namespace.update({name: getattr(importlib.import_module(module), name) for name in wanted.split()})
 
     return _late
+
+
+def once(*modules: str) -> Callable[[], None]:
+    """A fixture for a test module whose ranks need these modules: they are imported before the ranks are forked, once
+    instead of in each of them. One that is not installed is left out, as its tests are skipped."""
+
+    @pytest.fixture(autouse=True, scope="module")
+    def _once() -> None:
+        with suppress(ModuleNotFoundError):
+            for module in modules:
+                importlib.import_module(module)
+
+    return _once

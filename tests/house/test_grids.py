@@ -23,5 +23,9 @@ def test_every_pair_of_values_occurs(sizes: tuple[int, ...], monkeypatch: pytest
         met = {(case[one], case[other]) for case in fewer}
         assert met == {*itertools.product(factors[one], factors[other])} or (one, other) == (0, 1)
     assert len(fewer) <= len(grids.grid(*factors))
+    cases = [(*case[:-1], 1 + int(case[-1][1:])) for case in grids.grid(*factors)]
+    cheaper = grids.on_fewest_ranks(cases)
+    of = lambda some: {pair for case in some for pair in itertools.combinations(enumerate(case), 2)}  # noqa: E731
+    assert of(cheaper) == of(cases) and sum(case[-1] for case in cheaper) <= sum(case[-1] for case in cases)
     monkeypatch.setattr(grids, "EVERYTHING", True)
     assert grids.grid(*factors) == list(itertools.product(*factors))

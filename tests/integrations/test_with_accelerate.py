@@ -25,9 +25,12 @@ from tests.integrations.common import (
     texts,
 )
 from tests.kit import Block, Net, State, make, same_bits
+from tests.late import once
 from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+_once = once("accelerate", "zeroshard.integrations.accelerate")
 
 
 def in_turns(number: int, rank: int, num_ranks: int) -> list[int]:

@@ -23,10 +23,13 @@ from tests.integrations.common import (
     texts,
 )
 from tests.kit import Block, Net, State, make, same_bits
+from tests.late import once
 from zeroshard.integrations.sharding import handle_of_model
 from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+_once = once("lightning", "zeroshard.integrations.lightning")
 
 
 def launched(rank: int, num_ranks: int) -> None:

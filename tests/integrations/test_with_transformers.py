@@ -15,11 +15,14 @@ from tests.examples import run_example
 from tests.grids import EVERYTHING
 from tests.integrations.common import Fault, as_launched, expect_faults_to_end_all
 from tests.kit import State, make, same_bits
+from tests.late import once
 from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
 STEPS, MICRO_BATCHES = 4, 2
+
+_once = once("transformers.trainer", "accelerate", "tests.real_models.real", "zeroshard.integrations.transformers")
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):

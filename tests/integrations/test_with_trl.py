@@ -11,9 +11,12 @@ import torch
 import zeroshard
 from tests.integrations.common import as_launched
 from tests.kit import State, same_bits
+from tests.late import once
 from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+_once = once("trl.trainer.sft_trainer", "zeroshard.integrations.transformers")
 
 STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.5
 WORDS = ("ab", "cde", "f", "ghij", "kl", "m", "nop", "q")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.grids import at, grid
+from tests.grids import at, grid, on_fewest_ranks
 from tests.kit import (
     CANCELLED,
     PLANS,
@@ -81,7 +81,7 @@ def scale_of(precision: str, index: int) -> ConstantScale | DynamicScale | None:
     return ConstantScale(2.0**10) if index % 3 == 0 else None
 
 
-CASES = grid(PRECISIONS, ELEMENTWISE, SCHEDULES, PLANS, (2, 3), apart=(0, 1))
+CASES = on_fewest_ranks(grid(PRECISIONS, ELEMENTWISE, SCHEDULES, PLANS, (2, 3), apart=(0, 1)), 2)
 """The grid of precision x optimizer x schedule x plan x ranks. Each case is compared to one process, bit for bit, so
 plans need not be compared to each other. By default an optimizer meets about half of the precisions, as it sees nothing
 but main, gradients and state."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.grids import EVERYTHING, pairs_of
+from tests.grids import EVERYTHING, on_fewest_ranks, pairs_of
 from tests.kit import PLANS, SCHEDULES, Block, loss_of_tokens, make, travelling
 from tests.planning.models import FROZEN, MODELS, Experts, Planned, Tied
 from tests.together import in_turn
@@ -69,25 +69,6 @@ PRECISIONS: dict[str, Any] = {
 }
 WAYS: tuple[TransportName, ...] = ("shared", "pairwise", "native")
 RANKS = (1, 2, 3, 4)
-
-
-def on_fewest_ranks(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The cases on as few ranks as they can be without losing a pair of values."""
-    pairs = lambda case: {*itertools.combinations(enumerate(map(str, case)), 2)}  # noqa: E731
-    times = Counter(pair for case in cases for pair in pairs(case))
-    result = []
-    for *others, ranks in cases:
-        case = (*others, ranks)
-        for fewer in range(1, ranks):
-            instead = (*others, fewer)
-            if all(times[pair] > 1 for pair in pairs(case) - pairs(instead)):
-                times.subtract(pairs(case))
-                times.update(pairs(instead))
-                case = instead
-                break
-        result.append(case)
-    return result
-
 
 SELECTED: list[tuple[Any, ...]] = [
     *on_fewest_ranks(pairs_of(MODELS, [*OPTIMIZERS, LOW_BIT], PRECISIONS, SCHEDULES, PLANS, WAYS, RANKS[:3])),
