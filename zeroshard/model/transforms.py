@@ -6,8 +6,9 @@ hooks leave the transforms while they run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,15 +29,15 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def given_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor, unwrapped, that `functional_call` has put in place of one of the module's own parameters. (Only
+def given_tensors(modules: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
+    """(name, tensor), unwrapped, that `functional_call` has put in place of one of these modules' own parameters. (Only
     during such a call does a module hold tensors that are no `nn.Parameter`.)"""
-    given: dict[str, Tensor] = {}
-    held: Mapping[str, Tensor | None] = module._parameters
-    for name, value in held.items():  # must be fast: runs before each call of each module
-        if value is not None and type(value) is not nn.Parameter and not isinstance(value, nn.Parameter):
-            given[name] = _plain(value)
-    return given
+    held: Iterable[tuple[str, Any]] = chain.from_iterable([module._parameters.items() for module in modules])
+    return [
+        (name, _plain(value))
+        for name, value in held  # must be fast: runs before each call of each unit
+        if value is not None and type(value) is not nn.Parameter and not isinstance(value, nn.Parameter)
+    ]
 
 
 def _plain(tensor: Tensor) -> Tensor:

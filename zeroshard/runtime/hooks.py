@@ -3,8 +3,8 @@
 | hook                                  | where                              | does                                    |
 |---------------------------------------|------------------------------------|-----------------------------------------|
 | forward pre-hook, forward hook        | modules that need a unit's weights | gather and show, before any other hook; |
-|                                       |                                    | hide, after all others. Nothing inside  |
-|                                       |                                    | a call that has gathered the same units |
+|                                       |                                    | hide, after all others. Taken off while |
+|                                       |                                    | a call around gathers the same units    |
 | gradient hook on outputs              | the outermost of those calls       | gather and show for backward            |
 | hooks around forward                  | the model, units, other precisions | cast inputs and outputs (`casting.py`)  |
 | gradient hook on outputs              | the model                          | mark the start of backward              |
@@ -28,17 +28,16 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.model.absent import NOT_COPIED, NOT_PICKLED, as_tensors
 from zeroshard.model.casting import Cast, attach_casts, cast
-from zeroshard.model.paths import Modules, first_paths, parent
+from zeroshard.model.paths import Modules, parent
 from zeroshard.model.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
-from zeroshard.runtime.running import End, Inside, Running
+from zeroshard.runtime.running import End, Running
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -92,10 +91,14 @@ class Needed:
     Attributes:
         units: the units whose weights stay until the end of the call.
         gathers: those of them that the call gathers when it begins.
+        hooks: around the call.
+        inside: modules inside the module that need nothing else, and their hooks.
     """
 
     units: list[Unit] = field(default_factory=list)
     gathers: list[Unit] = field(default_factory=list)
+    hooks: Around | None = None
+    inside: dict[nn.Module, Around] = field(default_factory=dict)
 
     def add(self, unit: Unit, path: str) -> None:
         """`path`: of the module."""
@@ -103,6 +106,55 @@ class Needed:
             self.units.append(unit)
             if not unit.spec.is_part or path in unit.spec.gathered_by:
                 self.gathers.append(unit)
+
+    def covers(self, other: Needed) -> bool:
+        """Whether these needs include the other ones."""
+        return set(other.units) <= set(self.units) and set(other.gathers) <= set(self.gathers)
+
+    def begin(self) -> None:
+        """The call begins: take the hooks off the modules inside."""
+        # [Note: modules inside a unit]
+        # They need no hooks, and torch calls a module without hooks much faster. And torch.compile must not trace these
+        # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
+        # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
+        for hooks in self.inside.values():
+            hooks.of_before.pop(hooks.first, None)
+            hooks.of_after.pop(hooks.last, None)
+
+    def end(self) -> None:
+        """The call is over: put them back, in front of all other hooks, and behind."""
+        for hooks in self.inside.values():
+            hooks.of_before[hooks.first] = hooks.before
+            hooks.of_before.move_to_end(hooks.first, last=False)
+            hooks.of_after[hooks.last] = hooks.after
+
+
+class Around:
+    """The two hooks around the calls of a module: `before` gathers, `after` hides.
+
+    Attributes:
+        of_before, of_after: torch's ordered dicts with these hooks of the module, under the keys `first` and `last`.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self.before, self.after = before, after
+        self._handles = (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
+            module.register_forward_hook(after, always_call=True),
+        )
+        self.first, self.last = (handle.id for handle in self._handles)
+        self.of_before: Any = module._forward_pre_hooks
+        self.of_after: Any = module._forward_hooks
+
+    def hide_last(self) -> None:
+        """Move the hook that hides to the end: hooks that the user has registered since may read the weights."""
+        if next(reversed(self.of_after), self.last) != self.last and self.last in self.of_after:
+            self.of_after.move_to_end(self.last)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +200,8 @@ class Schedule(NotCopied):
         self._backward: int | None = None  # id of autograd's graph task of the current backward
         self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
         self._needs: dict[nn.Module, Needed] = {}
+        self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
         self._casts: dict[nn.Module, Cast] = {}
-        self._first: list[RemovableHandle] = []  # the hooks that gather
         self._running = Running()
         self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # forwards since the last backward that it has not visited, in order
@@ -182,49 +234,25 @@ class Schedule(NotCopied):
         # in the order of registration, except with `prepend=True`. So casts are registered first, gathers are
         # prepended, and the hooks that hide are moved to the end before each call, behind the user's newer hooks.
         self._removers += attach_casts(casts)
-        inner = _inside_another(modules, self._needs)
-        for module, needed in self._needs.items():
-            asked = Inside() if module in inner else None
-            # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
-            after_call = _after(self, needed.units)
-            after = module.register_forward_hook(
-                after_call if asked is None else _after_asking(asked, after_call), always_call=True
-            )
-            before = _before(self, needed, partial(_move_to_end, after))
-            if asked is not None:
-                before = self._unless_inside(needed.units, asked, before)
-            gather = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            self._keep(gather)
-            if module is not model:  # its own hooks already run when `come_first` is called
-                self._first.append(gather)
-            self._keep(after)
+        around = {
+            module: Around(module, _before(self, needed), _after(self, needed))
+            for module, needed in self._needs.items()
+        }
+        self._removers += [hooks.remove for hooks in around.values()]
+        self._first = [hooks for module, hooks in around.items() if module is not model]
+        for path, module in modules.items():
+            if module not in around:
+                continue
+            needed = self._needs[module]
+            needed.hooks = around[module]
+            while path:
+                path = parent(path)
+                outer = self._needs.get(modules[path])
+                if outer is not None and outer.covers(needed):
+                    outer.inside[module] = around[module]
         self.hook_parameters(self.reducer.order)
         # Prepended last, so it runs first. `begin` is not stored here, as its object may own this schedule.
         self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
-
-    def _unless_inside(
-        self, units: Sequence[Unit], asked: Inside, before: Callable[[nn.Module, Any, Any], None]
-    ) -> Callable[[nn.Module, Any, Any], None]:
-        """`before`, except for calls inside a call that has gathered the same units already. `asked`: whether a call of
-        this module itself has gathered them."""
-        inside = tuple(self._running.inside[unit] for unit in units)
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # [Note: modules inside a unit]
-            # torch.compile traces this hook and guards its attributes, so the call of a whole unit stays one graph. A
-            # call of `before`, which it must not trace, would break the graph at each layer, and a graph break in a
-            # pre-hook makes Dynamo skip the forward behind it (pytorch/pytorch#111966, pytorch/pytorch#135410).
-            for of_unit in inside:
-                if not of_unit.now:
-                    asked.begin()
-                    return before(module, args, kwargs)
-            if asked.now:  # a recursive call: count it, so that the inner end does not end the outer
-                asked.begin()
-            if not torch.compiler.is_compiling():
-                self._expect_present(module, units)
-            return None
-
-        return hook
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
@@ -247,7 +275,7 @@ class Schedule(NotCopied):
         """
         needed, casts = self._needs.get(module, Needed()), self._casts.get(module, Cast())
         method = getattr(module, name)
-        before, after = _before(self, needed, lambda: None), _after(self, needed.units)
+        before, after = _before(self, needed), _after(self, needed)
         begin = None if begin is None else OutsideGraphs(begin)
 
         @functools.wraps(method)
@@ -267,8 +295,9 @@ class Schedule(NotCopied):
 
     def come_first(self) -> None:
         """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
-        for hook in self._first:
-            _move_to_front(hook)
+        for hooks in self._first:
+            if next(iter(hooks.of_before), hooks.first) != hooks.first and hooks.first in hooks.of_before:
+                hooks.of_before.move_to_end(hooks.first, last=False)
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -276,6 +305,8 @@ class Schedule(NotCopied):
             remove()
         self._removers.clear()
         self._first.clear()
+        for needed in self._needs.values():  # a call may be running, and would put them back
+            needed.inside.clear()
         self._needs.clear()
 
     def _keep(self, handle: Any) -> None:
@@ -304,30 +335,30 @@ class Schedule(NotCopied):
                     "under torch.no_grad()"
                 )
 
-    def _expect_present(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        given = given_tensors(module)
-        for unit in units if given else ():
-            unit.weights.expect_present(given)
-
     def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
         if self._backward is not None:
             self.abandon_backward()
         units, makes_graph = needed.units, torch.is_grad_enabled()
-        self._expect_present(module, units)
+        given = given_tensors((module, *needed.inside))
+        for unit in units if given else ():
+            unit.weights.expect_present(given)
         begins = [unit for unit in units if unit.weights.is_passing] if makes_graph else []
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self._running.begin(units, inputs)
+        needed.begin()
         if makes_graph and in_backward():
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
 
-    def after_module(self, units: Sequence[Unit], output: Any) -> None:
+    def after_module(self, needed: Needed, output: Any) -> None:
         """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
         units again when it reaches these. See [Note: who made an output]."""
+        units = needed.units
         if (end := self._running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
+        needed.end()
         self._running.returned(units, output)
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
         if not free:
@@ -489,15 +520,13 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = parameter.dtype
 
 
-def _before(
-    schedule: Schedule, needed: Needed, leave_last: Callable[[], None]
-) -> Callable[[nn.Module, Any, Any], None]:
-    """The pre-hook that gathers. `leave_last`: called first; moves the hook that hides to the end, as forward hooks of
-    the user may read the weights."""
+def _before(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any], None]:
+    """The pre-hook that gathers."""
 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        leave_last()
+        if needed.hooks is not None:
+            needed.hooks.hide_last()
         if not under_transform():
             schedule.before_module(module, needed, (args, kwargs))
             return
@@ -508,39 +537,16 @@ def _before(
     return hook
 
 
-def _after(schedule: Schedule, units: list[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any], None]:
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if not under_transform():
-            schedule.after_module(units, output)
+            schedule.after_module(needed, output)
             return
         with outside_transforms():
-            schedule.after_module(units, output)
+            schedule.after_module(needed, output)
 
     return hook
-
-
-def _after_asking(asked: Inside, after: Callable[[nn.Module, Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
-    """`after`, only for calls that have gathered (see `Schedule._unless_inside`)."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if asked.now and asked.end():
-            after(module, args, output)
-
-    return hook
-
-
-def _inside_another(modules: Modules, needs: Mapping[nn.Module, Needed]) -> set[nn.Module]:
-    """Modules inside a module that has gathered the same units."""
-    inner = set()
-    gathered: dict[str, frozenset[Unit]] = {}  # path -> the units that the module, or one around it, gathers
-    for module, path in first_paths(modules).items():
-        around = gathered[parent(path)] if path else frozenset[Unit]()
-        own = needs[module].gathers if module in needs else ()
-        if module in needs and around.issuperset(own):
-            inner.add(module)
-        gathered[path] = around.union(own) if own else around
-    return inner
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
@@ -593,19 +599,6 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
             alive.on_gradient(of_unit, index, parameter)  # type: ignore[arg-type]
 
     return hook
-
-
-def _move_to_end(hook: RemovableHandle) -> None:
-    """Move a hook behind all hooks of its kind on its module."""
-    hooks = hook.hooks_dict_ref()
-    if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
-        hooks.move_to_end(hook.id)
-
-
-def _move_to_front(hook: RemovableHandle) -> None:
-    hooks = hook.hooks_dict_ref()
-    if hooks is not None and hook.id in hooks and next(iter(hooks)) != hook.id:
-        hooks.move_to_end(hook.id, last=False)
 
 
 def _made_by(tensor: Tensor) -> Node:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -37,29 +36,11 @@ class End(Enum):
     NOT_BEGUN = "not begun"
 
 
-class Inside:
-    """Counts running calls that need one unit. `now`: whether there is one."""
-
-    def __init__(self) -> None:
-        self.now = False  # a plain attribute, not a property: torch.compile guards it
-        self._calls = 0
-
-    def begin(self) -> None:
-        self._calls, self.now = self._calls + 1, True
-
-    def end(self) -> bool:
-        """One call is over. Returns whether no other is running."""
-        self._calls -= 1
-        self.now = self._calls > 0
-        return not self.now
-
-
 class Running:
-    """The running calls that have gathered units, the innermost last. `inside`: unit -> its counter."""
+    """The running calls that have gathered units, the innermost last."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Sequence[Unit], Range | None, BaseException | None]] = []
-        self.inside: dict[Unit, Inside] = defaultdict(Inside)
         self._at: tuple[Sequence[Unit], Range | None] = (), None  # the units that backward is at
         self._returned: set[tuple[int, int]] = set()  # thread and number of the graph nodes of recorded outputs
         self._on_leaves: list[RemovableHandle] = []
@@ -76,8 +57,6 @@ class Running:
                 if tensor.is_leaf:  # it may outlive the graph
                     self._on_leaves.append(hook)
         self._calls.append((units, _open("forward", units), sys.exception()))
-        for unit in units:
-            self.inside[unit].begin()
 
     def end(self, units: Sequence[Unit]) -> End:
         """The innermost call that needs these units is over."""
@@ -86,8 +65,6 @@ class Running:
             if running is units:  # not `==`: several modules may need the same units
                 del self._calls[index]
                 _close(forward)
-                for unit in units:
-                    self.inside[unit].end()
                 # The model may be called where another error is being handled (`except: model(x)`).
                 return End.RETURNED if sys.exception() is handled else End.RAISED
         return End.NOT_BEGUN

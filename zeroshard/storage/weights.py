@@ -19,7 +19,7 @@ for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import NoReturn
 
@@ -277,13 +277,13 @@ class Weights:
         """The slot of which `tensor` is the absent stand-in (or a view of it); None if it is not one."""
         return self.absent.index_of(tensor)
 
-    def expect_present(self, values: Mapping[str, Tensor]) -> None:
-        """Check that none of these tensors was taken from a parameter while it was absent.
+    def expect_present(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Check that none of these tensors was taken from a parameter while it was absent. `values`: with their names.
 
         Raises:
-            RuntimeError: one was; the message has its name in `values`.
+            RuntimeError: one was.
         """
-        for name, value in values.items():
+        for name, value in values:
             if self.absent_index(value) is not None:
                 raise InvalidState(
                     f"functional_call: {name} has been taken from the model while its values were not here, and is "
