@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,6 +76,33 @@ class OutOfOrder(Error, RuntimeError):
     """This rank and a peer are not at the same unit."""
 
 
+class Failing:
+    """Marks the messages as failed if the body raises: the ranks no longer expect the same messages.
+
+    Raises:
+        LostPeer: in place of an error of gloo, if the watch knows which rank's end has caused it.
+    """
+
+    def __init__(self, messages: Messages, at: Wait | None) -> None:
+        self._messages, self._at = messages, at
+
+    def __enter__(self) -> None:
+        self._before = HERE.begin_wait(self._at)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            HERE.end_wait(self._before)
+            return
+        self._messages.failed = True
+        ours = isinstance(error, OutOfOrder) or not isinstance(error, RuntimeError)
+        lost = None if ours else watch.explain(error)  # says what this rank waits for
+        HERE.end_wait(self._before)
+        if lost is not None:
+            raise lost from None  # else gloo's message would be printed first, and it names no rank
+
+
 class Messages:
     """The messages of one rank of a mesh.
 
@@ -139,28 +166,9 @@ class Messages:
             "full_state_dict, unsharded, state_dict, save and load are collective, too: call them on every rank"
         )
 
-    @contextmanager
-    def failing(self, at: Wait | None = None) -> Iterator[None]:
-        """Mark the messages as failed if the body raises: the ranks no longer expect the same messages.
-
-        Args:
-            at: what the body waits for, for the watch.
-
-        Raises:
-            LostPeer: in place of an error of gloo, if the watch knows which rank's end has caused it.
-        """
-        before = HERE.begin_wait(at)
-        try:
-            yield
-        except BaseException as error:
-            self.failed = True
-            ours = isinstance(error, OutOfOrder) or not isinstance(error, RuntimeError)
-            lost = None if ours else watch.explain(error)
-            if lost is not None:
-                raise lost from None  # else gloo's message would be printed first, and it names no rank
-            raise
-        finally:
-            HERE.end_wait(before)
+    def failing(self, at: Wait | None = None) -> Failing:
+        """A wait. `at`: what for, for the watch."""
+        return Failing(self, at)
 
     def introduce(self, *abouts: str) -> None:
         """Register what a message may be about, so that its number can be turned into words."""

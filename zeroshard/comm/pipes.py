@@ -13,6 +13,7 @@ other.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import ctypes
 import os
 import select
@@ -153,6 +154,34 @@ class _Peer:
         return first
 
 
+class _Locked:
+    """`with`: under the lock of a condition. (A `contextmanager` takes three times as long.)
+
+    Attributes:
+        holder: the thread that is inside.
+
+    Raises:
+        Reentered: this thread is inside already.
+    """
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self.holder: int | None = None
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        # Garbage collection can run in the middle of any of these sections, and the `__del__` of a communication waits
+        # (`pending.py`). Read by it, a message would overtake the one that is being handed over.
+        if self.holder == thread:
+            raise Reentered("a wait began while the same thread was reading from the pipes or writing to them")
+        self._condition.acquire()
+        self.holder = thread
+
+    def __exit__(self, *error: object) -> None:
+        self.holder = None
+        self._condition.release()
+
+
 class Pipes:
     """The pipes of this process to all other ranks of a group. Any thread may send, receive and wait."""
 
@@ -168,7 +197,7 @@ class Pipes:
         """
         self._timeout, self._pid = timeout, os.getpid()
         self._changed = threading.Condition()
-        self._holder: int | None = None  # the thread that is in `_locked`
+        self._locked = _Locked(self._changed)
         self._polls: int | None = None  # the thread that is in `poll`, on behalf of all that wait
         self._closed = ""  # the reason, once closed
         self._files: set[int] = set()
@@ -228,7 +257,7 @@ class Pipes:
         peer = self._peers[rank]
         data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         deadline = time.monotonic() + self._timeout
-        with self._locked():
+        with self._locked:
             # Through `unsent`: a full pipe takes a part of a message, and another thread may send before the rest.
             peer.unsent += data
             while peer.unsent:
@@ -252,7 +281,7 @@ class Pipes:
         assert into.is_contiguous()
         self._expect_original()
         receive = Receive(self, rank, into)
-        with self._locked():
+        with self._locked:
             self._peers[rank].post(channel, receive)
         return receive
 
@@ -267,7 +296,7 @@ class Pipes:
             return
         self._expect_original()
         deadline = time.monotonic() + self._timeout
-        with self._locked():
+        with self._locked:
             while not is_there():
                 self._expect_open(self._peers[rank])
                 self._take_in(deadline, self._peers[rank])
@@ -292,41 +321,24 @@ class Pipes:
         self._files.clear()
 
     def _expect_original(self) -> None:
-        if self.is_forked_copy:
+        if os.getpid() != self._pid:
             raise InvalidState(
                 "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever "
                 "gathers, reduces or steps in the rank itself, not in a DataLoader worker or another forked process"
             )
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """
-        Raises:
-            Reentered: this thread is inside already.
-        """
-        # Garbage collection can run in the middle of any of these sections, and the `__del__` of a communication waits
-        # (`pending.py`). Read by it, a message would overtake the one that is being handed over.
-        if self._holder == threading.get_ident():
-            raise Reentered("a wait began while the same thread was reading from the pipes or writing to them")
-        with self._changed:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
 
     # Under the lock --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
         """Others, and garbage collection, may read and write meanwhile."""
-        self._holder = None
+        self._locked.holder = None
         self._changed.release()
         try:
             yield
         finally:
             self._changed.acquire()
-            self._holder = threading.get_ident()
+            self._locked.holder = threading.get_ident()
 
     def _take_in(self, deadline: float, peer: _Peer, *, writes: bool = False) -> None:
         """Wait until something can be read (or written to the peer, if `writes`), and read it. At most one thread
@@ -340,7 +352,7 @@ class Pipes:
             raise PeerGone(f"timed out waiting for rank {peer.rank}: nothing came for {self._timeout:.0f} s")
         if self._polls not in (None, threading.get_ident()):
             self._changed.wait(min(left, _SHORT) if writes else left)
-            self._holder = threading.get_ident()  # another thread had the lock
+            self._locked.holder = threading.get_ident()  # another thread had the lock
             return
         # This thread may be here already, just before its poll: garbage collection can run the `__del__` of a
         # communication that is waited for (`pending.py`). To wait for another thread to poll would be to wait forever.
@@ -403,14 +415,19 @@ def _write(file: int, data: bytes) -> int:
     # Python ignores SIGPIPE. But scripts whose output is piped to `head` restore its default, which ends the process
     # without a message. Sockets have MSG_NOSIGNAL for this; pipes have nothing like it. `signal.getsignal` does not
     # tell: after a fork by `subprocess`, which restores defaults, it still returns SIG_IGN.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
+    blocked = _set_mask(signal.SIG_BLOCK, _SIGPIPE)
     try:
         return os.write(file, data)
     except BrokenPipeError:
-        signal.sigtimedwait([signal.SIGPIPE], 0)  # take back the signal of this write
+        signal.sigtimedwait(_SIGPIPE, 0)  # take back the signal of this write
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        _set_mask(signal.SIG_SETMASK, blocked)
+
+
+_SIGPIPE = (signal.SIGPIPE,)
+_set_mask = _signal.pthread_sigmask
+"""`signal.pthread_sigmask`, which takes three times as long, as it makes an enum of each number."""
 
 
 def _close_all(files: set[int]) -> None:
