@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: _map_leaf(fn, leaf), tree)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors, also those that are attributes of other objects (a cache, an output object)."""
-    yield from _tensors(tree, set())
+    found: list[Tensor] = []
+    _collect(tree, found, set())
+    return found
 
 
 def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
@@ -36,14 +38,23 @@ def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     return result
 
 
-def _tensors(tree: Any, seen: set[int]) -> Iterator[Tensor]:
-    for leaf in [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        # Not into modules: an output that refers to its module would lead to all parameters. `seen`: objects may form
-        # cycles.
-        elif not isinstance(leaf, (str, bytes, int, float, type, nn.Module, type(None))) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            names = [name for one in type(leaf).__mro__ for name in getattr(one, "__slots__", ())]
-            values = [getattr(leaf, name, None) for name in names if isinstance(name, str)]
-            yield from _tensors([*getattr(leaf, "__dict__", {}).values(), *values], seen)
+_WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None))
+"""Not into modules: an output that refers to its module would lead to all parameters."""
+
+
+def _collect(tree: Any, found: list[Tensor], seen: set[int]) -> None:
+    """`seen`: ids of objects whose attributes have been visited; they may form cycles."""
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif type(tree) in (tuple, list, dict):  # `tree_leaves` takes ten times as long
+        for part in tree.values() if type(tree) is dict else tree:
+            _collect(part, found, seen)
+    elif not isinstance(tree, _WITHOUT_TENSORS) and id(tree) not in seen:
+        leaves = pytree.tree_leaves(tree)
+        if len(leaves) != 1 or leaves[0] is not tree:  # another kind of tree
+            _collect(leaves, found, seen)
+            return
+        seen.add(id(tree))
+        names = [name for one in type(tree).__mro__ for name in getattr(one, "__slots__", ())]
+        values = [getattr(tree, name, None) for name in names if isinstance(name, str)]
+        _collect([*getattr(tree, "__dict__", {}).values(), *values], found, seen)
