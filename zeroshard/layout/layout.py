@@ -112,6 +112,11 @@ class BufferLayout:
         starts = [*(slot.world.start for slot in self.slots), self.numel]
         return tuple(Interval(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
+    @cached_property
+    def filled(self) -> frozenset[int]:
+        """The slots (by index) with at least one element."""
+        return frozenset(index for index, slot in enumerate(self.slots) if slot.world)
+
     def portions(self, slots: Collection[int]) -> Portions:
         """The portions that contain these slots (by index); for all slots, the whole buffer with its padding."""
         if len(slots) == len(self.slots):

@@ -164,31 +164,26 @@ class Absent:
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """Make these parameters absent, until `give`."""
-        for parameter, view in zip(parameters, self._views, strict=True):
-            self._take(parameter, view)
+        self._take(parameters, self._views)
 
-    def _take(self, parameter: Tensor, view: Tensor) -> None:
-        plain = type(parameter)
-        if plain not in self._classes:
-            self._classes[plain] = _class_of(plain, self._unit, self._names, self)
-        # Data first, then the class (in `give` the other way round): setting the data of an absent parameter raises.
-        parameter.data = view
-        parameter.__class__ = self._classes[plain]
+    def _take(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(parameters, views, strict=True):
+            plain = type(parameter)
+            if plain not in self._classes:
+                self._classes[plain] = _class_of(plain, self._unit, self._names, self)
+            # Data first, then the class (in `give_each` the other way round): setting the data of an absent one raises.
+            parameter.data = view
+            parameter.__class__ = self._classes[plain]
 
     def lose(self, index: int, parameter: Tensor, why: str) -> None:
         """Make the parameter of slot `index` absent for good; so become those that are absent already."""
         self.why_lost, self.bring = why, lambda: None
         if not is_absent(parameter):
-            self._take(parameter, self._views[index])
+            self._take([parameter], [self._views[index]])
 
     def explain(self, name: str) -> str:
         """The error message for a parameter: why its values are absent, and what to write instead."""
         return not_here(name, self._unit) if self.why_lost is None else _lost(name, self.why_lost)
-
-    def give(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Give these parameters values and their usual classes."""
-        for parameter, value in zip(parameters, values, strict=True):
-            give(parameter, value)
 
     def index_of(self, tensor: Tensor) -> int | None:
         """The slot whose placeholder `tensor` is, or is a view of; None if there is none."""
@@ -202,10 +197,16 @@ class Absent:
 
 def give(parameter: Tensor, values: Tensor) -> None:
     """Give a parameter these values, and its usual class if it is absent."""
-    kind = type(parameter)
-    if issubclass(kind, AbsentTensor):
-        parameter.__class__ = kind.plain  # before the data: setting the data of an absent parameter raises
-    parameter.data = values
+    give_each([parameter], [values])
+
+
+def give_each(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give these parameters values, and their usual classes if they are absent."""
+    for parameter, value in zip(parameters, values, strict=True):
+        kind = type(parameter)
+        if issubclass(kind, AbsentTensor):
+            parameter.__class__ = kind.plain  # before the data: setting the data of an absent parameter raises
+        parameter.data = value
 
 
 def is_absent(tensor: Tensor) -> bool:

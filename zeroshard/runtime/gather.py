@@ -90,6 +90,9 @@ class Gatherer:
         # All counters first: the prefetch in `_unshard` must not take the buffer of another of these units.
         for unit in units:
             unit.weights.in_use += 1
+        hidden = [unit for unit in gathers if not unit.weights.shown]
+        if not hidden and not self._parts_behind:
+            return
         during: During = "backward" if in_backward() else "forward"
         with torch.no_grad():
             if len(gathers) < len(units):

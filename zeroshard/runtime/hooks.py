@@ -198,7 +198,7 @@ class Schedule(NotCopied):
         """Call `lead_to` before anything else."""
         self._removers: list[Callable[[], None]] = []
         self._backward: int | None = None  # id of autograd's graph task of the current backward
-        self._accumulates = False  # whether it leaves gradients in parameters (`torch.autograd.grad` does not)
+        self.accumulates = False
         self._needs: dict[nn.Module, Needed] = {}
         self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
         self._casts: dict[nn.Module, Cast] = {}
@@ -442,18 +442,13 @@ class Schedule(NotCopied):
         # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
         if unit in next_units or unit.spec.of_root or any(visit.unit is unit for visit in self._visits):
             return True
-        return not self._accumulates or self.reducer.complete(unit, at_end=self._backward is None)
+        return not self.accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
     def before_gradient(self, parameter: Tensor) -> None:
         """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
-        if not self._accumulates and _is_accumulated(parameter):
+        if not self.accumulates and _is_accumulated(parameter):
             self.begin_backward(accumulates=True)
         self.reducer.single_uses.expect_one_graph(parameter)
-
-    def on_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
-        if not self._accumulates:
-            self.begin_backward(accumulates=True)
-        self.reducer.accumulate(unit, index, parameter)
 
     def begin_backward(self, *, accumulates: bool | None = None) -> None:
         """Called by every hook of a backward; the first call queues a callback for its end.
@@ -471,14 +466,14 @@ class Schedule(NotCopied):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if accumulates is None:
                 accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
-        if accumulates and not self._accumulates:
-            self._accumulates = True
+        if accumulates and not self.accumulates:
+            self.accumulates = True
             self.reducer.begin_backward()
 
     def abandon_backward(self) -> None:
         """If the last backward raised and never ended: wait for its collectives, and discard its gradients."""
         if self._backward is not None and not in_backward():
-            self._backward, self._accumulates = None, False
+            self._backward, self.accumulates = None, False
             self._running.end_backward()
             self._forget()
             with torch.no_grad():
@@ -499,7 +494,7 @@ class Schedule(NotCopied):
             with torch.no_grad():
                 self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
         finally:
-            accumulates, self._accumulates = self._accumulates, False
+            accumulates, self.accumulates = self.accumulates, False
             self._forget()
         if accumulates:
             self.reducer.end_backward()
@@ -581,22 +576,28 @@ def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Call
     of_parameter = weakref.ref(parameter)
 
     def hook(grad: Tensor) -> None:
-        alive, target = schedule(), of_parameter()
-        if alive is not None and target is not None:
+        alive = schedule()
+        # Usually there is nothing to do, and this runs for every gradient.
+        if alive is None or (alive.accumulates and not alive.reducer.single_uses.uncast):
+            return
+        target = of_parameter()
+        if target is not None:
             alive.before_gradient(target)
 
     return hook
 
 
-def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Callable[[Tensor], None]:
+def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Callable[[nn.Parameter], None]:
     """The post-accumulate-grad hook of a parameter. Its argument is the parameter, not the gradient: code that confuses
     the two averages weights."""
     unit_ref = weakref.ref(unit)
 
-    def hook(parameter: Tensor) -> None:
+    def hook(parameter: nn.Parameter) -> None:
         alive, of_unit = schedule(), unit_ref()
         if alive is not None and of_unit is not None:
-            alive.on_gradient(of_unit, index, parameter)  # type: ignore[arg-type]
+            if not alive.accumulates:
+                alive.begin_backward(accumulates=True)
+            alive.reducer.accumulate(of_unit, index, parameter)
 
     return hook
 

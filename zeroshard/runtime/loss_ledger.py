@@ -48,10 +48,12 @@ class LossLedger:
     Attributes:
         has_final: whether the gradients that wait for a step are the final means: of losses neither scaled nor
             weighted.
+        looks_or_scales: whether gradients of the current loss are checked or rescaled (`add`).
     """
 
     def __init__(self) -> None:
         self.has_final = True
+        self.looks_or_scales = False
         self._loss = Loss()
         self._scale: float | None = None
         self._accounts: weakref.WeakSet[LossAccount] = weakref.WeakSet()
@@ -94,6 +96,7 @@ class LossLedger:
         """The current loss begins to contribute to the gradients."""
         if self._scale is None:
             self._scale = self._loss.scale
+        self.looks_or_scales = self._loss.looked_at or self._scale != self._loss.scale
         self.has_final &= self._scale == 1.0 and not self._loss.is_weighted
 
     def add(self, grad: Tensor, dtype: torch.dtype) -> Tensor:

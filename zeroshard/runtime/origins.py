@@ -47,8 +47,7 @@ class Origins:
         """Take the norms of the current backward's gradients of a unit, or, on a single rank, remember to do so. (Slots
         lie in the order of backward.)"""
         slots = unit.layout.slots
-        fresh = [index for index in sorted(grads.ready - grads.stale) if slots[index].world]
-        if fresh:
+        if fresh := sorted((grads.ready - grads.stale) & unit.layout.filled):
             look = Look([slots[index].name for index in fresh], grads, fresh)
             self._backwards[-1].append(look)
             if not self._is_alone:

@@ -207,17 +207,17 @@ class Reducer:
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Backward has written a parameter's gradient: move it into the unit's bucket."""
         grads = self.grads[unit]
-        name = unit.layout.slots[index].name
-        position = self._position_of.get(unit)
-        if position is None or index not in grads.summed:
+        if index not in grads.summed:
             raise InvalidState(
-                f"parameter {name} has a gradient, and did not require grad when the model was called last: let it "
-                "require grad before the model (not only a part of it) is called"
+                f"parameter {unit.layout.slots[index].name} has a gradient, and did not require grad when the model "
+                "was called last: let it require grad before the model (not only a part of it) is called"
             )
-        if position < self._cursor and unit not in self.local:
+        is_reduced = unit not in self.local
+        if is_reduced and self._position_of[unit] < self._cursor:
             raise InvalidState(
-                f"{name} got a second gradient in one backward, after its unit has been reduced: its module runs in "
-                "several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) (torch DDP asks for the same)"
+                f"{unit.layout.slots[index].name} got a second gradient in one backward, after its unit has been "
+                "reduced: its module runs in several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) "
+                "(torch DDP asks for the same)"
             )
         if self._complete_but_seen:  # the user's hooks have run for the previous gradient by now
             self._advance()
@@ -229,7 +229,7 @@ class Reducer:
         if not seen_by_others:
             self._take(unit, index, grads)
         grads.ready.add(index)
-        if unit not in self.local and grads.summed <= grads.ready:
+        if is_reduced and grads.summed <= grads.ready:
             self._complete_but_seen = seen_by_others
             if not seen_by_others:
                 self._advance()
@@ -237,16 +237,19 @@ class Reducer:
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
         """Move `p.grad` into the bucket."""
         parameter = unit.parameters[index]
-        if parameter.grad is None:
+        grad = parameter.grad
+        if grad is None:
             return
         # Set `p.grad` to None at once: autograd would add the next gradient to it, and the bucket would count this one
         # twice.
-        grad, parameter.grad = parameter.grad.detach(), None
+        parameter.grad = None
+        if grad.requires_grad:  # create_graph
+            grad = grad.detach()
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
             grad = grad.to(grads.buffer.dtype).to_dense()  # in the wide dtype, as it adds up the rows of equal indices
-        if grads.state is not GradState.PARTIAL:
+        if grads.buffer.placement is not PARTIAL:
             self._open(unit, grads)
-        grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype))
+        grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype) if self.ledger.looks_or_scales else grad)
 
     def complete(self, unit: Unit, *, at_end: bool = False) -> bool:
         """Backward is done with the unit: reduce it, with zeros for parameters without a gradient. False, without

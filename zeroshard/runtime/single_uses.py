@@ -29,12 +29,16 @@ from zeroshard.storage.unit import Unit
 
 
 class SingleUses:
-    """See [Note: sums within one backward]."""
+    """See [Note: sums within one backward].
+
+    Attributes:
+        uncast: the parameters that this backward uses once, and their `grad_dtype` outside of it.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """`units`: those with gradients."""
         self._widening = [unit for unit in units if unit.spec.widens_gradients]
-        self._uncast: dict[Tensor, torch.dtype] = {}  # parameter -> its `grad_dtype` outside of this backward
+        self.uncast: dict[Tensor, torch.dtype] = {}
         self._task: int | None = None  # id of autograd's graph task of this backward
 
     @contextmanager
@@ -59,7 +63,7 @@ class SingleUses:
         Raises:
             RuntimeError: it comes from a backward that runs inside of this one, whose edges nobody has counted.
         """
-        if self._uncast and parameter in self._uncast and torch._C._current_graph_task_id() != self._task:
+        if self.uncast and parameter in self.uncast and torch._C._current_graph_task_id() != self._task:
             raise InvalidState(
                 "a hook has run another backward, or torch.autograd.grad, through the model's parameters inside of "
                 "optimizer.backward(loss): call loss.backward() in place of optimizer.backward(loss)"
@@ -67,13 +71,13 @@ class SingleUses:
 
     def end(self) -> None:
         """The backward is over, or has raised."""
-        if self._uncast:
+        if self.uncast:
             with as_tensors():
-                for parameter, dtype in self._uncast.items():
+                for parameter, dtype in self.uncast.items():
                     if parameter.grad is not None and parameter.grad.dtype != dtype:  # the backward has raised
                         parameter.grad = parameter.grad.to(dtype)
                     parameter.grad_dtype = dtype
-            self._uncast.clear()
+            self.uncast.clear()
 
     def _begin(self, loss: Tensor) -> None:
         cast: dict[Tensor, torch.dtype] = {
@@ -83,7 +87,7 @@ class SingleUses:
             return
         for parameter in _used_once(loss.grad_fn):
             if parameter in cast:
-                self._uncast[parameter] = cast[parameter]
+                self.uncast[parameter] = cast[parameter]
                 parameter.grad_dtype = None
 
 

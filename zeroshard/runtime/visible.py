@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import vector_norm
 
 from zeroshard.comm.collectives import Collectives
@@ -53,7 +53,7 @@ class VisibleGradients:
         self._grads = {unit: unit.grads for unit in units if isinstance(unit.grads, Gradients)}
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
-        self._sharded: dict[tuple[Unit, int], ShardedGradient] = {}
+        self._sharded: dict[Unit, dict[int, ShardedGradient]] = {unit: {} for unit in self._grads}
         self._edits = 0
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
@@ -85,18 +85,23 @@ class VisibleGradients:
                     self._show(unit, grads)
 
     def _show(self, unit: Unit, grads: Gradients) -> None:
-        in_full = grads.is_local or (grads.buffer.placement is REPLICATED and self.final)
-        for index in sorted(grads.present if grads.is_local else grads.waiting):
+        is_local, dtype = grads.is_local, grads.buffer.dtype
+        in_full = is_local or (grads.buffer.placement is REPLICATED and self.final)
+        views = grads.buffer.views() if in_full else []
+        all_shown, sharded = self._shown[unit], self._sharded[unit]
+        for index in sorted(grads.present if is_local else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
-            if not in_full or grads.buffer.dtype != _dtype_of_grad(parameter):
-                shown: Tensor = self._sharded_gradient(unit, index, grads)
-            elif index in grads.present or bool(grads.buffer.views()[index].any()):  # a rank had one
-                shown = grads.buffer.views()[index]
+            if not in_full or (parameter.grad_dtype or parameter.dtype) != dtype:  # torch accepts no other
+                if index not in sharded:
+                    sharded[index] = self._sharded_gradient(unit, index, grads)
+                shown: Tensor = sharded[index]
+            elif index in grads.present or bool(views[index].any()):  # a rank had one
+                shown = views[index]
             else:
                 continue
-            parameter.grad = self._shown[unit][index] = shown
+            parameter.grad = all_shown[index] = shown
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds."""
@@ -170,13 +175,10 @@ class VisibleGradients:
     # A gradient that no rank holds in full ---------------------------------------------------------------------------
 
     def _sharded_gradient(self, unit: Unit, index: int, grads: Gradients) -> ShardedGradient:
-        shown = self._sharded.get((unit, index))
-        if shown is None:
-            parameter = unit.parameters[index]
-            nan = torch.full((), torch.nan, dtype=_dtype_of_grad(parameter), device=grads.buffer.shard.device)
-            shown = ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
-            self._sharded[unit, index] = shown
-        return shown
+        parameter = unit.parameters[index]
+        dtype = parameter.grad_dtype or parameter.dtype
+        nan = torch.full((), torch.nan, dtype=dtype, device=grads.buffer.shard.device)
+        return ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
 
     def edited(self) -> Items:
         """For the comparison between ranks: for each parameter, the operations on its gradient."""
@@ -236,11 +238,6 @@ class VisibleGradients:
 
 def _norm_of(norm_type: float) -> str:
     return f"the {norm_type:g}-norm of a p.grad (p.grad.norm(), torch.nn.utils.clip_grad_norm_)"
-
-
-def _dtype_of_grad(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype that torch accepts for `p.grad`."""
-    return parameter.grad_dtype or parameter.dtype
 
 
 class _Holder:

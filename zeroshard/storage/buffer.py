@@ -277,7 +277,7 @@ class FlatBuffer:
 
     def put(self, index: int, value: Tensor) -> None:
         """Write a value (shape-equal, any float dtype) to one slot of the full buffer."""
-        self.views()[index].copy_(value)
+        self._cut_up().slots[index].copy_(value)
 
     def add(self, index: int, value: Tensor) -> None:
         """Add a value (shape-equal, any float dtype) to one slot of the full buffer."""

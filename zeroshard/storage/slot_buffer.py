@@ -59,9 +59,10 @@ class SlotBuffer(FlatBuffer):
 
     def put(self, index: int, value: Tensor) -> None:
         """Take a value over."""
-        if type(value) is not Tensor or value.dtype != self.dtype or not value.is_contiguous() or value.is_neg():
+        if type(value) is not Tensor or value.dtype != self.shard.dtype or not value.is_contiguous() or value.is_neg():
             value = torch.empty(value.shape, dtype=self.dtype, device=self.shard.device).copy_(value)
-        self._tensors[index] = value
+        # `detach`: whoever has kept the tensor is then another user of its storage, for `settle`.
+        self._tensors[index] = value.detach()
         self._fresh.add(index)
 
     def add(self, index: int, value: Tensor) -> None:
@@ -121,10 +122,10 @@ class SlotBuffer(FlatBuffer):
 
     def settle(self) -> None:
         """See [Note: whose memory a gradient is]."""
-        for index in self._fresh:
-            self._settle(index)
         if not self._fresh:
             return
+        for index in self._fresh:
+            self._settle(index)
         self._fresh.clear()
         self._note_most()
 
@@ -134,17 +135,20 @@ class SlotBuffer(FlatBuffer):
     def _settle(self, index: int) -> None:
         tensor = self._tensors[index]
         storage = tensor.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) > _OWN_COUNT or storage.nbytes() != tensor.nbytes:
+        if _use_count(storage._cdata) > _OWN_COUNT or storage.nbytes() != tensor.nbytes:
             self._tensors[index] = tensor.clone()
 
     def storages(self) -> list[Tensor]:
         return [tensor for tensor in self._tensors if tensor is not self._nothing]
 
 
+_use_count = torch._C._storage_Use_Count
+
+
 def _own_count() -> int:
     """The count of references to a storage that has one tensor, and the object that asks for it."""
     tensor = torch.empty(1)
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(_use_count(tensor.untyped_storage()._cdata))
 
 
 _OWN_COUNT = _own_count()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.common import Common
 from zeroshard.errors import InvalidState
-from zeroshard.model.absent import Absent, as_tensors, give
+from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer
 
@@ -206,10 +206,10 @@ class Weights:
         """Point the parameters at their values."""
         if not self.shown:
             self._expect(Residency.RESIDENT, "show")
-            # Before `give`, which overwrites the parameters' data: afterwards a replacement by the user would go
+            # Before `give_each`, which overwrites the parameters' data: afterwards a replacement by the user would go
             # unnoticed, and its values would be lost.
             self.expect_in_place()
-            self.absent.give(self._parameters, self.buffer.views())
+            give_each(self._parameters, self.buffer.views())
             first = self.full.data_ptr()  # not cached: it changes each time the storage is emptied and refilled
             self.shown, self._pointers = True, [first + offset for offset in self._offsets]
             if self._common is not None:
