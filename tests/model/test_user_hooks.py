@@ -204,3 +204,25 @@ def test_hooks_that_want_to_be_first() -> None:
         assert all(math.isfinite(loss) for loss in of_rank[0][0])
         for losses, weights in of_rank:
             assert losses == of_rank[0][0] and same_bits(weights, of_rank[0][1])
+
+
+def test_hooks_of_a_layer_that_is_called_alone() -> None:
+    """While the call of a unit runs, the engine's hooks are off the layers inside. Afterwards they are around those of
+    the user again."""
+
+    @torch.no_grad()
+    def run(rank: int) -> None:
+        def results(model: Any) -> list[Tensor]:
+            for layer in model.layers:
+                layer.register_forward_pre_hook(read_before)
+                layer.register_forward_hook(read_after)
+            return [called(data(0, 0, 0)) for _ in range(2) for called in (model, model.layers[1])]
+
+        expected = results(make(Reader))
+        for plan in PLANS:
+            model = make(Reader)
+            handle = zeroshard.shard(model, plan, units=1 << 20)  # one unit
+            assert all(map(torch.equal, results(model), expected))
+            handle.close()
+
+    run_ranks(run, 2)
