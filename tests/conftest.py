@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.huge_pages import collapse
+from tests.huge_pages import Again, collapse
 from tests.workers import fork_workers
 
 with suppress(ImportError):  # a GPU machine may have only torch and pytest (`make test-gpu`)
@@ -62,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-LARGE = ("tests/exchange/", "tests/integrations/", "tests/real_models/")
+LARGE = ("tests/exchange/", "tests/integrations/", "tests/real_models/", "tests/train/test_language.py")
 """These tests import large libraries: they come last, as each rank is forked with all that has been imported."""
 
 
@@ -84,6 +84,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
     collapse()
+
+
+_again = Again()
+
+
+def pytest_runtest_logfinish() -> None:
+    _again.look()
 
 
 def _seed_this_device_alone() -> None:

@@ -151,7 +151,7 @@ class Result:
 
 
 def job(name: str, units: Any = None) -> Job:
-    return Job(model=CASES[name][0], units=units, loss_of=loss_of, steps=2, micro_batches=2)
+    return Job(model=CASES[name][0], units=units, loss_of=loss_of, steps=2, micro_batches=2 if EVERYTHING else 1)
 
 
 def settings(name: str) -> list[tuple[Any, Plan]]:

@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, plans_of, same_bits, train
 from tests.together import in_turn
 from zeroshard.model.absent import is_absent
@@ -294,12 +295,16 @@ def test_a_class_of_the_users_stays_what_it_is() -> None:
 
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_models_raise_as_well() -> None:
+    """One of the ranks compiles, in turn: compiling takes most of the time."""
+
     def check(rank: int, how: str) -> None:
         warnings.simplefilter("ignore")  # warnings of the compiler
         model = make(partial(Reads, blocks=2))
         handle = zeroshard.shard(model, "zero3", units=Block)
         called: Any = model
-        if how == "model":
+        if rank == (how == "model") and not EVERYTHING:
+            pass  # uncompiled, beside the other one
+        elif how == "model":
             model.compile(backend="eager")
         else:
             called = torch.compile(model, backend="eager")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.late import once
 from tests.train.test_loop import equal_states, losses, rows, tiny, train_in_turn
 from zeroshard.cli.models import describe
 from zeroshard.testing import run_ranks
@@ -17,6 +18,8 @@ from zeroshard.train.config import Config, ModelConfig, UserError, resolve
 from zeroshard.train.data import open_corpus, prepare
 from zeroshard.train.language import build_language
 from zeroshard.train.tokenizer import tokenizer_of, train_tokenizer
+
+_once = once("tests.real_models.real")  # imports the models of transformers
 
 LLAMA = {
     "model_type": "llama",
