@@ -91,7 +91,9 @@ test-everything: $(STAMP)
 		tests/real_models/test_transformers.py tests/parity/test_random.py tests/model/test_graphs.py \
 		tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py \
 		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py \
-		tests/runtime/test_replicated_reads.py tests/runtime/test_reads.py tests/model/test_readers.py tests/runtime/test_losses.py tests/runtime/test_large.py \
+		tests/runtime/test_replicated_reads.py tests/runtime/test_losses.py tests/runtime/test_large.py \
+		tests/runtime/test_reads.py tests/model/test_readers.py tests/runtime/test_from_rank0.py \
+		tests/runtime/test_gradients_in_grad.py \
 		tests/outside tests/storage/test_memory_bounds.py tests/parity/test_wild.py \
 		tests/step/test_wrapped_class.py tests/runtime/test_join.py tests/test_optimizer.py tests/test_handle.py \
 		tests/test_handle_in_training.py tests/step/test_state_view.py tests/step/test_state_items.py \
