@@ -5,6 +5,9 @@
 
 `--no-deps`, because they would replace torch. Megatron-core takes part on GPUs only: its gradient buffers and its
 distributed optimizer call `torch.cuda` whatever the model's device is.
+
+DeepSpeed compiles an extension at its first start. If that is interrupted, every later start waits for ever: delete the
+file `lock` in `~/.cache/torch_extensions/*/deepspeed_shm_comm`.
 """
 
 from __future__ import annotations
