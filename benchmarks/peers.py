@@ -89,6 +89,7 @@ class _DeepSpeed(Steps):
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # its default is 1.0: without this its losses are those of clipped gradients
             "bf16": {"enabled": dtype == torch.bfloat16},
         }
         optimizer = torch.optim.AdamW(model.parameters(), **adamw)
