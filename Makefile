@@ -27,8 +27,8 @@ STAMP := $(VENV)/.installed
 SITE_STAMP := $(VENV)/.site-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# The number of tests that run in parallel: one more than cores, as many tests wait. Each test has up to 4 ranks.
-JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 7 ] && n=7; echo $$((n + 1)))
+# The number of tests that run in parallel: two more than cores, as many tests wait. Each test has up to 4 ranks.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 6 ] && n=6; echo $$((n + 2)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
 .PHONY: env train test test-everything test-faults test-gpu test-hosts test-settings test-timings lint docs
