@@ -90,8 +90,7 @@ class Gatherer:
         # All counters first: the prefetch in `_unshard` must not take the buffer of another of these units.
         for unit in units:
             unit.weights.in_use += 1
-        hidden = [unit for unit in gathers if not unit.weights.shown]
-        if not hidden and not self._parts_behind:
+        if not self._parts_behind and all(unit.weights.shown for unit in gathers):
             return
         during: During = "backward" if in_backward() else "forward"
         with torch.no_grad():

@@ -24,7 +24,7 @@ from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
 from zeroshard.step.inner import Inner, describe_together
 from zeroshard.step.low_bit import dense, quantise
-from zeroshard.step.pieces import Piece, slots_in
+from zeroshard.step.pieces import Piece
 from zeroshard.step.stepper import (
     FullState,
     Need,
@@ -100,7 +100,7 @@ class FlatState:
         assert unit.trainable, f"unit {unit.name} is frozen"
         for _, world in cut(unit.layout, keys, self._piece_numel, by_slot=unit.grads.is_apart):
             if world in unit.main.interval:
-                slots = slots_in(unit, world)
+                slots = unit.layout.slots_in(world)
                 group = self._groups[unit][slots[0]] if slots else None
                 if group is not None:  # padding alone is not stepped: it stays zero
                     yield Piece(unit, world, group, main_tensor(unit, world))
@@ -175,7 +175,7 @@ class FlatState:
             marks = [_same_in_a_piece(values) if loaded[index] else None for index, values in enumerate(of_slot)]
             self.refine(unit, marks)
             for piece in self.of_unit(unit):
-                of_piece = [index for index in slots_in(unit, piece.world) if loaded[index]]
+                of_piece = [index for index in unit.layout.slots_in(piece.world) if loaded[index]]
                 if of_piece:
                     self._load_piece(piece, of_slot, next((of_slot[i] for i in of_piece if of_slot[i]), {}))
 

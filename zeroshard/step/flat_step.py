@@ -26,7 +26,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, main_tensor
 from zeroshard.step.inner import Arguments, run_step
-from zeroshard.step.pieces import Piece, Scratch, scratch_bytes, slots_in
+from zeroshard.step.pieces import Piece, Scratch, scratch_bytes
 from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import in_parts
 from zeroshard.storage.unit import Unit
@@ -135,12 +135,14 @@ class FlatStep:
             return
         self._active = active
         for unit, flags in active.items():
-            if any(len({flags[i] for i in slots_in(unit, piece.world)}) > 1 for piece in self.state.of_unit(unit)):
+            if any(
+                len({flags[i] for i in unit.layout.slots_in(piece.world)}) > 1 for piece in self.state.of_unit(unit)
+            ):
                 self.state.refine(unit, flags)
         changed = False
         for piece in self.state.pieces:
             flags = active[piece.unit]
-            is_active = any(flags[i] for i in slots_in(piece.unit, piece.world))
+            is_active = any(flags[i] for i in piece.unit.layout.slots_in(piece.world))
             changed |= is_active != piece.active
             piece.active = is_active
         if changed:

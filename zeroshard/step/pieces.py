@@ -55,8 +55,3 @@ class Scratch:
         """[numel], uninitialised."""
         start, self._at = self._at, self._at + scratch_bytes(numel, dtype)
         return self.storage[start : start + numel * dtype.itemsize].view(dtype)
-
-
-def slots_in(unit: Unit, world: Interval) -> range:
-    """Indices of the slots that the range touches."""
-    return unit.layout.slots_in(world)
