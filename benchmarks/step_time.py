@@ -5,14 +5,15 @@ rank also to plain torch.
     python benchmarks/step_time.py --device cuda --ranks 8 --width 1024 --batch 16
     python benchmarks/step_time.py --other ../before        another checkout of zeroshard takes turns with this one
 
-All contenders live in the same ranks, with the same weights and data, and take turns, step by step:
+All contenders have the same weights and data, and take turns, step by step:
 
     round 0   ddp  zero3  FSDP2  zero1  DDP ...     a barrier before each turn; its time is that of the slowest rank
     round 1   zero1  DDP  ddp  FSDP2  zero3 ...     another order in each round
 
-so that other load on the machine affects all of them alike. Only ratios are printed: that of the medians, the range of
-the ratios within single rounds, and the ratio of the medians of CPU seconds (of all ranks together). Plans with a
-sharded optimizer gather weights while the next forward starts. The timing waits for these gathers, so that no
+so that other load on the machine affects all of them alike. Only ratios are printed: that of the medians with its 95 %
+interval (bootstrap over rounds), that of the medians of CPU seconds (of all ranks together), and the quartiles of the
+ratios within single rounds. These differ widely on a machine that others use: a hundred rounds tell 2 per cent. Plans
+with a sharded optimizer gather weights while the next forward starts. The timing waits for these gathers, so that no
 contender's work falls into the time of the next one; `--block` times several steps of one contender in a row, as in
 training, and waits once.
 
@@ -20,9 +21,8 @@ DeepSpeed, FairScale and Megatron-core take part where they can be imported and 
 
     python benchmarks/step_time.py --contenders zero1 zero2 zero3 "DeepSpeed ZeRO-3" "FairScale OSS"
 
-On one rank on a CPU each contender has a process of its own, and the processes take turns. In one process, memory that
-one contender frees is what another one allocates: whether a step has thousands of page faults or none then depends on
-who else takes part.
+On a CPU each contender has processes of its own, which take turns. In one process, memory that one contender frees is
+what another one allocates: whether a step has thousands of page faults or none then depends on who else takes part.
 
 At the end the losses of all contenders are compared. If they differ, no ratios are printed.
 """
@@ -42,6 +42,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from multiprocessing import Barrier, Semaphore
 from pathlib import Path
@@ -216,23 +217,25 @@ BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
 
 
 class Turns:
-    """Which contender steps when: another order in each round. `apart`: each contender is in a process of its own."""
+    """Which contender steps when: another order in each round. `apart`: each contender has processes of its own, one
+    for each of its ranks."""
 
-    def __init__(self, names: Sequence[str], rounds: int, *, apart: bool) -> None:
+    def __init__(self, names: Sequence[str], rounds: int, world_size: int, *, apart: bool) -> None:
+        self._world_size = world_size
         self._orders = [list(names) for _ in range(rounds)]
         for index, order in enumerate(self._orders):
             random.Random(index).shuffle(order)
         self._may_step = {name: Semaphore(0) for name in names} if apart else {}
-        self.all_here = Barrier(len(names)) if apart else None
+        self.all_here = Barrier(len(names) * world_size) if apart else None
         if apart:
-            self._may_step[self._orders[0][0]].release()
+            self._call(self._orders[0][0])
 
     def of_round(self, index: int) -> list[str]:
         return self._orders[index]
 
     @contextmanager
-    def turn(self, index: int, name: str) -> Iterator[None]:
-        """Wait for the turn of this contender; afterwards it is the next one's."""
+    def turn(self, index: int, name: str, rank: int) -> Iterator[None]:
+        """Wait for the turn of this contender; afterwards it is the next one's. Its ranks leave together."""
         if not self._may_step:
             yield
             return
@@ -240,17 +243,26 @@ class Turns:
         yield
         order, later = self._orders[index], self._orders[index + 1 :]
         following = [*order[order.index(name) + 1 :], *(later[0] if later else [])]
-        if following:
-            self._may_step[following[0]].release()
+        if following and rank == 0:
+            self._call(following[0])
+
+    def _call(self, name: str) -> None:
+        for _ in range(self._world_size):
+            self._may_step[name].release()
 
 
-def measure_alone(process: int, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
-    """In the process of one contender: what `measure` returns for it, as the only rank of a group of its own."""
+def measure_apart(
+    process: int, world_size: int, folder: str, options: argparse.Namespace, turns: Turns
+) -> dict[str, Any]:
+    """In a process of one contender: what `measure` returns for it, as a rank of a group of this contender."""
     assert turns.all_here is not None
     turns.all_here.wait()  # all connections of the group that is destroyed here have been made
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return measure(0, argparse.Namespace(**{**vars(options), "contenders": [options.contenders[process]]}), turns)
+    number, rank = divmod(process, world_size)
+    store = dist.FileStore(f"{folder}/{number}", world_size)
+    limit = timedelta(seconds=options.timeout)  # ranks wait for their turn inside of it
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    return measure(rank, argparse.Namespace(**{**vars(options), "contenders": [options.contenders[number]]}), turns)
 
 
 def measure(rank: int, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
@@ -285,7 +297,7 @@ def measure(rank: int, options: argparse.Namespace, turns: Turns) -> dict[str, A
         # Small tokens are more frequent than large ones, so there is something to learn and the losses move.
         batches = (torch.rand(shape, generator=generator) ** 3 * options.vocabulary).long().to(device)
         for name in filter(contenders.__contains__, turns.of_round(index)):
-            with turns.turn(index, name):
+            with turns.turn(index, name, rank):
                 elapsed, on_cpu = _timed(contenders[name], batches, options.clip, device)
             if index >= options.warmup:
                 seconds[name].append(elapsed / options.block)
@@ -323,21 +335,22 @@ def _mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def start_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Rank 0's results: from forked gloo ranks, or from spawned NCCL ones, one per GPU."""
-    limits = {"timeout": options.timeout, "collective_timeout": 120}
+    """The results of rank 0 of each contender: from forked gloo ranks, or from spawned NCCL ones, one per GPU."""
     rounds = options.warmup + options.steps
-    if options.device == "cpu" and world_size == 1:
-        turns, found = Turns(options.contenders, rounds, apart=True), {}
-        for result in run_ranks(measure_alone, len(options.contenders), options, turns, **limits):
+    with tempfile.TemporaryDirectory() as folder:
+        if options.device == "cuda":
+            turns = Turns(options.contenders, rounds, world_size, apart=False)
+            torch.multiprocessing.spawn(_cuda_rank, (world_size, folder, options, turns), nprocs=world_size)
+            return json.loads(Path(folder, "result").read_text())
+        names = [name for name in options.contenders if world_size == 1 or name != PLAIN]
+        options = argparse.Namespace(**{**vars(options), "contenders": names})
+        turns, found = Turns(names, rounds, world_size, apart=True), {}
+        limits = {"timeout": options.timeout, "collective_timeout": 120}
+        results = run_ranks(measure_apart, len(names) * world_size, world_size, folder, options, turns, **limits)
+        for result in results[::world_size]:
             for what, value in result.items():
                 found[what] = {**found.get(what, {}), **value} if isinstance(value, dict) else value
         return found
-    turns = Turns(options.contenders, rounds, apart=False)
-    if options.device == "cpu":
-        return run_ranks(measure, world_size, options, turns, **limits)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_cuda_rank, (world_size, folder, options, turns), nprocs=world_size)
-        return json.loads(Path(folder, "result").read_text())
 
 
 def _cuda_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, turns: Turns) -> None:
@@ -362,7 +375,7 @@ def report(world_size: int, result: dict[str, Any], options: argparse.Namespace)
             return False
     gap = max(((values - reference).abs() / reference).max().item() for values in losses.values())
     print(f"losses agree: {reference[0]:.4f} -> {reference[-1]:.4f} over {len(reference)} steps, within {gap:.0e}")
-    print(f"{'':<24} {'medians':>8} {'CPU':>6}   {'min':>5} {'25%':>5} {'75%':>5} {'max':>5}  of single rounds")
+    print(f"{'':<24} {'medians':>8} {'95% interval':>14} {'CPU':>6}   {'25%':>5} {'75%':>5}  of single rounds")
     seconds, on_cpu = result["seconds"], result["cpu_seconds"]
     for plan, peer in PAIRS:
         if plan in seconds and peer in seconds:
@@ -370,9 +383,19 @@ def report(world_size: int, result: dict[str, Any], options: argparse.Namespace)
             of_cpu = statistics.median(on_cpu[plan]) / statistics.median(on_cpu[peer])
             rounds = [a / b for a, b in zip(seconds[plan], seconds[peer], strict=True)]
             low, _, high = statistics.quantiles(rounds, n=4)
-            spread = " ".join(f"{value:5.2f}" for value in (min(rounds), low, high, max(rounds)))
-            print(f"{plan + ' / ' + peer:<24} {ratio:8.3f} {of_cpu:6.3f}   {spread}")
+            sure = "{:.3f}, {:.3f}".format(*interval(seconds[plan], seconds[peer]))
+            print(f"{plan + ' / ' + peer:<24} {ratio:8.3f} {sure:>14} {of_cpu:6.3f}   {low:5.2f} {high:5.2f}")
     return True
+
+
+def interval(plan: Sequence[float], peer: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """The 95 per cent interval of the ratio of the medians: rounds are drawn with replacement (bootstrap)."""
+    generator, numbers, ratios = random.Random(0), range(len(plan)), []
+    for _ in range(draws):
+        drawn = generator.choices(numbers, k=len(plan))
+        ratios.append(statistics.median(plan[i] for i in drawn) / statistics.median(peer[i] for i in drawn))
+    ratios.sort()
+    return ratios[draws // 40], ratios[-draws // 40 - 1]
 
 
 def parse() -> argparse.Namespace:

@@ -37,8 +37,13 @@ def sum_in_rank_order(
 
 def divide(tensor: Tensor, divisor: int) -> None:
     """Divide in place, correctly rounded. (Not a multiplication by 1 / divisor: with the division, the quotient times
-    the divisor is the number again, for divisors 2, 3, 4, 5, 6, 8, ...)"""
-    if divisor != 1:
+    the divisor is the number again, for divisors 2, 3, 4, 5, 6, 8, ... The reciprocal of a power of two is exact, and
+    both have the same bits; on a CPU a multiplication takes half the time.)"""
+    if divisor == 1:
+        return
+    if tensor.device.type == "cpu" and divisor.bit_count() == 1:
+        tensor.mul_(1 / divisor)
+    else:
         tensor.div_(divisor if tensor.device.type == "cpu" else as_operand(divisor, tensor.dtype, tensor.device))
 
 
