@@ -84,24 +84,15 @@ test-gpu:
 
 test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s \
-		tests/parity/test_plans.py tests/storage/test_memory.py tests/comm/test_communication.py \
-		tests/comm/test_collectives.py tests/parity/test_precisions.py tests/parity/test_whole.py \
-		tests/parity/test_keep.py tests/storage/test_bytes.py tests/parity/test_optimizers.py \
-		tests/parity/test_remainder_runs.py tests/storage/test_remainder.py tests/step/test_scaling.py \
-		tests/real_models/test_transformers.py tests/parity/test_random.py tests/model/test_graphs.py \
-		tests/model/test_modules.py tests/model/test_parameters.py tests/comm/test_order.py \
-		tests/runtime/test_partly_frozen.py tests/runtime/test_join_more.py \
-		tests/runtime/test_replicated_reads.py tests/runtime/test_losses.py tests/runtime/test_large.py \
-		tests/runtime/test_reads.py tests/model/test_readers.py tests/runtime/test_from_rank0.py \
-		tests/runtime/test_gradients_in_grad.py \
-		tests/outside tests/storage/test_memory_bounds.py tests/parity/test_wild.py \
-		tests/step/test_wrapped_class.py tests/runtime/test_join.py tests/test_optimizer.py tests/test_handle.py \
-		tests/test_handle_in_training.py tests/step/test_state_view.py tests/step/test_state_items.py \
-		tests/step/test_norms.py tests/model/test_large_in_root.py tests/train/test_loop.py \
-		tests/runtime/test_freezing.py tests/runtime/test_accumulation.py tests/runtime/test_backward_threads.py \
-		tests/real_models/test_finetuning.py tests/planning/test_plan.py tests/planning/test_dry_run.py \
-		tests/planning/test_whole_model.py tests/documents tests/integrations/test_with_transformers.py \
-		tests/integrations/test_with_accelerate.py
+		tests/runtime tests/step tests/comm tests/storage $(wildcard tests/test_*.py) \
+		tests/checkpoint/test_frozen_state.py tests/checkpoint/test_low_bit.py tests/parity/test_plans.py \
+		tests/parity/test_precisions.py tests/parity/test_whole.py tests/parity/test_keep.py \
+		tests/parity/test_optimizers.py tests/parity/test_remainder_runs.py tests/real_models/test_transformers.py \
+		tests/parity/test_random.py tests/model/test_graphs.py tests/model/test_modules.py \
+		tests/model/test_parameters.py tests/model/test_readers.py tests/outside tests/parity/test_wild.py \
+		tests/model/test_large_in_root.py tests/train/test_loop.py tests/real_models/test_finetuning.py \
+		tests/planning/test_plan.py tests/planning/test_dry_run.py tests/planning/test_whole_model.py \
+		tests/documents tests/integrations/test_with_transformers.py tests/integrations/test_with_accelerate.py
 
 test-hosts: $(STAMP)
 	$(BIN)/python -m pytest -m hosts -s tests/hosts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, with_plans
+from tests.kit import WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.patience import AT_ONCE
 from tests.together import in_turn
 from zeroshard.precision import MixedPrecision
@@ -247,7 +247,7 @@ def test_what_main_cannot_hold_is_rounded_after_a_failure_and_the_error_says_so(
     not restored differs."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(Net)
             model.blocks[0].requires_grad_(False)
             before = dict(make(Net).state_dict())
@@ -381,13 +381,13 @@ def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on() -> No
         assert all(p.grad is not None for p in model.parameters())
         return handle.comm_log
 
-    for logs in zip(*run_ranks(in_turn(check, PLANS), 3), strict=True):
+    for logs in zip(*run_ranks(in_turn(check, plans_of(1)), 3), strict=True):
         expect_same_logs(logs)
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)

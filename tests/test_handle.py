@@ -17,7 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, train, train_reference, with_plans
+from tests.kit import (
+    WIDTH,
+    Block,
+    Job,
+    Net,
+    loss_of_tokens,
+    make,
+    plans_of,
+    same_bits,
+    train,
+    train_reference,
+    with_plans,
+)
 from tests.patience import give_up_after
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
@@ -102,7 +114,7 @@ def test_rank_0_gives_the_first_values() -> None:
 def test_full_state_dict_has_the_plain_models_names_and_values() -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(WithBuffers)
             plain = {name: value.clone() for name, value in model.state_dict().items()}
             handle = zeroshard.shard(model, plan, units=Block)
@@ -212,7 +224,7 @@ def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
 
     def check(rank: int) -> Any:
         log = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             handle, optimizer = started(plan, rank, model, steps=1)
             expected = handle.full_state_dict()
@@ -315,7 +327,7 @@ def test_close_gives_frozen_units_back_that_took_turns_in_a_place() -> None:
     first unit's parameters."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(lambda: Net(blocks=4))
             model.blocks.requires_grad_(False)
             handle = zeroshard.shard(model, plan, units=Block)
@@ -402,7 +414,7 @@ def test_a_rank_that_is_done_and_lets_go_leaves_a_slower_one_alone() -> None:
 def test_no_sync_communicates_nothing_and_ends_with_its_block() -> None:
     def check(rank: int) -> Any:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             handle, optimizer = started(plan, rank, model, steps=1)
             handle.engine.gatherer.settle()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import resource
 import weakref
@@ -47,7 +46,7 @@ def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> None:
 
 def test_some_parameters_are_unsharded_and_the_rest_stay_away() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model, handle, _ = start(plan)
             full = handle.full_state_dict()
             ways: list[tuple[list[Any], set[str]]] = [
@@ -317,7 +316,7 @@ def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right() -
     def check(rank: int) -> None:
         twin, of_twin, other = start(zeroshard.DDP)  # the other plans compute the same bits
         steps(twin, other, rank, range(3))
-        for number, plan in enumerate(PLANS):
+        for number, plan in enumerate(plans_of(1)):
             for where in ("forward", "backward") if EVERYTHING else [("forward", "backward")[number % 2]]:
                 model, handle, optimizer = start(plan)
                 steps(model, optimizer, rank, range(1))
@@ -352,7 +351,7 @@ def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.Monke
     monkeypatch.setitem(cuts.SIZES, "cpu", replace(cuts.SIZES["cpu"], batch=256, in_place=256))
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             Fragile.calls = 0
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
@@ -395,7 +394,7 @@ def test_many_lives_leave_nothing_behind() -> None:
         return refs
 
     def check(rank: int) -> None:
-        lives = list(itertools.product((True, False), PLANS))
+        lives = with_plans((True, False))
         for close, plan in lives:
             live(rank, plan, close)
         before = counted()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
 from zeroshard.model.units import choose_units
 from zeroshard.testing import run_ranks
 
@@ -90,7 +90,7 @@ def test_units_by_the_names_of_classes() -> None:
 def test_weights_are_loaded_and_initialised_where_they_may_be_written() -> None:
     def check(rank: int) -> None:
         state = make(lambda: Net(blocks=1), seed=1).state_dict()
-        for plan in PLANS:
+        for plan in plans_of(1):
             model, twin = make(lambda: Net(blocks=1)), make(lambda: Net(blocks=1))
             handle, of_twin = zeroshard.shard(model, plan, units=Block), zeroshard.shard(twin, plan, units=Block)
             optimizers = [zeroshard.ShardedOptimizer(h, torch.optim.SGD, lr=0.1) for h in (handle, of_twin)]

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Job, Net, State, loss_of_tokens, make, same_bits, train, train_reference, with_plans
+from tests.kit import (
+    Block,
+    Job,
+    Net,
+    State,
+    loss_of_tokens,
+    make,
+    plans_of,
+    same_bits,
+    train,
+    train_reference,
+    with_plans,
+)
 from zeroshard.reference import Reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -68,7 +80,7 @@ def reference_weights(num_ranks: int, groups: Groups = everything, between: Betw
 
 def test_it_is_a_torch_optimizer_over_the_users_own_parameters() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW)
@@ -153,7 +165,7 @@ def test_closures() -> None:
     expected = run_ranks(lambda rank: train_reference(Job(model=small, steps=2), 3), 1)[0]
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(small)
             optimizer = sharded(model, plan)
             evaluated = []
@@ -313,7 +325,7 @@ def test_a_sharded_state_goes_into_a_plain_optimizer() -> None:
 
     def check(rank: int) -> None:
         expected = train_reference(Job(steps=4), 1)[0].weights
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             # over the handle: all parameters
@@ -339,7 +351,7 @@ def test_an_optimizer_without_state() -> None:
     expected = run_ranks(lambda rank: train_reference(job, 3)[0].weights, 1)[0]
 
     def check(rank: int) -> list[Any]:
-        outcomes = [train(job, plan, rank) for plan in PLANS]
+        outcomes = [train(job, plan, rank) for plan in plans_of(1)]
         assert all(same_bits(outcome.weights, expected) for outcome in outcomes)
         return [outcome.log for outcome in outcomes]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.grids import at, grid
+from tests.grids import EVERYTHING, at, grid
 from tests.kit import PLANS, SCHEDULES, Block, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommEvent, CommLog
@@ -133,8 +133,10 @@ def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -
     """The volumes as docs/design.md states them: multiples of Psi, the bytes of the weights, times (d - 1) / d."""
 
     def check(rank: int) -> None:
-        for (micro_batches, every), volumes in zip(SCHEDULES.values(), ((2, 2, 2), (2, 2, 2), (6, 4, 4)), strict=True):
-            for plan, volume in zip(PLANS[:3], volumes, strict=True):
+        schedules = zip(SCHEDULES.values(), ((2, 2, 2), (2, 2, 2), (6, 4, 4)), strict=True)
+        for number, ((micro_batches, every), volumes) in enumerate(schedules):
+            cases = zip(PLANS[:3], volumes, strict=True)
+            for plan, volume in cases if EVERYTHING else [*cases][number % 2 :: 2]:
                 job = Job(micro_batches=micro_batches, reduce_every_micro_batch=every)
                 handle, events, _ = sent_in_one_step(plan, job, rank)
                 psi = 4 * sum(unit.layout.numel for unit in handle.engine.units)

@@ -17,9 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.grids import EVERYTHING
+from tests.kit import with_plans
 from zeroshard.testing import run_ranks
 
 Case = Callable[[int, Any, Any, Any], object]
+RANKS = (2, 3) if EVERYTHING else (3,)
+SHARDED = ["zero1", "zero2", "zero3"] if EVERYTHING else ["zero2", "zero3"]
 
 
 def build() -> nn.Sequential:
@@ -89,7 +93,7 @@ COLLECTIVE: list[tuple[Case, str]] = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_one_rank_alone_asks_for_what_is_collective(num_ranks: int) -> None:
     """Earlier, the bytes of the other ranks' step were read as a norm, and gloo aborted the other process (SIGABRT)."""
 
@@ -101,7 +105,7 @@ def test_one_rank_alone_asks_for_what_is_collective(num_ranks: int) -> None:
         ask(rank, model, handle, optimizer)
         optimizer.step()
 
-    cases = list(itertools.product(COLLECTIVE, ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]))
+    cases = list(itertools.product(COLLECTIVE, SHARDED))
     found = said_by_all(num_ranks, *(partial(run, ask=ask, plan=plan) for (ask, _), plan in cases))
     for ((_, named), plan), said in zip(cases, found, strict=True):
         assert re.search(named, said) and "Both are collective" in said, (plan, said)
@@ -131,7 +135,7 @@ class Run:
 
     named = ""
 
-    def __init__(self, rank: int, group: Any, plan: str) -> None:
+    def __init__(self, rank: int, group: Any, plan: Any) -> None:
         self.rank = rank
         self.model = build()
         self.module: Any = self.model
@@ -159,11 +163,11 @@ class Run:
             self.after(step)
 
 
-def expect_named(num_ranks: int, cases: Iterable[tuple[type[Run], str]]) -> None:
+def expect_named(num_ranks: int, cases: Iterable[tuple[type[Run], Any]]) -> None:
     """Under its plan, each run raises the error that its class names, on every rank."""
     cases = list(cases)
 
-    def run(rank: int, group: Any, differs: type[Run], plan: str) -> None:
+    def run(rank: int, group: Any, differs: type[Run], plan: Any) -> None:
         differs(rank, group, plan).train()
 
     found = said_by_all(num_ranks, *(partial(run, differs=differs, plan=plan) for differs, plan in cases))
@@ -299,9 +303,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_every_rank_says_which_setting_differs(num_ranks: int) -> None:
-    expect_named(num_ranks, itertools.product(SETTINGS, ["ddp", "zero3"] if num_ranks == 2 else ["zero1", "zero2"]))
+    expect_named(num_ranks, with_plans(SETTINGS))
 
 
 class OtherFactor(Run):
@@ -327,10 +331,9 @@ class OtherTorchClip(Run):
         nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3 * (1 + (self.rank == 1)))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_every_rank_says_what_was_done_to_a_gradient(num_ranks: int) -> None:
-    plans = ["zero1", "zero3"] if num_ranks == 2 else ["zero2"]
-    expect_named(num_ranks, itertools.product([OtherFactor, FactorOnOne, OtherTorchClip], plans))
+    expect_named(num_ranks, itertools.product([OtherFactor, FactorOnOne, OtherTorchClip], SHARDED))
 
 
 def test_after_a_difference_ranks_go_on() -> None:
@@ -372,13 +375,13 @@ class DiscardedOnOne(Run):
             self.module[0].bias.grad = None
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_gradients_that_one_rank_alone_has_changed_under_ddp(num_ranks: int) -> None:
     """Found one step later, as weights that differ between ranks."""
     expect_named(num_ranks, itertools.product([FactorUnderDdp, DiscardedOnOne], ["ddp"]))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_gradients_that_nobody_averages(num_ranks: int) -> None:
     """A model without DDP, and an optimizer built from its parameters: each shard took its own rank's gradient."""
 

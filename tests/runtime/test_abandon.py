@@ -19,7 +19,7 @@ from torch import nn
 
 import zeroshard
 from tests.failures.common import Ranks
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.kit import Block, Net, loss_of_tokens, make, with_plans
 from tests.patience import give_up_after
 from zeroshard.comm.messages import Announcement
 from zeroshard.model import units
@@ -69,9 +69,9 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
     def check(rank: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         # A group for each case: an abandoned handle leaves messages in its group.
-        cases = [(plan, where) for plan in PLANS for where in ("forward", "backward", "step")]
+        cases = with_plans(("forward", "backward", "step"))
         groups = [dist.new_group([0, 1]) for _ in cases]
-        for (plan, where), group in zip(cases, groups, strict=True):
+        for (where, plan), group in zip(cases, groups, strict=True):
             name = flag(f"{plan.name} {where}")
             model, handle, optimizer = begin(plan, mesh=group)
             loss_of_tokens(model, rank, 0, 0).backward()

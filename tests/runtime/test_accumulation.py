@@ -139,7 +139,7 @@ def test_uses_of_a_parameter_within_one_backward_sum_in_fp32() -> None:
         return value
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             for precision in ("bf16", "bf16-remainder"):
                 assert total(plan, precision) == EXACT, (plan, precision)
             assert total(plan, MixedPrecision(grad=BF16)) == 1.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
 from tests.runtime.test_full_state import start
 from zeroshard.storage.unit import Unit
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -18,7 +18,7 @@ from zeroshard.testing import expect_same_logs, run_ranks
 def test_a_plain_model_on_rank_0_alone() -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model, handle, optimizer = start(plan, rank)
             full = handle.full_state_dict(main=True)
             # The frozen embedding is held in bf16.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
 from tests.together import in_turn
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -37,7 +37,7 @@ def start(plan: Any, rank: int, precision: Any = "bf16", seed: int = 0) -> tuple
 def test_on_rank_0_alone_and_on_the_cpu() -> None:
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(0):
             _, handle, optimizer = start(plan, rank)
             for main in (False, True):
                 everywhere = handle.full_state_dict(main=main)
@@ -56,7 +56,7 @@ def test_on_rank_0_alone_and_on_the_cpu() -> None:
 
 def test_what_rank_0_has_becomes_everyones() -> None:
     def check(rank: int, precision: str) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             _, source, kept = start(plan, rank, precision)
             state, main = source.full_state_dict(), source.full_state_dict(main=True, rank0_only=True, device="cpu")
             _, handle, optimizer = start(plan, rank, precision, seed=1)
@@ -82,7 +82,7 @@ def test_a_part_with_strict_off() -> None:
     """Missing parameters keep their values, unexpected names are ignored, and both are returned, as in torch."""
 
     def check(rank: int, from_rank0: bool) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             _, handle, optimizer = start(plan, rank)
             before = handle.full_state_dict(main=True)
             part = {name: value + 1 for name, value in before.items() if name.startswith(("blocks.1", "batch_norm"))}
@@ -111,7 +111,7 @@ def test_the_optimizers_state_on_rank_0_alone() -> None:
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(lambda: nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 8)))
             handle = zeroshard.shard(model, plan, units=nn.Linear, precision="bf16")
             groups = [

@@ -86,14 +86,13 @@ def trained(rank: int, plan: Any, replicas: int = 1, wire: torch.dtype = torch.f
 
 
 def check_plans(rank: int, replicas: int, wire: torch.dtype, gathered: Sequence[str | Plan]) -> Any:
-    """All plans give the same bits. Returns the logs of DDP, of ZERO2, and of plans that gather weights."""
-    expected, _ = trained(rank, "zero1", replicas, wire)
-    found = []
-    for plan in ("ddp", "zero2", *gathered):
-        weights, (events, log) = trained(rank, plan, replicas, wire)
-        assert all(map(torch.equal, weights, expected)), plan
-        found.append((events, log))
-    return found
+    """All plans give the same bits. Returns the logs of DDP, of ZERO2, and of other plans. (ZERO1, which differs from
+    ZERO2 where micro-batches are many, with `make test-everything`.)"""
+    plans = ("ddp", "zero2", *(["zero1"] if EVERYTHING else []), *gathered)
+    weights, found = zip(*(trained(rank, plan, replicas, wire) for plan in plans), strict=True)
+    for plan, of_plan in zip(plans, weights, strict=True):
+        assert all(map(torch.equal, of_plan, weights[0])), plan
+    return list(found)
 
 
 def of_reductions(events: list[CommEvent]) -> list[tuple[str, str]]:
@@ -102,8 +101,8 @@ def of_reductions(events: list[CommEvent]) -> list[tuple[str, str]]:
 
 EVERY = list(enumerate(itertools.product(("gloo", *TIMINGS), ((2, 1), (3, 1), (4, 2)))))
 """When collectives read and write ("gloo": as between hosts), the number of ranks and of replicas."""
-IN_TURN = [(number, case) for number, case in EVERY if case[1] == (4, 2) or number % 2]
-"""Each timing on a mesh of replicas, and on 2 or 3 ranks."""
+IN_TURN = [(number, case) for number, case in EVERY if case[1] == (4, 2) or (case[1] == (3, 1) and number % 2)]
+"""Each timing on a mesh of replicas, and two on 3 ranks."""
 
 
 @pytest.mark.parametrize(("number", "case"), EVERY if EVERYTHING else IN_TURN)

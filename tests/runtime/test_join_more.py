@@ -151,7 +151,7 @@ def scaled(
     return handle.full_state_dict(main=True), history, optimizer.scaling.state_dict()
 
 
-SCALED_CASES = grid(PLANS, (1, 2), (-1, 3))
+SCALED_CASES = grid(PLANS, (1, 2), (-1, 3)) if EVERYTHING else [*zip(PLANS, (1, 2, 2, 1), (3, -1, 3, -1), strict=True)]
 """Plan, micro-batches, and the step that overflows on the last rank with inputs (-1: none)."""
 
 

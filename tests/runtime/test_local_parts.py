@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Counting, loss_of_integers, make, same_bits
+from tests.kit import Counting, loss_of_integers, make, plans_of, same_bits
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
@@ -41,7 +41,7 @@ def test_a_part_is_reduced_when_it_is_asked_for() -> None:
 
     def check(rank: int) -> list[Any]:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(0):
             model, handle, optimizer = start(plan)
             for step in range(2):
                 handle.comm_log.clear()
@@ -67,7 +67,7 @@ def test_a_part_is_reduced_when_it_is_asked_for() -> None:
 
 def test_a_step_needs_all_of_them() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model, handle, optimizer = start(plan)
             with handle.no_sync("left"):
                 loss_of_integers(model, rank, 0, 0).backward()
@@ -83,7 +83,7 @@ def test_what_is_let_go_inside_no_sync_is_accumulated_too() -> None:
     """A parameter that was frozen at `shard` may be unfrozen inside the scope; this once ended the scope."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             model: Any = make(Counting)
             model.left.requires_grad_(False)
             handle = zeroshard.shard(model, plan, units=(nn.Linear, nn.Embedding))

@@ -266,7 +266,7 @@ def test_a_weighted_loss_counts_for_both_optimizers() -> None:
 
     def check(rank: int) -> None:
         expected = plain_two(2, 2, weights)
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(TwoHeads)
             handle = zeroshard.shard(model, plan, units=nn.Linear)
             trunk, heads = two_optimizers(model)
@@ -283,7 +283,7 @@ def test_two_optimizers_over_one_fp16_model_share_the_scale_of_a_loss() -> None:
     """An overflow in the parameters of either optimizer lowers the scale of the loss once."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(TwoHeads)
             handle = zeroshard.shard(model, plan, units=nn.Linear, precision="fp16")
             trunk, heads = two_optimizers(model)
@@ -386,7 +386,7 @@ def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
     def check(rank: int) -> list[Any]:
         expected = plain_gan(3, 2)
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(0):
             weights, _, found = sharded_gan(rank, plan, "fp32", 2)
             assert same_bits(weights, expected), plan
             logs += found

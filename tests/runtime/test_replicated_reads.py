@@ -79,7 +79,9 @@ def trained(
     return dict(averaged.state_dict()) if averaged is not None else handle.full_state_dict(main=True)
 
 
-CASES = grid(RUNS, ("shared", "messages"), (2, 3))
+WAYS = ("shared", "messages")
+IN_TURN = zip(RUNS, 3 * WAYS, (2, 2, 3, 3, 2, 3), strict=True)
+CASES = grid(RUNS, WAYS, (2, 3)) if EVERYTHING else [*IN_TURN]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

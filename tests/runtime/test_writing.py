@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -160,7 +160,7 @@ def test_a_write_that_was_not_announced_is_told() -> None:
     main."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model, handle, _ = start(plan, rank)
             before = values(handle)
             with pytest.raises(RuntimeError, match=r"head\.bias.*Pass write=True"):
@@ -197,7 +197,7 @@ def test_a_write_in_a_forward_takes_effect_or_raises() -> None:
     silence: the write went to a borrowed buffer."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             for forward, through_data in ((1, False), (1, True), (2, False), (0, False)):
                 model = make(lambda forward=forward, through=through_data: SetsItself(forward, through))
                 handle = zeroshard.shard(model, plan)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.kit import LAST_BITS, PLANS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, plans_of, same_bits
+from tests.grids import EVERYTHING
+from tests.kit import LAST_BITS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, plans_of, same_bits
 from tests.parity.common import expect_equal_logs
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
@@ -63,7 +64,10 @@ def clipped_in_one_process(rank: int, num_ranks: int) -> list[tuple[list[float],
     return result
 
 
-@pytest.mark.parametrize(("num_ranks", "shape"), [(2, None), (3, None), (4, (2, 2))], ids=["2", "3", "2x2"])
+MESHES = {"3": (3, None), "2x2": (4, (2, 2)), **({"2": (2, None)} if EVERYTHING else {})}
+
+
+@pytest.mark.parametrize(("num_ranks", "shape"), MESHES.values(), ids=MESHES)
 def test_global_norms_and_clipping_are_torchs(num_ranks: int, shape: Any) -> None:
     """On a mesh with one axis, and on one of 2 x 2 with replicas."""
     truths = run_ranks(clipped_in_one_process, 1, num_ranks)[0]
@@ -112,7 +116,7 @@ def test_a_norm_that_counts_a_replica_twice_is_seen() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize(("num_ranks", "max_norms"), [(2, [0.4]), (3, [None, 0.4])])
+@pytest.mark.parametrize(("num_ranks", "max_norms"), [(3, [None, 0.4]), *([(2, [0.4])] if EVERYTHING else [])])
 def test_clipping_by_value_and_both_kinds_in_one(num_ranks: int, max_norms: list[float | None]) -> None:
     """Clipping by norm, then by value. Sums in another order change only the last bits of clamped values."""
 
@@ -176,7 +180,7 @@ def test_group_norms_and_zeros_are_metrics() -> None:
         mean_gradients(reference, 3, 0)
         expected = [float(torch.cat([p.grad.reshape(-1) for p in g["params"]]).norm()) for g in by_kind(reference)]
         zeros = sum(int((p.grad == 0).sum()) for p in reference.parameters())
-        for plan in PLANS:
+        for plan in plans_of(0):
             for optimizer_class in (torch.optim.SGD, Lamb):
                 model = make(tied)
                 zeroshard.shard(model, plan, units=Block)
@@ -195,7 +199,7 @@ def test_rows_that_no_rank_used_are_counted_as_zeros() -> None:
     """The negative control of the count: an embedding of which most rows are not used."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(lambda: nn.Embedding(50, 7))
             zeroshard.shard(model, plan)
             optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -207,7 +211,7 @@ def test_rows_that_no_rank_used_are_counted_as_zeros() -> None:
 
 def test_a_step_with_an_abnormal_norm_is_skipped() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, skip_norm_above=5.0)
@@ -244,7 +248,7 @@ def ragged_loss(model: nn.Module, rank: int, micro_batch: int, step: int) -> tup
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets), count
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(3, 2), *([(2, 1)] if EVERYTHING else [])])
 def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_batches: int) -> None:
     """One process trains on all tokens in one batch: equal up to the order of sums. Without weights the results
     differ."""
@@ -290,7 +294,7 @@ def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_bat
 
 def test_a_rank_without_tokens_weighs_nothing() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(lambda: nn.Linear(4, 1, bias=False))
             handle = zeroshard.shard(model, plan)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)

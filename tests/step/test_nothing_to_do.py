@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
+from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
@@ -26,7 +26,7 @@ from zeroshard.testing import expect_same_logs, run_ranks
 def test_a_step_without_gradients_does_nothing_under_every_plan(precision: str | None) -> None:
     def check(rank: int) -> Any:
         logs = []
-        for plan in PLANS:
+        for plan in plans_of(precision is None):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
@@ -57,7 +57,7 @@ def test_a_step_without_gradients_does_nothing_under_every_plan(precision: str |
 
 def test_what_is_a_mistake_still_raises() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)

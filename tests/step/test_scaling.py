@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
+from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.parity.common import FP16, FP32, Job, expect_equal_logs
 from tests.together import in_turn
 from zeroshard.loss_scale import ConstantScale, DynamicScale
@@ -124,7 +124,7 @@ def test_without_the_check_an_overflow_destroys_the_weights() -> None:
     """The negative control: the same fault under `non_finite="ignore"`."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             model = make(WithEmptyShards)
             handle = zeroshard.shard(model, plan, units=nn.Linear)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", **ADAMW)

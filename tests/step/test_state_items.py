@@ -84,7 +84,7 @@ def test_state_of_single_elements_goes_round_through_dicts() -> None:
         optimizer_class, options = CLASSES[name]
         expected = plain_run(model_of, optimizer_class, 3, 4, **options)[0].state_dict()
         half, plain = plain_run(model_of, optimizer_class, 3, 2, **options)
-        for plan in plans_of(number):
+        for plan in PLANS if EVERYTHING else [PLANS[(number + number // 4) % 4]]:
             model = make(model_of)
             model.load_state_dict(half.state_dict())
             handle = zeroshard.shard(model, plan)

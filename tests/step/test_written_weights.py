@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from tests.together import in_turn
 from zeroshard.optim import Lamb
@@ -20,6 +21,10 @@ from zeroshard.storage.main_weights import follow_weights, have_same_bits, join_
 from zeroshard.testing import run_ranks
 
 BOUND = 0.07
+IN_FULL = {"fp32": PLANS[:3:2], "bf16": PLANS[:2], "bf16-remainder": PLANS[1:3]}
+"""The plans under which weights rest in full, by precision: two of three, and all with `make test-everything`."""
+if EVERYTHING:
+    IN_FULL = dict.fromkeys(IN_FULL, PLANS[:3])
 SGD = {"lr": 2.0**-6}
 
 
@@ -55,7 +60,7 @@ class Plain(nn.Module):
 def test_what_is_written_is_stepped_from(precision: str) -> None:
     def check(rank: int) -> None:
         expected, found = Plain(4, 2).masters, []
-        for plan in PLANS[:3]:
+        for plan in IN_FULL[precision]:
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, foreach=False, **SGD)
@@ -89,7 +94,7 @@ def test_owners_of_whole_parameters_see_it() -> None:
 
     def check(rank: int, precision: str) -> None:
         found = []
-        for plan in PLANS[:3]:
+        for plan in IN_FULL[precision]:
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, precision=precision)
             optimizer = zeroshard.ShardedOptimizer(handle, Lamb, lr=1e-4)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
-from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make, plans_of
 from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
 from tests.storage.live import expect_accounted, live_storages
 from zeroshard.planner import plan_memory
@@ -125,7 +125,7 @@ def test_every_row_is_exact_and_planned_and_no_storage_is_forgotten(num_ranks: i
 
 def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             rest = {}
             for precision in ("bf16", "bf16-remainder"):
                 _model, handle, _ = trained(plan, precision, "sgd", rank)

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import at, grid
-from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, is_uncounted, loss_of_tokens, make, plans_of
 from tests.storage.live import expect_accounted, live_storages, storages
 from tests.storage.test_bytes import RESTING, TABLE
 from zeroshard.placement import Plan
 from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks
 
-STEADY_CASES = grid(TABLE, PLANS, (1, 3))
+STEADY_CASES = grid(TABLE, PLANS, (1, 3), apart=(0, 1))
 
 
 def trained(plan: Plan, precision: Any, rank: int, steps: int = 2) -> tuple[nn.Module, zeroshard.Handle, Any]:
@@ -78,7 +78,7 @@ def test_a_storage_that_nobody_accounts_for_is_seen() -> None:
 
 def test_frozen_parameters_cost_their_weights_alone() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             for parameter in model.blocks.parameters():
                 parameter.requires_grad_(False)
@@ -175,7 +175,7 @@ def test_a_steady_step_allocates_nothing(num_ranks: int) -> None:
 @pytest.mark.by_gloo
 def test_local_accumulation_allocates_its_buckets_once() -> None:
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(0):
             model, handle, optimizer = trained(plan, None, rank)
 
             def step(number: int, model: nn.Module = model, handle: Any = handle, optimizer: Any = optimizer) -> None:
@@ -208,7 +208,7 @@ def test_a_parameter_without_gradient_costs_buckets_once() -> None:
             self.blocks[4].unused = nn.Parameter(torch.ones(3))
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Unused)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
@@ -246,7 +246,7 @@ def test_an_allocation_by_the_engine_is_seen() -> None:
 def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
     def check(rank: int) -> None:
         gc.freeze()
-        for plan in PLANS:
+        for plan in plans_of(0):
             before = live_storages()
             model, handle, optimizer = trained(plan, "bf16", rank)
             watched = [weakref.ref(one) for one in (handle, handle.engine, model, optimizer, *handle.engine.units)]

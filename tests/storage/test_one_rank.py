@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS
+from tests.together import in_turn
 from zeroshard.storage.slot_buffer import SlotBuffer
 from zeroshard.testing import run_ranks
 
@@ -45,10 +46,9 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["fused", "foreach", "clip", "micro-batches", "no_sync"])
-def test_the_bits_of_plain_torch(plan: Any, kind: str) -> None:
-    def check(rank: int) -> None:
+def test_the_bits_of_plain_torch(kind: str) -> None:
+    def check(rank: int, plan: Any) -> None:
         options: dict[str, Any] = {"lr": 1e-2, "fused": kind == "fused", "foreach": kind == "foreach"}
         reference = Odd()
         plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], **options)
@@ -74,7 +74,7 @@ def test_the_bits_of_plain_torch(plan: Any, kind: str) -> None:
         for name, value in reference.state_dict().items():
             assert torch.equal(full[name], value), (name, plan, kind)
 
-    run_ranks(check, 1)
+    run_ranks(in_turn(check, PLANS), 1)
 
 
 def test_tensors_are_taken_and_not_copied() -> None:
@@ -115,12 +115,11 @@ class Joined(nn.Module):
         return out @ x
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_memory_that_is_also_anothers_is_not_written_to(plan: Any) -> None:
+def test_memory_that_is_also_anothers_is_not_written_to() -> None:
     """A step with a clip multiplies gradients in place. (Without the copy of such gradients, this changes what the user
     keeps.)"""
 
-    def check(rank: int) -> None:
+    def check(rank: int, plan: Any) -> None:
         model = Joined()
         reference = copy.deepcopy(model)
         handle = zeroshard.shard(model, plan)
@@ -142,7 +141,7 @@ def test_memory_that_is_also_anothers_is_not_written_to(plan: Any) -> None:
             assert parameter.grad is not None
             assert torch.equal(full[name], parameter.detach() - parameter.grad * factor), name
 
-    run_ranks(check, 1)
+    run_ranks(in_turn(check, PLANS), 1)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:
@@ -152,23 +151,25 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_checkpoints_of_one_rank_and_of_two(plan: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_one_rank_and_of_two(tmp_path: Path) -> None:
     """One rank, two ranks, one rank: the state fits although its pieces are others, and is that of plain torch."""
 
-    def run(rank: int, steps: range, source: str | None, target: str) -> dict[str, Any]:
-        model = Odd()
+    def run(rank: int, plan: Any, steps: range, source: str | None, target: str) -> dict[str, Any]:
+        model, folder = Odd(), tmp_path / str(plan)
         handle = zeroshard.shard(model, plan)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=True)
         if source is not None:
-            zeroshard.load(tmp_path / source, handle, optimizer)
+            zeroshard.load(folder / source, handle, optimizer)
         train(model, optimizer, steps)
-        zeroshard.save(tmp_path / target, handle, optimizer, step=steps.stop)
+        zeroshard.save(folder / target, handle, optimizer, step=steps.stop)
         return {"model": handle.full_state_dict(), "optimizer": optimizer.state_dict()["state"]}
 
-    run_ranks(run, 1, range(2), None, "first")
-    run_ranks(run, 2, range(2, 4), "first", "second")
-    found = run_ranks(run, 1, range(4, 6), "second", "third")[0]
+    def under_all_plans(num_ranks: int, *arguments: Any) -> list[dict[str, Any]]:
+        return run_ranks(in_turn(run, [(plan, *arguments) for plan in PLANS]), num_ranks)[0]
+
+    under_all_plans(1, range(2), None, "first")
+    under_all_plans(2, range(2, 4), "first", "second")
+    of_plans = under_all_plans(1, range(4, 6), "second", "third")
 
     def plainly(rank: int) -> dict[str, Any]:
         model = Odd()
@@ -177,6 +178,7 @@ def test_checkpoints_of_one_rank_and_of_two(plan: Any, tmp_path: Path) -> None:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
 
     expected = run_ranks(plainly, 1)[0]
-    torch.testing.assert_close(found["model"], dict(expected["model"]))
-    for key, state in expected["optimizer"].items():
-        torch.testing.assert_close(found["optimizer"][key], state)
+    for found in of_plans:
+        torch.testing.assert_close(found["model"], dict(expected["model"]))
+        for key, state in expected["optimizer"].items():
+            torch.testing.assert_close(found["optimizer"][key], state)

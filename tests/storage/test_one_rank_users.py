@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS
 from tests.storage.test_one_rank import Odd, loss_of, tokens
+from tests.together import in_turn
 from zeroshard.testing import run_ranks
 
 DDP = PLANS[0]
@@ -140,9 +141,8 @@ def test_gradients_are_shown_and_gone_after_the_step() -> None:
     run_ranks(check, 1)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_origin_of_a_nan_is_named_and_nothing_is_updated(plan: Any) -> None:
-    def check(rank: int) -> None:
+def test_the_origin_of_a_nan_is_named_and_nothing_is_updated() -> None:
+    def check(rank: int, plan: Any) -> None:
         model = Odd()
         handle = zeroshard.shard(model, plan)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
@@ -161,7 +161,7 @@ def test_the_origin_of_a_nan_is_named_and_nothing_is_updated(plan: Any) -> None:
         with pytest.raises(RuntimeError, match="the previous step has consumed the gradients"):
             optimizer.step()
 
-    run_ranks(check, 1)
+    run_ranks(in_turn(check, PLANS), 1)
 
 
 def test_gradients_set_by_the_handle_and_parked() -> None:
