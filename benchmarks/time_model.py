@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.comm.transport import Reduction
 from zeroshard.planning import Configuration, Machine
+from zeroshard.planning.time_model import multiplied
 from zeroshard.testing import run_ranks
 from zeroshard.train.model import GPT, Block
 
@@ -176,7 +177,7 @@ def report(ranks: int, found: dict[str, Any], options: argparse.Namespace) -> No
         model = GPT(shape_of(options), options.vocabulary)
     configuration = Configuration(ranks=ranks, units=Block, device="cpu", transport=found["transport"])
     forecasts = {plan: zeroshard.plan(model, replace(configuration, plan=plan)) for plan in PLANS}
-    elements = sum(unit.layout.numel for unit in forecasts["ddp"].training.units)
+    elements = sum(multiplied(forecasts["ddp"].training, forecasts["ddp"].looked_up).values())
     machine = machine_of(found, ranks, 6.0 * elements * tokens)
     factor = options.wrong
     wrong = replace(machine, memory=machine.memory * factor, bandwidth=machine.bandwidth * factor)

@@ -34,6 +34,46 @@ def test_compute_and_messages_by_hand() -> None:
     assert found.total == found.compute + found.update + found.exposed
 
 
+class Net(nn.Module):
+    """An embedding and a head in the root unit, and blocks between them."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1024, 256)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+        self.head = nn.Linear(256, 1024, bias=False) if not tied else None
+
+
+def planned(model: nn.Module, plan: str) -> zeroshard.planning.Forecast:
+    blocks = [[f"blocks.{i}"] for i in range(4)]
+    configuration = Configuration(plan=plan, ranks=4, units=blocks, device="cpu", transport="native")
+    return zeroshard.plan(model, configuration)
+
+
+def test_an_embedding_is_looked_up_and_a_head_computes_behind_the_last_block() -> None:
+    with torch.device("meta"):
+        apart, tied = Net(), Net(tied=True)
+    blocks, head = (6 * elements * 1000 / 1e9 for elements in (4 * UNIT, 1024 * 256))
+    for model in (apart, tied):  # without a head, the embedding may be multiplied by hand
+        assert planned(model, "ddp").time(SLOW, 1000).compute == pytest.approx(blocks + head)
+    spans = planned(apart, "zero3").timeline(SLOW, 1_000_000)
+    computed = [(span.unit, span.phase) for span in spans if span.lane == "compute"][:-1]
+    assert computed == [
+        *((f"blocks.{i}", "forward") for i in range(4)),
+        ("root", "forward"),
+        ("root", "backward"),
+        *((f"blocks.{i}", "backward") for i in reversed(range(4))),
+    ]
+    for lane, phase in (("gathers", "forward"), ("gathers", "backward"), ("reductions", "backward")):
+        units = [span.unit for span in spans if (span.lane, span.phase) == (lane, phase)]
+        assert len(units) == len(set(units)), "each once"
+    first, last = (next(iter(span for span in some if span.unit == "root")) for some in (spans, spans[::-1]))
+    reduced = [span for span in spans if span.lane == "reductions"]
+    assert first.lane == "gathers" and first.start == 0, "the embedding is needed first"
+    assert reduced[-1].unit == "root" and reduced[-1].start >= max(s.stop for s in spans if s.unit == "blocks.0")
+    assert last.lane == "reductions"
+
+
 def test_the_update_reads_and_writes_the_part_of_this_rank() -> None:
     """Gradients once; main, the moments, and weights that are main twice; weights that follow main once."""
     machine = Machine(flops=1e9, memory=1e6, latency=0.0, bandwidth=1e6)

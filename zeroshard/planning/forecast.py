@@ -160,6 +160,7 @@ class Forecast:
         training: the units and their layouts.
         trace: of one micro-batch, if there is a workload.
         moments: of a step, if there is a workload.
+        looked_up: names of the embeddings, whose rows are not multiplied with each token.
     """
 
     configuration: Configuration
@@ -176,6 +177,7 @@ class Forecast:
     checkpoint: Checkpoint = field(repr=False)
     trace: Trace | None = None
     moments: tuple[Moment, ...] = ()
+    looked_up: frozenset[str] = frozenset()
 
     @property
     def manifest_bytes(self) -> int:
@@ -236,6 +238,7 @@ class Forecast:
             tokens=tokens,
             micro_batches=self.configuration.micro_batches,
             recompute=workload is not None and workload.recompute,
+            looked_up=self.looked_up,
         )
 
     @property
@@ -293,7 +296,19 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         checkpoint=checkpoint,
         trace=trace,
         moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
+        looked_up=_looked_up(model, parameters),
     )
+
+
+def _looked_up(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The embeddings that are not the head as well: a head is another module's weight with as many rows."""
+    tables, others = dict[int, int](), dict[int, int]()  # id of a weight -> its rows
+    for module in model.modules():
+        weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim()]
+        (tables if isinstance(module, nn.Embedding) else others).update({id(one): len(one) for one in weights})
+    rows = set(others.values())
+    found = {one for one, count in tables.items() if one not in others and count in rows}
+    return frozenset(name for name, parameter in parameters.items() if id(parameter) in found)
 
 
 def _moments(

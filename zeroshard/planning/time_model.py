@@ -2,7 +2,8 @@
 
 A message takes `latency + bytes / bandwidth` (alpha and beta; Hockney, 1994). A ring over n ranks is a sequence of
 n - 1 messages of an n-th each. Units compute one after the other; backward takes twice as long as forward. Gathers run
-in sequence, and reductions run in sequence beside them, as on two communicators of NCCL:
+in sequence, and reductions run in sequence beside them, as on two communicators of NCCL. Rows of an embedding are
+looked up, which takes no time; what else the root unit has (a head) computes behind the last unit:
 
     compute   | forward u1 | forward u2 | ...                | backward u2 | backward u1 |        | step
     gathers   | u1 | u2        | u3                          | u2 | u1                                   | weights |
@@ -15,7 +16,8 @@ not slow each other down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.comm.comm_log import CommEvent
@@ -126,6 +128,7 @@ def step_time(
     tokens: int,
     micro_batches: int = 1,
     recompute: bool = False,
+    looked_up: Collection[str] = (),
 ) -> StepTime:
     """The time of a step.
 
@@ -133,8 +136,9 @@ def step_time(
         events: the messages of a step: event -> how often.
         tokens: in one micro-batch of one rank.
         recompute: whether forward runs a second time in backward.
+        looked_up: names of the parameters that are not multiplied with each token: embeddings.
     """
-    runs = _runs(training, machine, tokens, micro_batches, recompute)
+    runs = _runs(training, machine, tokens, micro_batches, recompute, looked_up)
     compute = sum(run.seconds for run in runs)
     update = _bytes_of_update(training) / machine.memory
     messages = _Messages.of(training, events, machine)
@@ -164,11 +168,13 @@ def timeline(
     tokens: int,
     micro_batches: int = 1,
     recompute: bool = False,
+    looked_up: Collection[str] = (),
 ) -> tuple[Span, ...]:
     """When each unit computes, and when its messages are under way; the last span ends at `step_time(...).total`. The
     arguments are those of `step_time`."""
     messages = _Messages.of(training, events, machine)
-    spans = list(messages.schedule(_runs(training, machine, tokens, micro_batches, recompute), micro_batches))
+    runs = _runs(training, machine, tokens, micro_batches, recompute, looked_up)
+    spans = list(messages.schedule(runs, micro_batches))
     if not machine.overlaps:
         spans = _one_after_the_other(spans)
     end = max((span.stop for span in spans), default=0.0)
@@ -189,14 +195,31 @@ def _one_after_the_other(spans: Sequence[Span]) -> list[Span]:
     return result
 
 
-def _runs(training: Training, machine: Machine, tokens: int, micro_batches: int, recompute: bool) -> list[Run]:
+def multiplied(training: Training, looked_up: Collection[str]) -> dict[str, int]:
+    """Unit -> elements of its weights that a forward multiplies with each token."""
+    return {
+        unit.spec.name: sum(
+            math.prod(shape)
+            for name, shape in zip(unit.spec.names, unit.spec.shapes, strict=True)
+            if name not in looked_up
+        )
+        for unit in training.units
+    }
+
+
+def _runs(
+    training: Training, machine: Machine, tokens: int, micro_batches: int, recompute: bool, looked_up: Collection[str]
+) -> list[Run]:
     """The computations of a step, in their order."""
-    backward = (BACKWARD + FORWARD * recompute) / FORWARD
-    forward = [
-        Run(unit.spec.name, "forward", FORWARD * unit.layout.numel * tokens / machine.flops) for unit in training.units
-    ]
-    back = [Run(run.unit, "backward", run.seconds * backward) for run in reversed(forward)]
-    return [*forward, *back] * micro_batches
+    again = (BACKWARD + FORWARD * recompute) / FORWARD
+    elements = multiplied(training, looked_up)
+    forward = [Run(name, "forward", FORWARD * number * tokens / machine.flops) for name, number in elements.items()]
+    roots = [unit.spec.name for unit in training.units if unit.spec.of_root and not unit.spec.is_part]
+    for run in [run for run in forward if run.unit in roots and len(forward) > len(roots)]:
+        forward[forward.index(run)] = replace(run, seconds=0.0, ends=False)
+        forward.append(replace(run, begins=False))
+    backward = [replace(run, phase="backward", seconds=run.seconds * again).reversed() for run in reversed(forward)]
+    return [*forward, *backward] * micro_batches
 
 
 def _bytes_of_update(training: Training) -> int:
@@ -219,11 +242,17 @@ def _bytes_of_update(training: Training) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """The computation of one unit in one phase."""
+    """The computation of one unit in one phase, or a part of it. `begins`: it is the first part, which needs weights;
+    `ends`: the last one, which completes the gradients."""
 
     unit: str
     phase: str
     seconds: float
+    begins: bool = True
+    ends: bool = True
+
+    def reversed(self) -> Run:
+        return replace(self, begins=self.ends, ends=self.begins)
 
 
 @dataclass(frozen=True)
@@ -289,12 +318,13 @@ class _Messages:
                 followed += of("gather", run, "step")
                 now = max(now, followed)
             now = max(now, gathered)
-            if following is not None:
+            if following is not None and following.begins:
                 gathered = now + of("gather", following)
                 yield from message("gathers", following, following.phase, now, of("gather", following))
-            yield Span("compute", run.unit, run.phase, now, now + run.seconds)
+            if run.seconds:
+                yield Span("compute", run.unit, run.phase, now, now + run.seconds)
             now += run.seconds
-            if run.phase == "backward":
+            if run.phase == "backward" and run.ends:
                 complete[run.unit] = run
                 queue = queue or list(self.order)
                 while queue and queue[0] in complete:
