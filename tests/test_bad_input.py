@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
+from tests.kit import NUM_RANKS, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.patience import AT_ONCE
 from tests.together import in_turn
 from zeroshard.precision import MixedPrecision
@@ -164,7 +164,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_shard_refuses_on_every_rank_and_leaves_the_model_plain(num_ranks: int) -> None:
     def check(rank: int) -> None:
         for name, (make_model, arguments, message) in CASES.items():

@@ -28,9 +28,11 @@ from tests.kit import (
     same_bits,
     train,
     train_reference,
+    travelling,
     with_plans,
 )
 from tests.patience import give_up_after
+from tests.together import in_turn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
@@ -442,16 +444,16 @@ def test_no_sync_communicates_nothing_and_ends_with_its_block() -> None:
 # Transports -----------------------------------------------------------------------------------------------------------
 
 
-def test_messages_and_shared_memory_move_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_and_shared_memory_move_the_same_bits() -> None:
     jobs = [Job(steps=2), Job(precision="bf16", steps=1, micro_batches=2, reduce_every_micro_batch=True)]
 
-    def run(rank: int, shared: bool) -> Any:
-        assert (Collectives(Mesh.of(None), CommLog()).shared is not None) == shared
-        return [train(job, plan, rank) for job, plan in with_plans(jobs)]
+    def run(rank: int, way: str) -> Any:
+        with travelling(way):
+            is_shared = Collectives(Mesh.of(None), CommLog()).shared is not None
+            assert is_shared == (way == "shared" and hasattr(os, "memfd_create"))
+            return [train(job, plan, rank) for job, plan in with_plans(jobs)]
 
-    shared = run_ranks(run, 3, hasattr(os, "memfd_create"))
-    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)
-    messages = run_ranks(run, 3, False)
+    shared, messages = zip(*run_ranks(in_turn(run, ["shared", "pairwise"]), 3), strict=True)
     for rank in range(3):
         for a, b in zip(shared[rank], messages[rank], strict=True):
             assert a.losses == b.losses and same_bits(a.weights, b.weights)

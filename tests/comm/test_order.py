@@ -17,7 +17,7 @@ from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE
 from zeroshard.testing import run_ranks
 
-TRIALS, CONTROLS = (100, 20) if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else (10, 4)
+TRIALS, CONTROLS = (100, 20) if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else (6, 3)
 
 
 class Paths(Net):

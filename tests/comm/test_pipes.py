@@ -18,7 +18,20 @@ import torch
 from torch import Tensor
 
 import zeroshard
-from tests.kit import Block, Job, Net, Outcome, State, logs, loss_of_tokens, make, same_bits, train, train_reference
+from tests.kit import (
+    NUM_RANKS,
+    Block,
+    Job,
+    Net,
+    Outcome,
+    State,
+    logs,
+    loss_of_tokens,
+    make,
+    same_bits,
+    train,
+    train_reference,
+)
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.pending import Pending
@@ -424,7 +437,7 @@ def no_pipes_on_the_last_rank(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.by_gloo
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_training_in_shared_memory_hands_nothing_to_gloo_and_is_the_same_with_and_without_pipes(num_ranks: int) -> None:
     job = Job(steps=2)
 

@@ -18,11 +18,10 @@ from torch import nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import with_plans
+from tests.kit import NUM_RANKS, with_plans
 from zeroshard.testing import run_ranks
 
 Case = Callable[[int, Any, Any, Any], object]
-RANKS = (2, 3) if EVERYTHING else (3,)
 SHARDED = ["zero1", "zero2", "zero3"] if EVERYTHING else ["zero2", "zero3"]
 
 
@@ -93,7 +92,7 @@ COLLECTIVE: list[tuple[Case, str]] = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_one_rank_alone_asks_for_what_is_collective(num_ranks: int) -> None:
     """Earlier, the bytes of the other ranks' step were read as a norm, and gloo aborted the other process (SIGABRT)."""
 
@@ -303,7 +302,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_every_rank_says_which_setting_differs(num_ranks: int) -> None:
     expect_named(num_ranks, with_plans(SETTINGS))
 
@@ -331,7 +330,7 @@ class OtherTorchClip(Run):
         nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3 * (1 + (self.rank == 1)))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_every_rank_says_what_was_done_to_a_gradient(num_ranks: int) -> None:
     expect_named(num_ranks, itertools.product([OtherFactor, FactorOnOne, OtherTorchClip], SHARDED))
 
@@ -375,13 +374,13 @@ class DiscardedOnOne(Run):
             self.module[0].bias.grad = None
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_gradients_that_one_rank_alone_has_changed_under_ddp(num_ranks: int) -> None:
     """Found one step later, as weights that differ between ranks."""
     expect_named(num_ranks, itertools.product([FactorUnderDdp, DiscardedOnOne], ["ddp"]))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_gradients_that_nobody_averages(num_ranks: int) -> None:
     """A model without DDP, and an optimizer built from its parameters: each shard took its own rank's gradient."""
 

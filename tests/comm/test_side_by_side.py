@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import Block, Net, State, loss_of_tokens, make, same_bits
+from tests.kit import NUM_RANKS, Block, Net, State, loss_of_tokens, make, same_bits
 from zeroshard.comm import common as common_module
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.common import Common
@@ -197,7 +197,7 @@ def mesh_of(num_ranks: int) -> Any:
     return dist.init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [*NUM_RANKS, 4])
 def test_training_has_the_same_bits_and_logs_as_with_copies(num_ranks: int) -> None:
     """On 4 ranks: 2 replicas of 2 shards."""
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.kit import NUM_RANKS
+from tests.together import in_turn
 from zeroshard.testing import run_ranks
 
 LONG = timedelta(seconds=60)
@@ -64,13 +66,15 @@ def of_rank(rank: int, num_ranks: int, plan: str, late: int | None) -> list[torc
     return found
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_late_rank_finds_what_the_others_have_found(num_ranks: int, plan: str) -> None:
-    expected = run_ranks(of_rank, num_ranks, num_ranks, "ddp", None)[0]
-    for found in run_ranks(of_rank, num_ranks, num_ranks, plan, num_ranks - 1):
-        for here, there in zip(found, expected, strict=True):
-            assert torch.equal(here, there)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_a_late_rank_finds_what_the_others_have_found(num_ranks: int) -> None:
+    cases = [("ddp", None), ("zero1", num_ranks - 1), ("zero2", num_ranks - 1)]
+    of_ranks = run_ranks(in_turn(of_rank, [(num_ranks, *case) for case in cases]), num_ranks)
+    expected = of_ranks[0][0]
+    for _, *of_plans in of_ranks:
+        for (plan, _), found in zip(cases[1:], of_plans, strict=True):
+            for here, there in zip(found, expected, strict=True):
+                assert torch.equal(here, there), plan
 
 
 def alone(rank: int) -> None:

@@ -31,16 +31,29 @@ PRECISIONS: dict[str, Any] = {
     "wide wire": MixedPrecision(grad=torch.bfloat16, reduce=torch.float32),
 }
 MESHES = ((3, 1), (4, 2), (2, 2))  # ranks, replicas
-CASES = grid(PLANS, PRECISIONS, MESHES, (False, True), (False, True))
+FOLLOWS: dict[str, Callable[[Any, Any], object]] = {
+    "weights": lambda handle, optimizer: handle.full_state_dict(),
+    "parked": lambda handle, optimizer: (handle.park(), handle.unpark()),
+    "state": lambda handle, optimizer: optimizer.state_dict(),
+}
+"""What follows a step while its gathers may be in flight."""
+CASES = grid(PLANS, PRECISIONS, MESHES, (False, True), (False, True), FOLLOWS)
 
 
 def train(
-    plan: Any, precision: str, mesh: tuple[int, int], frozen: bool, chained: bool, side: Callable[..., Any] = Side
+    plan: Any,
+    precision: str,
+    mesh: tuple[int, int],
+    frozen: bool,
+    chained: bool,
+    follow: str = "weights",
+    side: Callable[..., Any] = Side,
 ) -> Streams:
     """Two steps with all that surrounds them, as one rank in a dry run.
 
     Args:
         chained: whether what follows a reduction is queued on a side stream, as on an accelerator.
+        follow: what follows the last step (`FOLLOWS`).
         side: makes that stream.
     """
     rank = int(mesh[0] > mesh[1])  # in the first replica, which writes checkpoints
@@ -65,10 +78,9 @@ def train(
         assert len([item.copied() for item in items]) > 10
         with handle.unsharded(), torch.no_grad():
             loss_of_tokens(model, 1, 0, 3)
-        for follow in (handle.full_state_dict, lambda: (handle.park(), handle.unpark()), optimizer.state_dict):
-            optimizer.backward(loss_of_tokens(model, 1, 0, 3))
-            optimizer.step()
-            follow()
+        optimizer.backward(loss_of_tokens(model, 1, 0, 3))
+        optimizer.step()
+        FOLLOWS[follow](handle, optimizer)
         handle.close()
         gc.collect()
     return streams
@@ -124,7 +136,7 @@ def test_a_side_stream_that_does_not_wait_for_the_computation_is_found() -> None
 
     def check() -> None:
         for plan in plans_of(1):
-            assert train(plan, "fp32", (2, 2), False, True, partial(Side, begins=False)).races, plan
+            assert train(plan, "fp32", (2, 2), False, True, side=partial(Side, begins=False)).races, plan
 
     alone(check)
 

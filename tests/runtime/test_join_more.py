@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import EVERYTHING, grid
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
+from tests.kit import NUM_RANKS, PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -259,7 +259,7 @@ def test_a_rank_without_inputs_lowers_the_scale_of_the_loss_that_has_overflowed(
         assert found == [[SCALE, SCALE / 2]] * len(plans)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", NUM_RANKS)
 def test_a_loss_that_nobody_steps_with_lowers_no_scale(ranks: int) -> None:
     """The last rank runs out of inputs after a loss that overflows, and the others discard the gradients. The last rank
     once still reported the overflow at the next step."""
