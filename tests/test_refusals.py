@@ -221,3 +221,32 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
         assert len(optimizer.state_dict()["param_groups"]) == 1 and handle
 
     run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_recorded_weights_are_those_of_a_plain_model() -> None:
+    """What torch.jit.trace records keeps the memory of the weights. Under ZERO3 other weights use it afterwards, so the
+    recorded model computed something else, without an error."""
+    x = torch.ones(2, 4)
+
+    def record(rank: int, plan: str) -> tuple[list[str], bool]:
+        model = small()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        said = []
+        for way in (torch.jit.trace, torch.export.export):
+            with handle.unsharded():
+                expected = model(x)
+                try:
+                    recorded = way(model, (x,))
+                except RuntimeError as error:
+                    said.append(str(error))
+        if plan == "zero3":
+            plain = small()
+            plain.load_state_dict(handle.full_state_dict())
+            recorded = torch.jit.trace(plain, (x,))
+        return said, torch.equal(recorded(x), expected)
+
+    message = "torch.export and torch.jit.trace would record"
+    for plan, refused in (("zero1", 1), ("zero3", 2)):
+        for said, is_same in run_ranks(record, 2, plan):
+            assert len(said) == refused and all(one.startswith(message) for one in said) and is_same

@@ -95,6 +95,19 @@ def _wrapper(classes: tuple[type, ...]) -> str | None:
 _LIBRARIES = ("torch", "deepspeed", "apex", "fairscale")
 
 
+def expect_no_recording(stay: Iterable[bool]) -> None:
+    """Called when a forward begins. `stay`: of each unit, whether its weights stay where they are after it.
+
+    Raises:
+        RuntimeError: torch.export runs it; or torch.jit.trace, which keeps the memory of weights that do not stay.
+    """
+    if torch.compiler.is_exporting() or (torch._C._is_tracing() and not all(stay)):
+        raise InvalidState(
+            "torch.export and torch.jit.trace would record the memory of the weights, which others use afterwards: "
+            "build a plain model, load handle.full_state_dict() into it, and record that one"
+        )
+
+
 def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
     """Called when a forward begins.
 

@@ -19,7 +19,7 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.managed import EVERYTHING, Managed
 from zeroshard.model.paths import Modules
-from zeroshard.model.right_call import expect_no_ddp_around
+from zeroshard.model.right_call import expect_no_ddp_around, expect_no_recording
 from zeroshard.model.transforms import outside_transforms
 from zeroshard.placement import Plan
 from zeroshard.runtime.claims import Claims
@@ -274,10 +274,11 @@ class Engine(NotCopied):
         changed since the last call.
 
         Raises:
-            RuntimeError: closed or parked; the model is inside torch DDP; a new parameter, or one whose data have been
-                replaced; reduced gradients that no optimizer uses; as `unfreeze`.
+            RuntimeError: closed or parked; the model is inside torch DDP, or exported; a new parameter, or one whose
+                data have been replaced; reduced gradients that no optimizer uses; as `unfreeze`.
         """
         self.check_open("forward")
+        expect_no_recording(unit.weights.buffer.rests_in_full for unit in self.units)
         expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)
         self.schedule.come_first()  # the user may have registered hooks since, with `prepend=True`
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
