@@ -85,14 +85,8 @@ test-gpu:
 test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s \
 		tests/runtime tests/step tests/comm tests/storage $(wildcard tests/test_*.py) \
-		tests/checkpoint/test_frozen_state.py tests/checkpoint/test_low_bit.py tests/parity/test_plans.py \
-		tests/parity/test_precisions.py tests/parity/test_whole.py tests/parity/test_keep.py \
-		tests/parity/test_optimizers.py tests/parity/test_remainder_runs.py tests/real_models/test_transformers.py \
-		tests/parity/test_random.py tests/model/test_graphs.py tests/model/test_modules.py \
-		tests/model/test_parameters.py tests/model/test_readers.py tests/outside tests/parity/test_wild.py \
-		tests/model/test_large_in_root.py tests/train/test_loop.py tests/real_models/test_finetuning.py \
-		tests/planning/test_plan.py tests/planning/test_dry_run.py tests/planning/test_whole_model.py \
-		tests/documents tests/integrations/test_with_transformers.py tests/integrations/test_with_accelerate.py
+		tests/checkpoint/test_frozen_state.py tests/checkpoint/test_low_bit.py tests/parity tests/model \
+		tests/planning tests/outside tests/real_models tests/train tests/documents tests/integrations
 
 test-hosts: $(STAMP)
 	$(BIN)/python -m pytest -m hosts -s tests/hosts

@@ -53,14 +53,15 @@ with redirect_stdout(StringIO()) as said:
     assert "module" in Asked.names and not {"pydantic", "rich", "tomli_w", "transformers"} & Asked.names
     for command in (["inspect", "steps"], ["export", "steps", "a"], ["export", "steps", "b", "--format", "dcp"],
                     ["import", "a", "run", "--step", "0"], ["import", "b", "run", "--step", "1", "--allow-pickle"],
-                    ["prune", "run", "--keep-last", "1"], ["--help"]):
+                    ["prune", "run", "--keep-last", "1"], ["--help"], ["verify", "steps"]):
         assert run(command) == 0, command
-assert "removed step-0" in said.getvalue() and zeroshard.verify("run/step-1").step == 1
+assert "removed step-0" in said.getvalue() and "\\nsteps/step-1: whole; " in said.getvalue()
+assert zeroshard.verify("run/step-1").step == 1
 assert not torch.distributed.is_initialized()
 assert not [name for name in sys.modules if name.startswith("zeroshard.train")]
 (command,) = entry_points(group="console_scripts", name="zeroshard")
-sys.argv = ["zeroshard", "verify", "steps"]
-sys.exit(command.load()())
+sys.argv = ["zeroshard", "train", "--steps", "1"]
+command.load()()  # exits
 """
 
 
@@ -153,17 +154,14 @@ def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, P
 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        whole = [str(python.parent / command[0]), *command[1:]]
-        return subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    done = run("python", "-W", "ignore", "-c", FIVE_LINES)
-    assert (done.returncode, done.stderr) == (0, "")
-    first, second, *_ = done.stdout.splitlines()
-    assert str(site) in first and first.endswith(" 1") and second.startswith("steps/step-1: whole; ")
-    done = run("zeroshard", "train", "--steps", "1")
+    command = [str(python), "-W", "ignore", "-c", FIVE_LINES]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         2,
         "zeroshard: error: `zeroshard train` needs the package tomli_w, which comes with the extra 'train': "
         "pip install 'zeroshard[train]'\n",
     )
+    (first,) = done.stdout.splitlines()
+    assert str(site) in first and first.endswith(" 1")
+    script = python.parent / "zeroshard"
+    assert os.access(script, os.X_OK) and script.read_text().startswith(f"#!{python}\n")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.kit import PLANS, State, make, plans_of, same_bits, transport_of, travelling
+from tests.kit import State, make, plans_of, same_bits, transport_of, travelling
 from tests.together import in_turn
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -107,11 +107,10 @@ def test_one_bucket_stays_although_the_last_two_units_are_open_at_once(way: str)
 
 @pytest.mark.parametrize("precision", ["bf16", PATTERNS], ids=["bf16", "patterns"])
 def test_inputs_are_cast_at_units_and_around_patterns(precision: Any) -> None:
-    expected = run_ranks(lambda rank: reference(2, precision), 1)[0]
 
     def check(rank: int) -> list[Any]:
-        logs = []
-        for plan in PLANS:
+        expected, logs = reference(2, precision), []
+        for plan in plans_of(precision is PATTERNS):
             state, model, (memory, handle) = train(rank, plan, precision)
             assert same_bits(state, expected), plan
             inside = FP32 if precision is PATTERNS else BF16
@@ -139,9 +138,9 @@ def test_without_casts_it_raises_as_plain_torch_does() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_block_sees_the_same_casts(reentrant: bool) -> None:
     """Each block gets an fp32 input; hooks cast it again when backward recomputes the block."""
-    expected = run_ranks(lambda rank: reference(2, PATTERNS, checkpointed=reentrant), 1)[0]
 
     def check(rank: int) -> None:
+        expected = reference(2, PATTERNS, checkpointed=reentrant)
         for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
             state, _, _ = train(rank, plan, PATTERNS, checkpointed=reentrant)
             assert same_bits(state, expected), plan

@@ -29,10 +29,13 @@ from tests.kit import (
     Net,
     Outcome,
     State,
+    beside_one_process,
     loss_of_tokens,
     make,
+    plans_of,
     same_bits,
     train_reference,
+    with_plans,
 )
 from tests.model.test_graphs import cross_entropy, data
 from tests.together import Together, in_turn
@@ -204,7 +207,7 @@ def test_methods_in_place_of_forward() -> None:
 
     def registered(rank: int) -> list[Outcome]:
         results = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Featured)
             handle = zeroshard.shard(model, plan, units=Block)
             handle.register_forward_method(model, "forward_features")
@@ -226,31 +229,30 @@ def test_methods_in_place_of_forward() -> None:
             by_method(unregistered, rank, 0, 0, 1)
         return results
 
-    expected = run_ranks(lambda rank: train_reference(job, 2), 1)[0]
-    for rank, of_rank in enumerate(run_ranks(registered, 2)):
+    expected, found = beside_one_process(lambda: train_reference(job, 2), registered, 2)
+    for rank, of_rank in enumerate(found):
         for outcome in of_rank:
             assert outcome.losses == expected[rank].losses
             assert same_bits(outcome.weights, expected[rank].weights)
 
 
 def test_backward_of_something_that_is_no_scalar() -> None:
-    expected = run_ranks(lambda rank: train_reference(Job(loss_of=vector_loss, steps=2), 2)[0].weights, 1)[0]
 
     def check(rank: int) -> None:
-        for plan in PLANS:
-            for through in ("optimizer", "tensor"):
-                model = make(Net)
-                handle = zeroshard.shard(model, plan, units=Block)
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-                for step in range(2):
-                    out = model(data(rank, 0, step))
-                    grad = torch.linspace(-1, 1, 23).expand(out.shape)
-                    if through == "optimizer":
-                        optimizer.backward(out, gradient=grad)
-                    else:
-                        out.backward(grad)
-                    optimizer.step()
-                assert same_bits(handle.full_state_dict(), expected), (plan, through)
+        expected = train_reference(Job(loss_of=vector_loss, steps=2), 2)[0].weights
+        for through, plan in with_plans(["optimizer", "tensor"]):
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            for step in range(2):
+                out = model(data(rank, 0, step))
+                grad = torch.linspace(-1, 1, 23).expand(out.shape)
+                if through == "optimizer":
+                    optimizer.backward(out, gradient=grad)
+                else:
+                    out.backward(grad)
+                optimizer.step()
+            assert same_bits(handle.full_state_dict(), expected), (plan, through)
 
     run_ranks(check, 2)
 
@@ -275,7 +277,7 @@ def penalised(rank: int, plan: Any, units: Any, ranks: int) -> dict[str, Tensor]
     model = make(critic)
     handle = zeroshard.shard(model, plan, units=units)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, foreach=False)
-    for step in range(3):
+    for step in range(2):
         optimizer.backward(with_penalty(model, rank, step))
         optimizer.step()
     return handle.full_state_dict()
@@ -284,7 +286,7 @@ def penalised(rank: int, plan: Any, units: Any, ranks: int) -> dict[str, Tensor]
 def test_gradients_of_gradients_where_weights_stay() -> None:
     def plain(rank: int) -> dict[str, Tensor]:
         model = make(critic)
-        for step in range(3):
+        for step in range(2):
             totals: list[list[Tensor]] = []
             for of_rank in range(2):
                 model.zero_grad()
@@ -339,14 +341,14 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
         return nn.functional.cross_entropy(student(tokens).flatten(0, 1), target.flatten(0, 1))
 
     def run(rank: int, plan: Any) -> tuple[dict[str, Tensor], list[float]]:
-        student, teacher = make(Net), make(partial(Net, blocks=5), seed=1)
+        student, teacher = make(Net), make(partial(Net, blocks=2), seed=1)
         teacher.requires_grad_(False).eval()
         handle = zeroshard.shard(student, plan, units=Block)
         of_teacher = zeroshard.shard(teacher, "zero3" if plan is not None else "ddp", units=Block)
         before = of_teacher.full_state_dict()
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
         losses = []
-        for step in range(3):
+        for step in range(2):
             loss = distil(student, teacher, rank, step)
             losses.append(loss.item())
             optimizer.backward(loss)
@@ -358,7 +360,7 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
         return handle.full_state_dict(), losses
 
     def check(rank: int) -> None:
-        results = [run(rank, plan) for plan in PLANS]
+        results = [run(rank, plan) for plan in (PLANS if EVERYTHING else PLANS[::3])]
         for weights, losses in results[1:]:
             assert same_bits(weights, results[0][0]) and losses == results[0][1]
 
@@ -443,9 +445,11 @@ def train_compiled(rank: int, plan: Any, how: str, backend: str, before_shard: b
     + [(how, before) for how in COMPILED for before in (True, False)] * EVERYTHING,
 )
 def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: bool) -> None:
-    """By default under two plans, on one of the ranks, which communicates as the uncompiled one does. Blocks that are
-    compiled in place train under the other two plans with generated kernels, see below."""
-    plans = (zeroshard.DDP, zeroshard.ZERO2) if "blocks" in how else (zeroshard.ZERO1, zeroshard.ZERO3)
+    """By default on one of the ranks, which communicates as the uncompiled one does: blocks under two plans (under the
+    other two they train with generated kernels, see below), whole models under one."""
+    plans: tuple[Plan, ...] = (zeroshard.ZERO1,) if before_shard else (zeroshard.ZERO3,)
+    if "blocks" in how and CAN_COMPILE:
+        plans = (zeroshard.DDP, zeroshard.ZERO2)
     if EVERYTHING or ("blocks" in how and not CAN_COMPILE):
         plans = PLANS
 
@@ -583,9 +587,9 @@ def test_modules_inside_a_unit_are_called_alone() -> None:
         torch.set_default_dtype(torch.float64)
         expected = make(Around)
         plain = torch.optim.SGD(expected.parameters(), lr=0.1)
-        models = {plan: make(Around) for plan in PLANS}
+        models = {plan: make(Around) for plan in plans_of(fails)}
         handles = {plan: zeroshard.shard(model, plan, units=Parts) for plan, model in models.items()}
-        optimizers = {plan: zeroshard.ShardedOptimizer(handles[plan], torch.optim.SGD, lr=0.1) for plan in PLANS}
+        optimizers = {plan: zeroshard.ShardedOptimizer(handles[plan], torch.optim.SGD, lr=0.1) for plan in models}
         for step in range(2):
             inputs = [torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
             for value in inputs:
@@ -630,9 +634,10 @@ def test_generated_kernels_give_the_same_bits_under_every_plan(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.compile_fx  # slow: imported once, before ranks are forked
 
-    # The check of vector instructions would take half of the time. (When monkeypatch is undone, it deletes these
-    # settings.)
+    # (When monkeypatch is undone, it deletes these settings.)
     settings = torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True})
+    if not EVERYTHING:  # to try vector instructions, and to compile with them, would take half of the time
+        monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", list)
     plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
 
     def one_process(compiling: tuple[int, ...]) -> list[tuple[list[list[list[float]]], State]]:

@@ -38,7 +38,7 @@ class TiedAcross(Net):
     ranks."""
 
     def __init__(self) -> None:
-        super().__init__(tied=True)
+        super().__init__(tied=True, blocks=3)
         self.blocks[2].up.weight = self.blocks[0].up.weight
         self.blocks[1].norm = self.blocks[0].norm
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Job, Outcome, same_bits, train, train_reference
+from tests.kit import PLANS, Job, Outcome, beside_one_process, same_bits, train, train_reference
 from zeroshard.model.paths import modules_of
 from zeroshard.model.readers import is_whole, readers
 from zeroshard.model.units import choose_units
 from zeroshard.placement import Plan
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import expect_same_logs
 
 WIDTH, HEADS, CLASSES = 12, 2, 21
 
@@ -158,7 +158,7 @@ def settings(name: str) -> list[tuple[Any, Plan]]:
     """All plans, or one with full weights and one without, with a model's first policy of units. The other policies
     only under ZERO3: where weights are there in full, a forward reads them whatever the units are."""
     first, *others = CASES[name][1]
-    plans = PLANS if EVERYTHING or name == "lists" else (zeroshard.ZERO1, zeroshard.ZERO3)
+    plans = PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3)
     return [(first, plan) for plan in plans] + [(units, zeroshard.ZERO3) for units in others]
 
 
@@ -185,8 +185,11 @@ def run_plain(name: str) -> list[tuple[Outcome, Tensor]]:
 @functools.cache
 def run_all() -> tuple[dict[str, list[tuple[Outcome, Tensor]]], list[dict[str, list[Result]]]]:
     """Results of one process, and of each rank, by name."""
-    truth = run_ranks(lambda rank: {name: run_plain(name) for name in CASES}, 1)[0]
-    return truth, run_ranks(lambda rank: {name: [run(rank, name, *how) for how in settings(name)] for name in CASES}, 2)
+    return beside_one_process(
+        lambda: {name: run_plain(name) for name in CASES},
+        lambda rank: {name: [run(rank, name, *how) for how in settings(name)] for name in CASES},
+        2,
+    )
 
 
 @pytest.mark.long

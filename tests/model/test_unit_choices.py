@@ -6,6 +6,7 @@ FSDP2 has both: `fully_shard([norm, head])`, `reshard_after_forward=False`.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,15 +14,15 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.grids import at, grid
+from tests.grids import EVERYTHING, at, grid
 from tests.kit import (
-    PLANS,
     Block,
     Job,
     Net,
     State,
     loss_of_tokens,
     make,
+    plans_of,
     same_bits,
     train_reference,
     transport_of,
@@ -31,11 +32,12 @@ from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration
 from zeroshard.testing import expect_same_logs, run_ranks
 
-UNTIED = Job(precision="bf16", steps=3, units=None)
+THREE = partial(Net, blocks=3)
+UNTIED = Job(model=THREE, precision="bf16", steps=3, units=None)
 
 
 def train(rank: int, plan: Any, units: Any, **options: Any) -> tuple[State, Any, Any, Any]:
-    model = make(Net)
+    model = make(THREE)
     units = units(model) if callable(units) and not isinstance(units, type) else units
     handle = zeroshard.shard(model, plan, units=units, precision="bf16", **options)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
@@ -52,14 +54,12 @@ def gathered(handle: Any) -> list[str]:
 
 
 def test_modules_named_together_are_one_unit() -> None:
-    expected = run_ranks(lambda rank: train_reference(UNTIED, 2)[0].weights, 1)[0]
-
     def ways(model: Any) -> Any:
         return [Block, (model.norm, model.head)]
 
     def check(rank: int) -> list[Any]:
-        logs = []
-        for plan in PLANS:
+        expected, logs = train_reference(UNTIED, 2)[0].weights, []
+        for plan in plans_of(1):
             others = [ways, [("blocks.0", "blocks.2"), ["embed", "head"]]] if plan is zeroshard.ZERO3 else []
             for units in ([Block, ("norm", "head")], *others):
                 state, handle, optimizer, _ = train(rank, plan, units)
@@ -70,7 +70,7 @@ def test_modules_named_together_are_one_unit() -> None:
                     assert {"blocks.0.up.bias", "blocks.2.up.bias"} <= names["blocks.0 + blocks.2"]
                 else:
                     assert names["norm + head"] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
-                fresh = make(Net)
+                fresh = make(THREE)
                 chosen = units if isinstance(units, list) else units(fresh)
                 transport = transport_of(handle)
                 options = {"units": chosen, "precision": "bf16", "transport": transport}
@@ -113,13 +113,13 @@ def test_groups_that_lie_around_each_other_take_what_is_planned(way: str) -> Non
             options = {"units": units, "precision": "bf16", "transport": transport_of(handle), "rank": rank}
             assert options["transport"] == way
             for peak in (False, True):
-                planned = plan_memory(make(Net), plan, 2, peak=peak, **options)
+                planned = plan_memory(make(THREE), plan, 2, peak=peak, **options)
                 assert handle.memory(peak=peak) == planned, (plan, units, peak)
             with torch.device("meta"):
                 configured = Configuration(
                     plan=plan, ranks=2, units=units, precision="bf16", device="cpu", transport=way
                 )
-                events = zeroshard.plan(make(Net), configured).events
+                events = zeroshard.plan(make(THREE), configured).events
             sent = Counter(event[:2] for event in handle.comm_log.entries if event.phase != "unshard")
             assert sent == counted(events), (plan, units)
             del optimizer
@@ -137,13 +137,13 @@ def test_bad_groups() -> None:
             ([Block, "norm"], "no module of a class 'norm'"),
         ):
             with pytest.raises(ValueError, match=told):
-                zeroshard.shard(make(Net), "zero3", units=wrong)
+                zeroshard.shard(make(THREE), "zero3", units=wrong)
         for keep, told in (
             (["blocks.7"], r"'blocks\.7' matches no unit; units are"),
             ([nn.LayerNorm], "matches no unit"),
         ):
             with pytest.raises(ValueError, match=told):
-                zeroshard.shard(make(Net), "zero3", units=Block, keep_gathered=keep)
+                zeroshard.shard(make(THREE), "zero3", units=Block, keep_gathered=keep)
 
     run_ranks(check, 1)
 
@@ -155,13 +155,14 @@ def test_units_that_stay_are_gathered_once() -> None:
         logs = []
         for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
             usual = train(rank, plan, Block)
-            for keep, twice in (
+            cases: list[tuple[Any, set[str]]] = [
                 ((), {"blocks.0"}),  # three blocks, two pool buffers: two blocks stay anyway
                 (["blocks.0"], set()),
                 ([Block], set()),
                 (True, set()),
                 (["blocks.2"], set()),  # the other two blocks have a pool buffer each
-            ):
+            ]
+            for keep, twice in cases if EVERYTHING or plan is zeroshard.ZERO3 else cases[1:2]:
                 state, handle, optimizer, _ = train(rank, plan, Block, keep_gathered=keep)
                 assert same_bits(state, usual[0]), (plan, keep)
                 if plan is zeroshard.ZERO3:
@@ -173,16 +174,16 @@ def test_units_that_stay_are_gathered_once() -> None:
                     "keep_gathered": keep,
                     "transport": transport_of(handle),
                 }
-                planned = plan_memory(make(Net), plan, 2, rank=rank, **options)
+                planned = plan_memory(make(THREE), plan, 2, rank=rank, **options)
                 assert handle.memory() == planned, (plan, keep)
                 logs.append(handle.comm_log)
                 del optimizer
             needed = sum(
-                plan_memory(make(Net), plan, 2, units=Block, keep_gathered=True)[k] for k in ("ring", "scratch")
+                plan_memory(make(THREE), plan, 2, units=Block, keep_gathered=True)[k] for k in ("ring", "scratch")
             )
             if plan is zeroshard.ZERO3:
                 with pytest.raises(ValueError, match="max_transient_bytes"):
-                    zeroshard.shard(make(Net), plan, units=Block, keep_gathered=True, max_transient_bytes=needed // 2)
+                    zeroshard.shard(make(THREE), plan, units=Block, keep_gathered=True, max_transient_bytes=needed // 2)
         return logs
 
     for logs in zip(*run_ranks(check, 2), strict=True):

@@ -10,6 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import zeroshard
-from tests.kit import PLANS, Job, Outcome, make, same_bits, train, train_reference
+from tests.grids import EVERYTHING
+from tests.kit import PLANS, Job, Outcome, beside_one_process, make, plans_of, same_bits, train, train_reference
 from zeroshard.testing import run_ranks
 
 WIDTH = 12
@@ -60,17 +62,16 @@ def same_data(model: nn.Module, rank: int, *args: int) -> Tensor:
 @functools.cache
 def train_wrapped() -> tuple[dict[str, Outcome], list[dict[str, list[Outcome]]]]:
     """Results of one process, and of each rank, by name."""
-    jobs = {
-        name: [Job(model=build, loss_of=same_data, units=units) for units in (nn.Linear, 1, 1 << 20)]
-        for name, build in WRAPS.items()
-    }
-    plans = (zeroshard.ZERO1, zeroshard.ZERO3)
+    jobs = {name: Job(model=build, loss_of=same_data) for name, build in WRAPS.items()}
+    ways = [(zeroshard.ZERO1, 1), *((zeroshard.ZERO3, units) for units in (nn.Linear, 1, 1 << 20))]
 
     def run(rank: int) -> dict[str, list[Outcome]]:
-        return {name: [train(job, plan, rank) for job in of_name for plan in plans] for name, of_name in jobs.items()}
+        return {name: [train(replace(job, units=u), plan, rank) for plan, u in ways] for name, job in jobs.items()}
 
-    truth = run_ranks(lambda rank: {name: train_reference(of_name[0], 1)[0] for name, of_name in jobs.items()}, 1)[0]
-    return truth, run_ranks(run, 2)
+    def truth() -> dict[str, Outcome]:
+        return {name: train_reference(job, 1)[0] for name, job in jobs.items()}
+
+    return beside_one_process(truth, run, 2)
 
 
 @pytest.mark.parametrize("name", WRAPS)
@@ -128,11 +129,12 @@ def test_hooks_that_read_weights(after_shard: bool) -> None:
         add_hooks(model)
         return model
 
-    expected = run_ranks(lambda rank: train_reference(Job(model=build, loss_of=loss_of, micro_batches=2), 2), 1)[0]
+    def truth() -> list[Outcome]:
+        return train_reference(Job(model=build, loss_of=loss_of, micro_batches=2), 2)
 
     def run(rank: int) -> list[Any]:
         results = []
-        for turn, plan in enumerate(PLANS):
+        for turn, plan in enumerate(PLANS if EVERYTHING else (PLANS[after_shard], zeroshard.ZERO3)):
             units = 1 if (turn + after_shard) % 2 else nn.Linear
             hooked: list[nn.Module] = []
 
@@ -148,10 +150,10 @@ def test_hooks_that_read_weights(after_shard: bool) -> None:
             results.append(train(job, plan, rank))
         return results
 
-    for found, truth in zip(run_ranks(run, 2), expected, strict=True):
-        for outcome in found:
-            assert outcome.losses == truth.losses
-            assert same_bits(outcome.weights, truth.weights)
+    for of_rank, *found in zip(*beside_one_process(truth, run, 2), strict=True):
+        for outcome in found[0]:
+            assert outcome.losses == of_rank.losses
+            assert same_bits(outcome.weights, of_rank.weights)
 
 
 def test_a_hook_that_raises_before_ours_leaves_no_trace() -> None:
@@ -184,12 +186,12 @@ def test_hooks_that_want_to_be_first() -> None:
 
     def run(rank: int) -> list[Any]:
         found = []
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Reader)
             handle = zeroshard.shard(model, plan, units=nn.Linear)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
             losses = []
-            for step in range(4):
+            for step in range(3):
                 if step in (0, 2):
                     for layer in model.get_submodule("layers").children():
                         layer.register_forward_pre_hook(read_before, prepend=True)

@@ -116,7 +116,7 @@ def scaler_of(out: Path) -> Any:
 
 
 def test_all_plans_learn_and_agree_bit_for_bit(shared_text: Path, tmp_path: Path) -> None:
-    plans = ("ddp", "zero1", "zero2", "zero3")
+    plans = ("ddp", "zero1", "zero2", "zero3") if EVERYTHING else ("ddp", "zero3")
     outcomes = run_ranks(
         train_in_turn,
         2,
@@ -126,7 +126,7 @@ def test_all_plans_learn_and_agree_bit_for_bit(shared_text: Path, tmp_path: Path
         ],
     )
     assert outcomes[0] == outcomes[1]
-    assert [outcome.step for outcome in outcomes[0]] == [6] * 4
+    assert [outcome.step for outcome in outcomes[0]] == [6] * len(plans)
     found = losses(tmp_path / "ddp")
     assert found[0] == pytest.approx(math.log(256), abs=0.05)
     assert found[-1] < found[0] - 0.5
@@ -137,7 +137,7 @@ def test_all_plans_learn_and_agree_bit_for_bit(shared_text: Path, tmp_path: Path
             trace = json.loads(gzip.decompress((tmp_path / plan / f"timeline-{rank}.json.gz").read_bytes()))
             assert {one["pid"] for one in trace["traceEvents"]} == {rank}
             assert sum(one["name"] == "step: agree" for one in trace["traceEvents"]) == 2  # to clip, and to step
-    for plan in ("zero1", "zero2", "zero3"):
+    for plan in plans[1:]:
         assert losses(tmp_path / plan) == found
         assert equal_states(tmp_path / plan, tmp_path / "ddp")
         assert rows(tmp_path / plan, "validation")[-1]["loss"] == rows(tmp_path / "ddp", "validation")[-1]["loss"]
@@ -326,8 +326,7 @@ def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(
     whole = skipped / "zero3"
     assert [row["applied"] for row in rows(whole, "step")][MIDDLE - 3 : MIDDLE] == [False, True, True]
     cases: list[tuple[str, str, str | None]] = [
-        ("1", "ddp", None),
-        ("middle", "zero3", None),
+        ("1", "zero3", None),
         ("middle", "zero1", None),
         ("middle", "zero3", "the scaler's state"),
         ("middle", "zero3", "its growth tracker"),
