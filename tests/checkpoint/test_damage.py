@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -357,7 +358,8 @@ def test_hostile_manifests_made_by_hand(trap: Path, number: int) -> None:
         into_format_1(trap)
     valid = json.loads((trap / MANIFEST_NAME).read_text())["manifest"]
     assert valid["format"] == number and refused(trap, "") != ""
-    expect_refused(trap, hostile(valid), lambda data: (trap / MANIFEST_NAME).write_bytes(data))
+    cases = hostile(valid) if FULL else itertools.islice(hostile(valid), number - 1, None, 2)  # by default in turn
+    expect_refused(trap, cases, lambda data: (trap / MANIFEST_NAME).write_bytes(data))
 
 
 def expect_refused(trap: Path, cases: Iterator[tuple[str, bytes]], put: Callable[[bytes], object]) -> None:

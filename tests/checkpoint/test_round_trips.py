@@ -71,7 +71,7 @@ def test_every_plan_and_format_of_main_goes_on_bit_for_bit(tmp_path: Path, num_r
             names = list(KINDS) if FULL else [list(KINDS)[(index + 3 * num_ranks) % len(KINDS)]]
             for name in names:
                 folder = tmp_path / f"{plan} {precision} {name}"
-                control = FULL or plan == "zero3"
+                control = FULL or (plan, precision) in (("zero3", "fp32"), ("zero1", "bf16-remainder"))
                 for what, good in continued(rank, folder, plan, precision, KINDS[name], control).items():
                     results[f"{plan}, {precision}, {name}: {what}"] = good
         return results

@@ -260,6 +260,8 @@ MESH_CASES = grid(range(len(JOBS)), PLANS, SHAPES, apart=(0, 1))
 @pytest.mark.parametrize("num_ranks", sorted({math.prod(shape) for shape in SHAPES}))
 def test_a_mesh_of_two_axes_is_the_mesh_of_one_where_sums_are_exact(num_ranks: int) -> None:
     cases = [case for case in MESH_CASES if math.prod(case[-1]) == num_ranks]
+    if not EVERYTHING and num_ranks == 3:  # one of the axes is of one rank: one case for each job and plan
+        cases = [case for case in cases if (case[-1] == (1, 3)) == (case[0] % 2 == 1)]
 
     def check(rank: int) -> tuple[list[Outcome], list[Outcome]]:
         meshes = {shape: two_axes(shape) for *_, shape in cases}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
 
 ADAM = {"lr": 1e-2, "foreach": False}
+model_of_two = partial(Net, blocks=2)
+"""Each read of a parameter's state is a gather."""
 
 
 def build(plan: Any, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
-    model = make(Net)
+    model = make(model_of_two)
     handle = zeroshard.shard(model, plan, units=Block) if plan else None
     params: Any = handle or model.parameters()
     return model, zeroshard.ShardedOptimizer(params, optimizer_class, **(options or ADAM))
@@ -134,7 +137,7 @@ def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
         saved, weights = optimizer.state_dict(), optimizer.handle.full_state_dict()
         train(model, optimizer, rank, range(2, 4))
         for plan in (*plans_of(1), None):
-            again = make(Net)
+            again = make(model_of_two)
             again.load_state_dict(weights)
             again.blocks[1].requires_grad_(False)
             handle = zeroshard.shard(again, plan, units=Block) if plan else None
