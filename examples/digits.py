@@ -29,7 +29,7 @@ model = nn.Sequential(block(1, 16), block(16, 32), nn.MaxPool2d(2), nn.Flatten()
 handle = zeroshard.shard(model, "zero3")
 optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=3e-3)
 
-for epoch in range(3):
+for epoch in range(2):
     sampler.set_epoch(epoch)
     for x, y in loader:
         optimizer.zero_grad()

@@ -37,7 +37,7 @@ def is_real(points: Tensor, answer: float) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, answer))
 
 
-for _step in range(80):
+for _step in range(60):
     critic_step.zero_grad()
     loss = is_real(ring(), 1.0) + is_real(generator(noise()).detach(), 0.0)
     loss.backward()

@@ -24,7 +24,7 @@ weights = {"small": 1e-6, "large": 1e4}
 
 data = torch.Generator().manual_seed(1 + rank)
 skipped = 0
-for _step in range(60):
+for _step in range(50):
     x = torch.randn(32, 16, generator=data).to(device)
     targets = {"small": x[:, :1].sin(), "large": x[:, 1:2].cos()}
     optimizer.zero_grad()

@@ -23,7 +23,9 @@ from tests.kit import plans_of
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
-PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
+PLANS = plans_of(1)
+"""Of tests that do the same under each plan: by default one with weights and gradients in full, and one with both in
+shards."""
 VOCAB = 23
 
 State = dict[str, Tensor]

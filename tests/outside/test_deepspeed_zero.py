@@ -134,7 +134,7 @@ def test_a_checkpoint_gives_the_fp32_weights(tmp_path: Path) -> None:
         ]
 
     def check(rank: int) -> None:
-        for plan, frozen, groups in grid(PLANS[1:], (False, True), (1, 2)):
+        for plan, frozen, groups in grid([plan for plan in PLANS if plan is not zeroshard.DDP], (False, True), (1, 2)):
             torch.manual_seed(0)
             model = Uneven(frozen)
             handle = zeroshard.shard(model, plan, precision="bf16")

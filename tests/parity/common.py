@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests import kit
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Net, Outcome, beside_one_process, same_bits, train, train_reference
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
@@ -51,7 +52,7 @@ class Job(kit.Job):
     """A job with a small model, as these tests have many jobs. Its outcome includes main."""
 
     model: Callable[[], nn.Module] = lambda: Net(blocks=1)
-    steps: int = 4
+    steps: int = 4 if EVERYTHING else 2
     main: bool = True
 
 

@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
     "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
 }
-STEPS = 20 if EVERYTHING else 3
+STEPS = 20 if EVERYTHING else 2
 MODELS = [partial(Net, blocks=1, tied=tied) for tied in (False, True)]
 UNITS = [Block, 4000]  # by class, by bytes
 
