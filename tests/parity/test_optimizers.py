@@ -102,6 +102,22 @@ class GloballyNormed(torch.optim.Optimizer):
             p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
+class Distanced(torch.optim.Optimizer):
+    """Keeps a number that it computes from all gradients of a group, as D-Adaptation and Prodigy do. In the first steps
+    the number changes no parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "distance": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            group["distance"] += sum(1e-6 * p.grad.norm().item() for p in with_grad)
+            for p in with_grad:
+                p.sub_(p.grad, alpha=group["lr"] * max(1.0, group["distance"]))
+
+
 class Stubborn(torch.optim.Optimizer):
     def __init__(self, params: Any, table: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -129,6 +145,29 @@ def test_unknown_classes_are_told_apart_by_trial() -> None:
             granularity_of(torch.optim.SparseAdam, {}, None)
 
     run_ranks(check, 1)
+
+
+def test_a_number_that_is_computed_from_all_parameters_needs_them_all() -> None:
+    """Each rank would compute another one. It was noticed at the first step, with advice about schedulers."""
+
+    def check(rank: int, plan: str) -> list[float] | str:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        try:
+            optimizer = zeroshard.ShardedOptimizer(handle, Distanced)
+        except ValueError as error:
+            return str(error)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        optimizer.step()
+        return [group["distance"] for group in optimizer.param_groups]
+
+    for plan, num_ranks in (("zero1", 2), ("zero3", 3), ("zero3", 1), ("ddp", 2)):
+        found = run_ranks(check, num_ranks, plan)
+        if plan == "ddp" or num_ranks == 1:
+            assert found == [found[0]] * num_ranks and found[0][0] > 1e-6
+        else:
+            assert found == [found[0]] * num_ranks
+            assert "Distanced cannot be sharded: it computes 'distance' of a param group" in found[0]
 
 
 def test_the_trial_agrees_with_what_is_listed() -> None:

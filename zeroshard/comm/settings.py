@@ -160,7 +160,8 @@ def _advice(key: str) -> str:
     if " of group " in key and "class" not in key:
         return (
             f"{done}. Every rank must step with the same hyper-parameters: give the scheduler the same number on every "
-            "rank (average the loss over the ranks first)"
+            "rank (average the loss over the ranks first). If the optimizer computes it from gradients, use the plan "
+            '"ddp"'
         )
     return f"{done}. Every rank must build its optimizer alike, and do the same between backward and step"
 

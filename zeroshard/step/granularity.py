@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,10 +52,15 @@ _REFUSED = {
 }
 
 
-def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwise: bool | None) -> Granularity:
+def granularity_of(
+    optimizer_class: OptimizerClass, options: Options, elementwise: bool | None, *, sharded: bool = False
+) -> Granularity:
     """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
     classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
     stepped together, one by one, and cut into pieces, and the results are compared.
+
+    Args:
+        sharded: whether no rank steps all parameters.
 
     Raises:
         ValueError: the class cannot be sharded, or the trial fails.
@@ -75,6 +81,12 @@ def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwis
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
+    found = together.settings ^ one_by_one.settings
+    if sharded and found:
+        raise InvalidValue(
+            f"{optimizer_class.__name__} cannot be sharded: it computes {min(found)[0]!r} of a param group from all "
+            'parameters of the group, and no rank has them all. Use the plan "ddp"'
+        )
     if not _close(together, one_by_one):
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
@@ -87,7 +99,14 @@ def granularity_of(optimizer_class: OptimizerClass, options: Options, elementwis
     return Granularity.ELEMENT if cuts_alike else Granularity.PARAMETER
 
 
-def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool = True, cut: bool = False) -> Tensor:
+class _Outcome(NamedTuple):
+    """After a trial: all elements, and the numbers in the param groups of all optimizers, (name, number)."""
+
+    values: Tensor
+    settings: frozenset[tuple[str, float]]
+
+
+def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool = True, cut: bool = False) -> _Outcome:
     """Two matrices, or pieces of them, after four steps: by one optimizer, or by one optimizer for each tensor."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
@@ -104,11 +123,17 @@ def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool =
         _set_gradients(tensors, gradient)
         for optimizer in optimizers:
             run_step(optimizer)
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = frozenset((key, float(value)) for group in groups for key, value in group.items() if _is_number(value))
+    return _Outcome(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), settings)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _close(a: _Outcome, b: _Outcome) -> bool:
+    return torch.allclose(a.values, b.values, rtol=1e-6, atol=1e-7)
 
 
 def _set_gradients(tensors: list[Tensor], gradient: Tensor) -> None:
