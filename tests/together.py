@@ -31,14 +31,14 @@ class Together:
 
     `on_three`: names of jobs that run on three ranks, because their sizes, or which rank leaves out what, make a
     difference there; the others run on two. `plans`: for all jobs; if empty, each job runs under ZERO3, where weights
-    come and go, and every second job under one of the other plans as well, in turn. With `make test-everything` all
+    come and go, and every third job under one of the other plans as well, in turn. With `make test-everything` all
     jobs run on both numbers of ranks and under all plans."""
 
     def __init__(self, jobs: Mapping[str, Job], *, on_three: Sequence[str] = (), plans: Sequence[Plan] = ()) -> None:
         assert set(on_three) <= jobs.keys(), on_three
         self.jobs = {name: replace(job, micro_batches=2) for name, job in jobs.items()}
         self.ranks = {name: (2, 3) if EVERYTHING else (3,) if name in on_three else (2,) for name in jobs}
-        others = [(PLANS[index // 2 % 3],) if index % 2 == 0 else () for index in range(len(jobs))]
+        others = [(PLANS[index // 3 % 3],) if index % 3 == 0 else () for index in range(len(jobs))]
         turns = [PLANS if EVERYTHING else (*of_turn, PLANS[3]) for of_turn in others]
         self.plans = {name: plans or of_turn for name, of_turn in zip(jobs, turns, strict=True)}
         self._errors: dict[tuple[str, int], AssertionError | None] = {}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.examples import run_example
+from tests.grids import EVERYTHING
 from tests.integrations.common import (
     MAX_NORM,
     MICRO_BATCHES,
@@ -108,14 +109,15 @@ def every_other_step(folder: Path) -> Any:
 
 
 def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
-    """A run that is resumed under another plan has the bits of one without interruption."""
+    """A run that is resumed under another plan has the bits of one without interruption. (`fabric_loop` is in fp32.)"""
     pytest.importorskip("lightning")
     from zeroshard.integrations import Sharding
     from zeroshard.integrations.lightning import ShardedStrategy
 
     def check(rank: int) -> None:
         launched(rank, 2)
-        for plan, other, precision in (("zero3", "zero1", "32-true"), ("ddp", "zero3", "bf16-mixed")):
+        cases = [("zero3", "zero1", "bf16-mixed"), *[("ddp", "zero3", "32-true")] * EVERYTHING]
+        for plan, other, precision in cases:
             kind = None if precision == "32-true" else "bf16"
             losses, weights = plain_loop(rank, 2, strided, kind)
             strategy, module = ShardedStrategy(Sharding(plan, units=Block)), module_of()

@@ -194,7 +194,7 @@ def test_first_weights_on_a_tie_are_the_masters_in_every_plan() -> None:
     def check(rank: int) -> None:
         expected = make(on_a_grid).state_dict()
         assert not torch.equal(nearest_bf16_ties_away(expected["head.weight"]), expected["head.weight"].bfloat16())
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(on_a_grid)
             handle = zeroshard.shard(model, plan, units=Block, precision="bf16-remainder")
             for _ in range(2):
@@ -210,7 +210,7 @@ def test_the_remainder_is_where_it_should_be() -> None:
     """Remainders take 2 bytes for each weight of the own shard, and there is no fp32 copy between steps."""
 
     def check(rank: int) -> None:
-        for plan in PLANS:
+        for plan in plans_of(1):
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block, precision="bf16-remainder")
             for unit in handle.engine.units:

@@ -346,7 +346,7 @@ def cases() -> list[tuple[list[int], int]]:
     every = [
         (list(range(start, start + IN_A_FORK)), 2 + start // IN_A_FORK % 2) for start in range(0, NUM_CASES, IN_A_FORK)
     ]
-    return every if EVERYTHING else [(seeds[:10], num_ranks) for seeds, num_ranks in every[:2]]
+    return every if EVERYTHING else [(seeds[:6], num_ranks) for seeds, num_ranks in every[:2]]
 
 
 @pytest.mark.long
