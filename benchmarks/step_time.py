@@ -22,7 +22,8 @@ DeepSpeed, FairScale and Megatron-core take part where they can be imported and 
     python benchmarks/step_time.py --contenders zero1 zero2 zero3 "DeepSpeed ZeRO-3" "FairScale OSS"
 
 On a CPU each contender has processes of its own, which take turns. In one process, memory that one contender frees is
-what another one allocates: whether a step has thousands of page faults or none then depends on who else takes part.
+what another one allocates: whether a step has thousands of page faults or none then depends on who else takes part. A
+process keeps some luck for life (where its memory lies): with `--starts 6` all start six times.
 
 At the end the losses of the first steps of all contenders are compared. If they differ, no ratios are printed.
 """
@@ -355,6 +356,17 @@ def start_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
+def start_again(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The results of `--starts` starts, one behind the other."""
+    found = start_ranks(world_size, options)
+    for _ in range(options.starts - 1):
+        more = start_ranks(world_size, options)
+        for what in ("seconds", "cpu_seconds"):
+            for name, values in more[what].items():
+                found[what][name] += values
+    return found
+
+
 def _cuda_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, turns: Turns) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -385,16 +397,22 @@ def report(world_size: int, result: dict[str, Any], options: argparse.Namespace)
             of_cpu = statistics.median(on_cpu[plan]) / statistics.median(on_cpu[peer])
             rounds = [a / b for a, b in zip(seconds[plan], seconds[peer], strict=True)]
             low, _, high = statistics.quantiles(rounds, n=4)
-            sure = "{:.3f}, {:.3f}".format(*interval(seconds[plan], seconds[peer]))
+            sure = "{:.3f}, {:.3f}".format(*interval(seconds[plan], seconds[peer], options.starts))
             print(f"{plan + ' / ' + peer:<24} {ratio:8.3f} {sure:>14} {of_cpu:6.3f}   {low:5.2f} {high:5.2f}")
     return True
 
 
-def interval(plan: Sequence[float], peer: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """The 95 per cent interval of the ratio of the medians: rounds are drawn with replacement (bootstrap)."""
-    generator, numbers, ratios = random.Random(0), range(len(plan)), []
+def interval(plan: Sequence[float], peer: Sequence[float], starts: int, draws: int = 2000) -> tuple[float, float]:
+    """The 95 per cent interval of the ratio of the medians: starts, and rounds of each, are drawn with replacement
+    (bootstrap)."""
+    generator, ratios = random.Random(0), []
+    rounds = len(plan) // starts
     for _ in range(draws):
-        drawn = generator.choices(numbers, k=len(plan))
+        drawn = [
+            start * rounds + number
+            for start in generator.choices(range(starts), k=starts)
+            for number in generator.choices(range(rounds), k=rounds)
+        ]
         ratios.append(statistics.median(plan[i] for i in drawn) / statistics.median(peer[i] for i in drawn))
     ratios.sort()
     return ratios[draws // 40], ratios[-draws // 40 - 1]
@@ -406,6 +424,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="world sizes, one after the other")
     parser.add_argument("--steps", type=int, default=30, help="rounds that count")
+    parser.add_argument("--starts", type=int, default=1, help="how often all contenders start anew")
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
     parser.add_argument(
@@ -427,8 +446,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for everything on CPU")
     parser.add_argument("--json", type=Path, help="write all times and losses to this file")
     options = parser.parse_args()
-    if options.steps < 2 or options.block < 1:
-        parser.error("--steps must be at least 2 and --block at least 1")
+    if options.steps < 2 or options.block < 1 or options.starts < 1:
+        parser.error("--steps must be at least 2, --block and --starts at least 1")
     if options.contenders is None:
         options.contenders = [name for name in BUILDERS if name not in peers.NAMES]
     for name in filter(peers.NAMES.__contains__, options.contenders):
@@ -441,7 +460,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    results = {world_size: start_ranks(world_size, options) for world_size in options.ranks}
+    results = {world_size: start_again(world_size, options) for world_size in options.ranks}
     equal = [report(world_size, result, options) for world_size, result in results.items()]
     if options.json:
         said = {key: str(value) for key, value in vars(options).items()}
