@@ -11,11 +11,11 @@ All contenders have the same weights and data, and take turns, step by step:
     round 1   zero1  DDP  ddp  FSDP2  zero3 ...     another order in each round
 
 so that other load on the machine affects all of them alike. Only ratios are printed: that of the medians with its 95 %
-interval (bootstrap over rounds), that of the medians of CPU seconds (of all ranks together), and the quartiles of the
-ratios within single rounds. These differ widely on a machine that others use: a hundred rounds tell 2 per cent. Plans
-with a sharded optimizer gather weights while the next forward starts. The timing waits for these gathers, so that no
-contender's work falls into the time of the next one; `--block` times several steps of one contender in a row, as in
-training, and waits once.
+interval (bootstrap over starts and rounds), that of the medians of CPU seconds (of all ranks together), and the
+quartiles of the ratios within single rounds. These differ widely on a machine that others use: a hundred rounds tell
+2 per cent. Plans with a sharded optimizer gather weights while the next forward starts. The timing waits for these
+gathers, so that no contender's work falls into the time of the next one; `--block` times several steps of one contender
+in a row, as in training, and waits once.
 
 DeepSpeed, FairScale and Megatron-core take part where they can be imported and are named (`peers.py`):
 

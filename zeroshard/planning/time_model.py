@@ -214,10 +214,10 @@ def _runs(
     again = (BACKWARD + FORWARD * recompute) / FORWARD
     elements = multiplied(training, looked_up)
     forward = [Run(name, "forward", FORWARD * number * tokens / machine.flops) for name, number in elements.items()]
-    roots = [unit.spec.name for unit in training.units if unit.spec.of_root and not unit.spec.is_part]
-    for run in [run for run in forward if run.unit in roots and len(forward) > len(roots)]:
-        forward[forward.index(run)] = replace(run, seconds=0.0, ends=False)
-        forward.append(replace(run, begins=False))
+    roots = {unit.spec.name for unit in training.units if unit.spec.of_root and not unit.spec.is_part}
+    late = [run for run in forward if run.unit in roots] if len(roots) < len(forward) else []
+    early = [replace(run, seconds=0.0, ends=False) if run in late else run for run in forward]
+    forward = [*early, *(replace(run, begins=False) for run in late)]
     backward = [replace(run, phase="backward", seconds=run.seconds * again).reversed() for run in reversed(forward)]
     return [*forward, *backward] * micro_batches
 
