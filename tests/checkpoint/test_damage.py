@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import struct
-import sys
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from tests.checkpoint.common import (
     signed,
 )
 from tests.checkpoint.test_faults import SEED
+from tests.opened import in_its_own_process, opened_by
 from tests.patience import AT_ONCE
 from zeroshard.checkpoint import reader
 from zeroshard.checkpoint.index import digest_of
@@ -333,26 +332,8 @@ def trap(saved: Path, tmp_path: Path) -> Path:
     return step
 
 
-_OPENED: list[str] = []
-_LISTENS = threading.Event()
-
-
-def opened_by(work: Callable[[], Any]) -> list[str]:
-    """The paths that were opened during `work`."""
-    if not getattr(opened_by, "hooked", False):
-        # An audit hook cannot be removed: it does nothing at other times.
-        sys.addaudithook(lambda event, args: _LISTENS.is_set() and event == "open" and _OPENED.append(str(args[0])))
-        opened_by.hooked = True  # type: ignore[attr-defined]
-    _OPENED.clear()
-    _LISTENS.set()
-    try:
-        work()
-    finally:
-        _LISTENS.clear()
-    return list(_OPENED)
-
-
 @pytest.mark.parametrize("number", [1, 2])
+@in_its_own_process
 def test_hostile_manifests_made_by_hand(trap: Path, number: int) -> None:
     if number == 1:
         into_format_1(trap)
@@ -433,6 +414,7 @@ def put_index(step: Path, data: bytes) -> None:
     (step / "rank-00000.safetensors.index.json").write_bytes(data)
 
 
+@in_its_own_process
 def test_hostile_indices_made_by_hand(trap: Path) -> None:
     text = (trap / "rank-00000.safetensors.index.json").read_bytes()
     put_index(trap, text + b" ")

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 import zeroshard
 from tests.checkpoint.common import FULL, Awkward, Kind, Run, make, muon_and_adamw, read_all, same_bits, seed_all
 from tests.checkpoint.faults import faulty
-from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
 from tests.late import late
+from tests.opened import in_its_own_process, opened_by
 from zeroshard.checkpoint import Reader, folders, newest_good
 from zeroshard.exchange import export, import_model
 from zeroshard.io.tensor_file import open_model
@@ -389,6 +389,7 @@ def refused(source: Path, tmp_path: Path) -> str:
     return messages[0]
 
 
+@in_its_own_process
 def test_hostile_headers_made_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "model" / "model.safetensors"
     path.parent.mkdir()
@@ -411,6 +412,7 @@ def test_hostile_headers_made_by_hand(tmp_path: Path) -> None:
     assert bad == []
 
 
+@in_its_own_process
 def test_hostile_indices_made_by_hand(tmp_path: Path) -> None:
     source = tmp_path / "model"
     source.mkdir()

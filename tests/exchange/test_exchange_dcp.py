@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 
 import zeroshard
 from tests.checkpoint.common import FULL, read_all, same_bits
-from tests.checkpoint.test_damage import opened_by
 from tests.checkpoint.test_faults import SEED
+from tests.opened import in_its_own_process, opened_by
 from zeroshard.exchange import export, export_dcp, import_dcp
 from zeroshard.exchange.dcp_folder import DcpFolder
 from zeroshard.layout.interval import Interval
@@ -353,6 +353,7 @@ def changes(tmp_path: Path) -> Iterator[tuple[str, Callable[[Metadata], Any]]]:
     yield "an entry that is none", lambda m: m.state_dict_metadata.update(a=MetadataIndex("a"))
 
 
+@in_its_own_process
 def test_hostile_metadata_made_by_hand(fsdp: Path, tmp_path: Path) -> None:
     folder = tmp_path / "dcp"
     shutil.copytree(fsdp / "nested", folder)
