@@ -4,6 +4,7 @@ plain torch; and refusal of wrappers (DDP) that would reduce gradients a second 
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -133,6 +134,10 @@ def test_what_wraps_a_model_is_refused() -> None:
         refused(ValueError, f"^shard: 1 {told}", around)
         zeroshard.shard(around, "zero1", ignored=["1"]).close()  # an ignored part may be wrapped
         refused(ValueError, r"is wrapped in DataParallel", nn.DataParallel(nn.Linear(3, 2)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            scripted = torch.jit.script(nn.Linear(3, 2))
+        refused(TypeError, r"^shard: torch.jit.script has made this module", scripted)
         # Sharding the module inside the wrapper, and wrapping a model that is sharded already
         handle = zeroshard.shard(ddp.module, "ddp")
         twice = "DistributedDataParallel is around this model, .* without DistributedDataParallel, shard"

@@ -8,6 +8,7 @@ in evaluation there was no error. The cause: a unit boundary inside of a module 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,39 @@ class Classes(nn.Module):
         return self.loss(self.before(x[:, 0]), targets).loss
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
+        self.cell = nn.GRUCell(2 * WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x[:, 0]
+        for column in self.lstm(x)[0].unbind(1):
+            hidden = self.cell(column, hidden)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+class Scripted(nn.Module):
+    """torch runs no hooks around calls of the scripted part, nor inside the traced one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.scripted = torch.jit.script(parts[0])
+            self.traced = torch.jit.trace(parts[1], torch.zeros(2, 5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.jit.optimized_execution(False):  # else kernels change after some calls, and ranks call less often
+            out: Tensor = self.traced(self.scripted(self.first(x)))
+        return out
+
+
 def layer() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
 
@@ -139,6 +173,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "encoder": (Encoder, (1, nn.Linear)),
     "derived layer": (lambda: Stack(Adapted), (1, nn.Linear)),
     "adaptive softmax": (Classes, (1, nn.Linear)),
+    "recurrent": (Recurrent, (1, nn.Linear)),
+    "scripted and traced": (Scripted, (1, nn.Linear, [("first", "scripted")])),
 }
 
 

@@ -1,17 +1,20 @@
 """Finds the module that reads a parameter: usually the module that holds it, so that its call needs the weights.
 
-Two kinds of modules hold parameters that another module reads:
+Three kinds of modules hold parameters that another module reads:
 
 - A container without a forward of its own (`nn.ParameterList`, a table with methods only) is never called. The module
   around it reads its parameters.
 - Some modules of torch pass the parameters of their submodules to one function, and never call these submodules
   (`nn.MultiheadAttention`; `nn.TransformerEncoderLayer` in evaluation). They are *whole*: no unit begins inside them.
+- A module that `torch.jit.script` has made is whole, too, and torch runs no hooks around its calls: the module around
+  it reads its parameters.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 from torch import nn
 
 from zeroshard.model.paths import Modules, parent
@@ -32,8 +35,15 @@ DIVISIBLE = (
 whether they call their submodules depends on the version of torch, on the data and on the mode."""
 
 
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether torch runs hooks around calls of the module: not if `torch.jit.script` has made it."""
+    return not isinstance(module, torch.jit._script.RecursiveScriptModule)
+
+
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called."""
+    """Whether the module can be called, and hooks run around the call."""
+    if isinstance(module, torch.jit.ScriptModule):  # its class does not show its forward
+        return takes_hooks(module)
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -44,6 +54,8 @@ def is_whole(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=256)  # a model has many modules of few classes
 def _is_whole(classes: tuple[type, ...]) -> bool:
+    if torch.jit.ScriptModule in classes:
+        return True
     of_torch = [cls for cls in classes if cls.__module__.startswith("torch.nn.modules.")]
     return any(cls not in DIVISIBLE for cls in of_torch)
 

@@ -57,6 +57,11 @@ _WRAPPERS = {
 def expect_module(found: object) -> None:
     """Raises:
     TypeError: the argument of `shard` is not a module."""
+    if isinstance(found, torch.jit._script.RecursiveScriptModule):
+        raise InvalidType(
+            "shard: torch.jit.script has made this module, and torch runs no hooks around its calls. Shard the module "
+            "that it was made from, or an nn.Module that contains the scripted one"
+        )
     if isinstance(found, nn.Module):
         return
     hint = ": the model comes first, shard(model, 'zero3')"

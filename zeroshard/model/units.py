@@ -24,7 +24,7 @@ from zeroshard.layout.pool_plan import Request
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import Pattern, Precisions, Region, Rules, matches
 from zeroshard.model.paths import Modules, first_paths, modules_of, parent
-from zeroshard.model.readers import has_forward, is_whole, readers
+from zeroshard.model.readers import has_forward, is_whole, readers, takes_hooks
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 
 Group = Sequence[nn.Module | str]
@@ -227,7 +227,9 @@ class Division:
         self._users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
         self._parameters: dict[int, nn.Parameter] = {}  # by id, in the order of `model.parameters()`
         for path, module in modules.items():
-            unit, users = groups[path], [path] if read_by[path] == path else [path, read_by[path]]
+            unit, users = groups[path], [path] if takes_hooks(module) else []
+            if read_by[path] != path:
+                users.append(read_by[path])
             for parameter in module._parameters.values():
                 if parameter is not None:
                     number = id(parameter)
@@ -337,7 +339,7 @@ def _modules_by_unit(
     any_matches = False
     for path, module in modules.items():
         reader = read_by[path]
-        if reader != path and is_whole(modules[reader]):
+        if reader != path and (is_whole(modules[reader]) or not takes_hooks(module)):
             groups[path] = groups[reader]
             continue
         if module in of_group:
