@@ -12,7 +12,7 @@
 # make lint   lint and types only
 # make docs   build the site into build/site, strictly: a broken link is an error
 # make test-everything  the full versions of tests of which `make test` runs a selection: every precision x optimizer x
-#             schedule x plan; 500 random models; every way to compile; longer runs, more ranks
+#             schedule x plan; 500 random models; every way to compile; longer runs, more ranks: an hour on 2 cores
 
 # The first interpreter that starts (stubs of version managers may not), is new enough and can create environments. That of
 # the system comes first: distributions build it with profile-guided optimisation, version managers without. The tests
@@ -83,7 +83,7 @@ test-gpu:
 	$(GPU_PYTHON) -m tests.gpu.runner --report $(REPORT) $(if $(PIECES),--pieces $(PIECES))
 
 test-everything: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest -s \
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -rP \
 		tests/runtime tests/step tests/comm tests/storage $(wildcard tests/test_*.py) \
 		tests/checkpoint/test_frozen_state.py tests/checkpoint/test_low_bit.py tests/parity tests/model \
 		tests/planning tests/outside tests/real_models tests/train tests/documents tests/integrations
