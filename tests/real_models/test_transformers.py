@@ -157,69 +157,32 @@ def jobs_of(name: str) -> list[tuple[Job, int]]:
     return [(row.job(steps=STEPS, precision=one, units=of_job), number) for one, of_job, number in chosen]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, list[list[Outcome]]]:
-    """By model: the outcomes of one process for its jobs; of those in `CONTROLLED` also for one step in fp32, in bf16,
-    and with a third rank."""
-    jobs = {}
-    for name in MODELS:
-        plain = ROWS[name].job(steps=1)
-        jobs[name] = jobs_of(name)
-        if name in CONTROLLED:
-            jobs[name] += [(plain, 2), (replace(plain, precision=bf16_of(name)), 2), (plain, 3)]
-    return dict(zip(MODELS, run_ranks(in_turn(of_one_process, [(jobs[name],) for name in MODELS]), 1)[0], strict=True))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_step_is_that_of_one_process(num_ranks: int) -> None:
+    """The jobs of all models share a start of ranks."""
+    cases = [
+        (job, two_plans(name, index))
+        for name in MODELS
+        for index, (job, ranks) in enumerate(jobs_of(name))
+        if ranks == num_ranks
+    ]
+    jobs, plans = zip(*cases, strict=True)
+    expect_reference(jobs, num_ranks, plans)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[tuple[str, int], list[list[Outcome]]]:
-    """By model and job: the outcomes of the ranks, for each plan. The models share two starts of ranks."""
-
-    def run(rank: int, name: str, index: int) -> list[Outcome]:
-        return [train(jobs_of(name)[index][0], plan, rank) for plan in two_plans(name, index)]
-
-    outcomes = {}
-    for num_ranks in (2, 3):
-        cases = [(name, i) for name in MODELS for i, (_, ranks) in enumerate(jobs_of(name)) if ranks == num_ranks]
-        by_case = zip(*run_ranks(in_turn(run, cases), num_ranks), strict=True)
-        outcomes.update(zip(cases, map(list, by_case), strict=True))
-    return outcomes
-
-
-def test_every_step_is_that_of_one_process(
-    expected: dict[str, list[list[Outcome]]], found: dict[tuple[str, int], list[list[Outcome]]]
-) -> None:
-    """One test: if the models were tests, several of pytest's workers would train all of them."""
-    errors = []
-    for name in MODELS:
-        try:
-            expect_model(name, expected, found)
-        except AssertionError as error:
-            error.add_note(f"the model {name}")
-            errors.append(error)
-    if errors:
-        raise ExceptionGroup("not as in one process", errors)
-
-
-def expect_model(
-    name: str, expected: dict[str, list[list[Outcome]]], found: dict[tuple[str, int], list[list[Outcome]]]
-) -> None:
-    number = len(jobs_of(name))
-    for index, of_job in enumerate(expected[name][:number]):
-        compare(jobs_of(name)[index][0], two_plans(name, index), found[name, index], of_job)
-    if name not in CONTROLLED:
-        return
-    in_fp32, in_bf16, on_three = expected[name][number:]  # another precision, or one rank more, give other results
-    weights = [outcomes[0].weights for outcomes in (in_fp32, in_bf16, on_three)]
-    assert not any(same_bits(weights[i], weights[j]) for i in range(len(weights)) for j in range(i))
-    assert in_fp32[0].losses != in_fp32[1].losses
-
-
-def test_other_data_on_one_rank_in_one_step_are_seen() -> None:
-    """The control: with them, one process gives other results."""
-    row = ROWS["Llama"]
-    (usual, *_), (changed, *_) = references(
-        (row.job(steps=3), 2), (row.job(steps=3, loss_of=partial(other_data, row)), 2)
-    )
+def test_other_jobs_give_other_results() -> None:
+    """The controls: in one process, another precision, a rank more, and other data on one rank in one step are seen."""
+    row, jobs = ROWS["Llama"], []
+    for name in CONTROLLED:
+        job = ROWS[name].job(steps=1)
+        jobs += [(job, 2), (replace(job, precision=bf16_of(name)), 2), (job, 3)]
+    jobs += [(row.job(steps=3), 2), (row.job(steps=3, loss_of=partial(other_data, row)), 2)]
+    *found, (usual, _), (changed, _) = references(*jobs)
+    for number in range(len(CONTROLLED)):
+        outcomes = found[3 * number : 3 * number + 3]
+        for one, other in itertools.combinations(outcomes, 2):
+            assert not same_bits(one[0].weights, other[0].weights)
+        assert outcomes[0][0].losses != outcomes[0][1].losses
     assert usual.losses[:2] == changed.losses[:2] and usual.losses[2:] != changed.losses[2:]
     assert not same_bits(usual.weights, changed.weights)
 
