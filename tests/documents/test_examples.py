@@ -43,10 +43,13 @@ ELSEWHERE = {
 }
 
 
+HAS_DIGITS = find_spec("sklearn") is not None
+
+
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, list[Any]]]:
     """Rank -> example -> its variables."""
-    names = [name for name in KEPT if name != "digits" or find_spec("sklearn")]
+    names = [name for name in KEPT if name != "digits" or HAS_DIGITS]
     if "digits" in names and EVERYTHING:
         import sklearn.datasets  # noqa: F401  before the ranks are forked
 
@@ -77,8 +80,8 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
+@pytest.mark.skipif(not HAS_DIGITS, reason="scikit-learn is not installed")
 def test_digits_are_read(found: list[dict[str, list[Any]]]) -> None:
-    pytest.importorskip("sklearn")
     [accuracy], of_other = (of_rank["digits"] for of_rank in found)
     assert accuracy > 0.9 and of_other == [accuracy]  # by guessing, a tenth
 
@@ -108,20 +111,25 @@ def test_memory_is_as_planned(found: list[dict[str, list[Any]]]) -> None:
     assert found[0]["memory"][0]["weights"] > 0
 
 
+STEPS = 30 if EVERYTHING else 10
+"""By default the scripts do 30."""
+
+
 def resumed(rank: int, arguments: Sequence[str]) -> tuple[int, float]:
     names = run_example("resume", *arguments)
     return names["step"] + 1, names["mean"]
 
 
 def test_a_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
-    parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
-    [first, *_], [second, *_] = (run_ranks(resumed, number, [parts]) for number in (2, 3))
+    parts, whole = ([str(tmp_path / name), "--steps"] for name in ("parts", "whole"))
+    [first, *_], [second, *_] = (run_ranks(resumed, number, [*parts, str(STEPS)]) for number in (2, 3))
 
     def alone(rank: int) -> list[tuple[int, float]]:
-        return [resumed(rank, [parts, "--plan", "zero1"]), resumed(rank, [whole, "--steps", "90"])]
+        of_part = resumed(rank, [*parts, str(STEPS), "--plan", "zero1"])
+        return [of_part, resumed(rank, [*whole, str(3 * STEPS)])]
 
     [[third, uninterrupted]] = run_ranks(alone, 1)
-    assert [first[0], second[0], third[0]] == [30, 60, 90]
+    assert [first[0], second[0], third[0]] == [STEPS, 2 * STEPS, 3 * STEPS]
     assert third == pytest.approx(uninterrupted, rel=1e-3)
     assert abs(second[1] - third[1]) > 0.02 * third[1]  # losses of other steps differ by more
 
@@ -137,9 +145,10 @@ def test_every_example_is_run_somewhere() -> None:
 
 def test_two_machines_give_the_losses_of_one(tmp_path: Path) -> None:
     """Two simulated hosts with a network of their own between them."""
-    apart = on_hosts(resumed, [0, 1], [str(SHARED / "apart")])
+    steps = ["--steps", str(STEPS)]
+    apart = on_hosts(resumed, [0, 1], [str(SHARED / "apart"), *steps])
     assert apart.statuses == [0, 0], apart.said
-    assert apart.values == run_ranks(resumed, 2, [str(tmp_path / "together")])
+    assert apart.values == run_ranks(resumed, 2, [str(tmp_path / "together"), *steps])
 
 
 def losses_of_two_machines(rank: int, folder: str) -> str:
