@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.long  # all of them, for one worker, as they share what is built
+
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
 
@@ -137,7 +139,6 @@ def test_what_the_metadata_says(built: tuple[Path, Path]) -> None:
     assert requirements(metadata.get_all("Requires-Dist")) == {"click", "numpy", "torch"}
 
 
-@pytest.mark.long
 def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Training, saving and loading need torch alone, the command its requirements: it starts neither the trainer nor a
     process group, and `plan` does not even try to import what they need. `train` names the extra that it needs."""

@@ -320,7 +320,6 @@ def resumed_in_turn(rank: int, runs: Sequence[tuple[Config, str | None]]) -> Non
         resumed_with(rank, config, lost)
 
 
-@pytest.mark.long
 def test_a_run_resumed_after_skipped_steps_is_the_uninterrupted_one(
     skipped: Path, shared_text: Path, tmp_path: Path
 ) -> None:
