@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.failures.common import FULL, Ended, Ranks, finish_all
+from tests.grids import EVERYTHING
 from tests.kit import Block, Net, State, make
 from tests.patience import AT_ONCE, OUT
 
-STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.5
+STEPS, MICRO_BATCHES, MAX_NORM = 4 if EVERYTHING else 2, 2, 0.5
+HALF = STEPS // 2
+"""After so many steps runs are saved, and from there resumed."""
 
 Samples = Callable[[int, int, int], list[int]]
 

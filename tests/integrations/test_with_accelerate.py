@@ -14,6 +14,7 @@ import torch
 from tests.examples import run_example
 from tests.grids import EVERYTHING
 from tests.integrations.common import (
+    HALF,
     MAX_NORM,
     MICRO_BATCHES,
     STEPS,
@@ -30,7 +31,7 @@ from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
-_once = once("accelerate", "zeroshard.integrations.accelerate")
+_once = once("accelerate", "datasets", "zeroshard.integrations.accelerate")  # Accelerate looks at data sets
 
 
 def in_turns(number: int, rank: int, num_ranks: int) -> list[int]:
@@ -98,15 +99,15 @@ def test_the_loop_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
             precision = None if mixed == "no" else mixed
             losses, weights = plain_loop(rank, 3, in_turns, precision)
             run = Run(plan, mixed, **project)
-            assert run.train(2) == losses[: 2 * MICRO_BATCHES], plan
+            assert run.train(HALF) == losses[: HALF * MICRO_BATCHES], plan
             run.accelerator.save_state()
-            assert run.train(2, skip=2) == losses[2 * MICRO_BATCHES :], plan
+            assert run.train(HALF, skip=HALF) == losses[HALF * MICRO_BATCHES :], plan
             assert same_bits(run.weights(), weights), plan
             expect_plain_state(run, weights, rank)
             resumed = Run(other, mixed, **project)
             resumed.accelerator.load_state()
             assert not same_bits(resumed.weights(), weights)
-            assert resumed.train(2, skip=2) == losses[2 * MICRO_BATCHES :], other
+            assert resumed.train(HALF, skip=HALF) == losses[HALF * MICRO_BATCHES :], other
             assert same_bits(resumed.weights(), weights), other
             if precision is None:  # a control
                 assert not same_bits(plain_loop(rank, 3, in_turns, max_norm=100.0)[1], weights)
@@ -182,7 +183,7 @@ def uneven(rank: int) -> None:
     """Rank 0 has one batch more. All ranks end with the same weights. Without the join block, rank 0 would wait for
     ever."""
     run = Run("zero3")
-    loader = run.accelerator.prepare(torch.utils.data.DataLoader(texts(), batch_size=16))
+    loader = run.accelerator.prepare(torch.utils.data.DataLoader(texts(), batch_size=len(texts()) // 3))
     sizes = []
     with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
         for (tokens,) in loader:

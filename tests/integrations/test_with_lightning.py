@@ -13,6 +13,7 @@ import torch
 from tests.examples import run_example
 from tests.grids import EVERYTHING
 from tests.integrations.common import (
+    HALF,
     MAX_NORM,
     MICRO_BATCHES,
     STEPS,
@@ -102,10 +103,11 @@ def loader(rank: int, num_ranks: int, first: int = 0, data: Any = None) -> Any:
     return torch.utils.data.DataLoader(data or texts(), batch_sampler=batches)
 
 
-def every_other_step(folder: Path) -> Any:
+def twice(folder: Path) -> Any:
+    """Saves after half of the steps, and at the end."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    return ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=HALF, save_top_k=-1)
 
 
 def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
@@ -121,19 +123,19 @@ def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path)
             kind = None if precision == "32-true" else "bf16"
             losses, weights = plain_loop(rank, 2, strided, kind)
             strategy, module = ShardedStrategy(Sharding(plan, units=Block)), module_of()
-            saves = {"callbacks": [every_other_step(tmp_path / plan)], "enable_checkpointing": True}
+            saves = {"callbacks": [twice(tmp_path / plan)], "enable_checkpointing": True}
             run = trainer(tmp_path, strategy, 2, precision=precision, **saves)
             run.fit(module, loader(rank, 2))
             assert module.losses == losses
             assert same_bits(in_plain_names(strategy.handle.full_state_dict(main=True)), weights)
             strategy, of_resumed = ShardedStrategy(Sharding(other, units=Block)), module_of()
-            left = loader(rank, 2, first=2 * MICRO_BATCHES)
+            left = loader(rank, 2, first=HALF * MICRO_BATCHES)
             resumed = trainer(tmp_path, strategy, 2, precision=precision)
-            resumed.fit(of_resumed, left, ckpt_path=tmp_path / plan / "step=2.ckpt", weights_only=False)
-            assert of_resumed.losses == losses[2 * MICRO_BATCHES :]
+            resumed.fit(of_resumed, left, ckpt_path=tmp_path / plan / f"step={HALF}.ckpt", weights_only=False)
+            assert of_resumed.losses == losses[HALF * MICRO_BATCHES :]
             assert same_bits(in_plain_names(resumed.strategy.handle.full_state_dict(main=True)), weights)
             assert not same_bits(plain_loop(rank, 2, strided, kind, max_norm=100.0)[1], weights)
-            expect_plain_checkpoint(tmp_path / plan / "step=4.ckpt", weights)
+            expect_plain_checkpoint(tmp_path / plan / f"step={STEPS}.ckpt", weights)
             evaluate(run, module, tmp_path / plan, loader(rank, 2))
 
     run_ranks(check, 2)
@@ -170,7 +172,7 @@ def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
     """Evaluate after training, evaluate a checkpoint, and train again, all with the module that is already sharded."""
     [of_last] = run.validate(module, loader, verbose=False)
     assert run.test(module, loader, verbose=False) == [of_last]
-    early = folder / "step=2.ckpt"
+    early = folder / f"step={HALF}.ckpt"
     [of_early] = run.validate(module, loader, ckpt_path=early, verbose=False, weights_only=False)
     assert of_early["val"] > of_last["val"]
     more = trainer(folder, type(run.strategy)(run.strategy.sharding), run.num_devices, max_steps=1)
@@ -211,7 +213,7 @@ def fabric_loop(rank: int, folder: Path) -> None:
     from zeroshard.integrations.lightning import FabricStrategy
 
     losses, weights = plain_loop(rank, 2, strided)
-    for begin, plan in ((0, "zero3"), (2, "zero1")):
+    for begin, plan in ((0, "zero3"), (HALF, "zero1")):
         strategy = FabricStrategy(Sharding(plan, units=Block))
         fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
@@ -221,7 +223,7 @@ def fabric_loop(rank: int, folder: Path) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         if begin:
-            fabric.load(folder / "step-2.ckpt", state, weights_only=False)
+            fabric.load(folder / "half.ckpt", state, weights_only=False)
         found = []
         batches = list(fabric.setup_dataloaders(loader(rank, 2), use_distributed_sampler=False))
         for number, (tokens,) in list(enumerate(batches))[begin * MICRO_BATCHES : STEPS * MICRO_BATCHES]:
@@ -235,8 +237,8 @@ def fabric_loop(rank: int, folder: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-                if number + 1 == 2 * MICRO_BATCHES:
-                    fabric.save(folder / "step-2.ckpt", state)
+                if number + 1 == HALF * MICRO_BATCHES:
+                    fabric.save(folder / "half.ckpt", state)
         assert found == losses[begin * MICRO_BATCHES :]
         assert same_bits(handle_of_model(plain).full_state_dict(), weights)
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import zeroshard
 from tests.examples import run_example
 from tests.grids import EVERYTHING
-from tests.integrations.common import Fault, as_launched, expect_faults_to_end_all
+from tests.integrations.common import HALF, MICRO_BATCHES, STEPS, Fault, as_launched, expect_faults_to_end_all
 from tests.kit import State, make, same_bits
 from tests.late import once
 from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
-STEPS, MICRO_BATCHES = 4, 2
 
 _once = once("transformers.trainer", "accelerate", "tests.real_models.real", "zeroshard.integrations.transformers")
 
@@ -47,7 +46,7 @@ def arguments(folder: Path, **changes: Any) -> Any:
         "max_steps": STEPS,
         "train_sampling_strategy": "sequential",
         "logging_steps": 1,
-        "save_steps": 2,
+        "save_steps": HALF,
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
@@ -132,11 +131,11 @@ def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
         assert same_bits(run.handle.full_state_dict(), weights)
         assert run.model_wrapped is run.model
         resumed = trainer(tmp_path / "a", "zero1", save_strategy="no")
-        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-        assert logged(resumed)[2:] == lines[2:]
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{HALF}"))
+        assert logged(resumed)[HALF:] == lines[HALF:]
         assert same_bits(resumed.handle.full_state_dict(), weights)
         assert not same_bits(plain_loop(rank, max_norm=100.0)[1], weights)
-        for step, same in ((4, True), (2, False)):
+        for step, same in ((STEPS, True), (HALF, False)):
             saved = hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict()
             assert same_bits(dict(saved), weights) is same
         read_by_the_ranks(tmp_path / "a" / f"checkpoint-{STEPS}", weights)
@@ -229,21 +228,22 @@ def test_evaluation_best_models_and_an_optimizer_of_the_user(tmp_path: Path) -> 
         lines, weights = plain_loop(rank, "bf16")
         reset_accelerate()
         model = make(llama)
-        options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "bf16": True}
+        options = {"eval_strategy": "steps", "eval_steps": HALF, "load_best_model_at_end": True, "bf16": True}
         options |= {"eval_dataset": Texts(), "metric_for_best_model": "eval_loss", "greater_is_better": True}
         run = trainer(tmp_path / "a", "zero3", lambda: model, optimizers=own_optimizer(model), **options)
         untrained = run.evaluate()["eval_loss"]
         run.train()
         assert logged(run) == lines
         by_step = {line["step"]: line["eval_loss"] for line in run.state.log_history if "eval_loss" in line}
-        assert untrained > by_step[2] > by_step[4]  # so the "best" model is that of step 2
-        assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+        assert untrained > by_step[HALF] > by_step[STEPS]  # so the "best" model is the first that is saved
+        assert run.state.best_model_checkpoint.endswith(f"checkpoint-{HALF}")
         best, last = (
-            hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict() for step in (2, 4)
+            hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict()
+            for step in (HALF, STEPS)
         )
         assert same_bits(dict(last), weights)
         assert same_bits(dict(best), run.handle.full_state_dict(main=True))
-        assert run.evaluate()["eval_loss"] == by_step[2]
+        assert run.evaluate()["eval_loss"] == by_step[HALF]
         run.save_model(str(tmp_path / "best"))
         torch.distributed.barrier()
         assert same_bits(dict(hf.LlamaForCausalLM.from_pretrained(tmp_path / "best").state_dict()), dict(best))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.integrations.common import as_launched
+from tests.integrations.common import HALF, MAX_NORM, MICRO_BATCHES, STEPS, as_launched
 from tests.kit import State, same_bits
 from tests.late import once
 from zeroshard.testing import run_ranks
@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
 _once = once("trl.trainer.sft_trainer", "zeroshard.integrations.transformers")
 
-STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.5
 WORDS = ("ab", "cde", "f", "ghij", "kl", "m", "nop", "q")
 LETTERS = "abcdefghijklmnopqrstuvwxyz :!"
 
@@ -53,7 +52,7 @@ def trainer(of_class: Any, folder: Path, **options: Any) -> Any:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "max_steps": STEPS,
-        "save_steps": 2,
+        "save_steps": HALF,
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
@@ -130,8 +129,8 @@ def test_the_sft_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
         assert same_bits(run.handle.full_state_dict(), weights)
         other = Sharding("zero1", units="LlamaDecoderLayer")
         resumed = trainer(ShardedSFTTrainer, tmp_path / "a", sharding=other, save_strategy="no")
-        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-        assert logged(resumed)[2:] == lines[2:]
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{HALF}"))
+        assert logged(resumed)[HALF:] == lines[HALF:]
         assert same_bits(resumed.handle.full_state_dict(), weights)
         control = trainer(ShardedSFTTrainer, tmp_path / "b", **how, save_strategy="no", max_grad_norm=100.0)
         control.train()
