@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import NUM_RANKS, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.patience import AT_ONCE
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -283,39 +283,33 @@ def test_a_parameter_has_one_handle() -> None:
     run_ranks(check, 2)
 
 
-def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer() -> None:
-    def check(rank: int) -> None:
-        first, second, plain = make(Net), make(Net, 1), make(Net, 2)
-        one, two = zeroshard.shard(first, "zero3", units=Block), zeroshard.shard(second, "zero2", units=Block)
+@on_ranks(3)
+def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer(rank: int) -> None:
+    first, second, plain = make(Net), make(Net, 1), make(Net, 2)
+    one, two = zeroshard.shard(first, "zero3", units=Block), zeroshard.shard(second, "zero2", units=Block)
 
-        def build(*parameters: nn.Parameter) -> zeroshard.ShardedOptimizer:
-            return zeroshard.ShardedOptimizer(list(parameters), torch.optim.SGD, lr=0.1)
+    def build(*parameters: nn.Parameter) -> zeroshard.ShardedOptimizer:
+        return zeroshard.ShardedOptimizer(list(parameters), torch.optim.SGD, lr=0.1)
 
-        for others in (second.norm.weight, plain.norm.weight):
-            with pytest.raises(
-                ValueError, match=r"belong to different handles .*: build one ShardedOptimizer per handle"
-            ):
-                build(first.norm.weight, others)
-        optimizer = zeroshard.ShardedOptimizer(one, torch.optim.SGD, lr=0.1)
-        with pytest.raises(
-            ValueError, match=r"parameter norm.weight belongs to another ShardedOptimizer: .* or delete"
-        ):
-            build(first.norm.weight)
-        with pytest.raises(ValueError, match="ShardedOptimizer got an empty parameter list"):
-            build()
-        with pytest.raises(ValueError, match="Invalid learning rate"):
-            zeroshard.ShardedOptimizer(two, torch.optim.AdamW, lr=-1.0)
-        optimizer.backward(loss_of_tokens(first, rank, 0, 0))
-        optimizer.step()
-        del optimizer
-        again = build(first.norm.weight)
-        again.backward(loss_of_tokens(first, rank, 0, 1))
-        again.step()
-        fresh = zeroshard.ShardedOptimizer(two, torch.optim.SGD, lr=0.1)
-        fresh.backward(loss_of_tokens(second, rank, 0, 0))
-        fresh.step()
-
-    run_ranks(check, 3)
+    for others in (second.norm.weight, plain.norm.weight):
+        with pytest.raises(ValueError, match=r"belong to different handles .*: build one ShardedOptimizer per handle"):
+            build(first.norm.weight, others)
+    optimizer = zeroshard.ShardedOptimizer(one, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter norm.weight belongs to another ShardedOptimizer: .* or delete"):
+        build(first.norm.weight)
+    with pytest.raises(ValueError, match="ShardedOptimizer got an empty parameter list"):
+        build()
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        zeroshard.ShardedOptimizer(two, torch.optim.AdamW, lr=-1.0)
+    optimizer.backward(loss_of_tokens(first, rank, 0, 0))
+    optimizer.step()
+    del optimizer
+    again = build(first.norm.weight)
+    again.backward(loss_of_tokens(first, rank, 0, 1))
+    again.step()
+    fresh = zeroshard.ShardedOptimizer(two, torch.optim.SGD, lr=0.1)
+    fresh.backward(loss_of_tokens(second, rank, 0, 0))
+    fresh.step()
 
 
 # The order of calls ---------------------------------------------------------------------------------------------------
@@ -385,30 +379,29 @@ def test_calls_in_a_wrong_order_raise_on_every_rank_and_training_goes_on() -> No
         expect_same_logs(logs)
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated() -> None:
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+@on_ranks(3)
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated(rank: int) -> None:
+    for plan in plans_of(1):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        optimizer.step()
+        before, moments = handle.full_state_dict(), optimizer.state_dict()["state"]
+        loss = loss_of_tokens(model, rank, 0, 1)
+        optimizer.backward(loss * (float("nan") if rank == 1 else 1.0))
+        with pytest.raises(RuntimeError, match=r"not finite.*weight.*Nothing has been updated"):
             optimizer.step()
-            before, moments = handle.full_state_dict(), optimizer.state_dict()["state"]
-            loss = loss_of_tokens(model, rank, 0, 1)
-            optimizer.backward(loss * (float("nan") if rank == 1 else 1.0))
-            with pytest.raises(RuntimeError, match=r"not finite.*weight.*Nothing has been updated"):
-                optimizer.step()
-            assert same_bits(handle.full_state_dict(), before)
-            after = optimizer.state_dict()["state"]
-            assert all(same_bits(after[i], moments[i]) for i in moments)
-            optimizer.zero_grad()
-            optimizer.backward(loss_of_tokens(model, rank, 0, 1))
-            assert optimizer.step().applied
-
-    run_ranks(check, 3)
+        assert same_bits(handle.full_state_dict(), before)
+        after = optimizer.state_dict()["state"]
+        assert all(same_bits(after[i], moments[i]) for i in moments)
+        optimizer.zero_grad()
+        optimizer.backward(loss_of_tokens(model, rank, 0, 1))
+        assert optimizer.step().applied
 
 
-def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
+@on_ranks(3)
+def test_ranks_that_run_units_in_another_order_are_told_apart(rank: int) -> None:
     """Ranks that gather two units of equal size in different orders would get each other's weights without an error."""
 
     class Turned(Net):
@@ -418,20 +411,16 @@ def test_ranks_that_run_units_in_another_order_are_told_apart() -> None:
                 x = self.blocks[index](x)
             return self.head(self.norm(x))
 
-    def check(rank: int) -> None:
-        model = make(Turned)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        own = [unit.weights.own().clone() for unit in handle.engine.units]
-        with pytest.raises(
-            RuntimeError, match=r"at unit blocks.[01], at test_.*; rank . is at unit blocks.[10].* Nothing"
-        ):
-            loss_of_tokens(model, rank, 0, 0)
-        assert all(torch.equal(unit.weights.own(), value) for unit, value in zip(handle.engine.units, own, strict=True))
-
-    run_ranks(check, 3)
+    model = make(Turned)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    own = [unit.weights.own().clone() for unit in handle.engine.units]
+    with pytest.raises(RuntimeError, match=r"at unit blocks.[01], at test_.*; rank . is at unit blocks.[10].* Nothing"):
+        loss_of_tokens(model, rank, 0, 0)
+    assert all(torch.equal(unit.weights.own(), value) for unit, value in zip(handle.engine.units, own, strict=True))
 
 
-def test_replaced_data_are_named() -> None:
+@on_ranks(3)
+def test_replaced_data_are_named(rank: int) -> None:
     """Earlier, under DDP, such a parameter kept computing with the replacement, which no step ever updated."""
 
     class Casts(Net):
@@ -456,49 +445,44 @@ def test_replaced_data_are_named() -> None:
         optimizer.backward(loss_of_tokens(model, rank, 0, 0))
         assert optimizer.step().applied
 
-    def check(rank: int) -> None:
-        for plan in (zeroshard.DDP, zeroshard.ZERO3):
-            for model, wrong, precision, name in (
-                (Net, cast_a_block, None, "blocks.1.down.weight"),  # the first in the unit's buffer
-                (Net, set_data, None, "norm.weight"),
-                (Casts, nothing, "bf16", "head.bias"),
-            ):
-                said = f"the data of parameter {name} have been replaced"
-                if plan is zeroshard.ZERO3 and wrong is cast_a_block:  # at once: no values to cast
-                    said = r"the values of parameter blocks\.1\.\S+ are not here.*cast a model before shard\(\)"
-                with pytest.raises(RuntimeError, match=said):
-                    run(rank, plan, make(model), wrong, precision)
-            run(rank, plan, make(Net), nothing)
-            run(rank, plan, make(Casts), nothing, MixedPrecision(keep=(nn.Linear,)))  # what the message proposes
-
-    run_ranks(check, 3)
+    for plan in (zeroshard.DDP, zeroshard.ZERO3):
+        for model, wrong, precision, name in (
+            (Net, cast_a_block, None, "blocks.1.down.weight"),  # the first in the unit's buffer
+            (Net, set_data, None, "norm.weight"),
+            (Casts, nothing, "bf16", "head.bias"),
+        ):
+            said = f"the data of parameter {name} have been replaced"
+            if plan is zeroshard.ZERO3 and wrong is cast_a_block:  # at once: no values to cast
+                said = r"the values of parameter blocks\.1\.\S+ are not here.*cast a model before shard\(\)"
+            with pytest.raises(RuntimeError, match=said):
+                run(rank, plan, make(model), wrong, precision)
+        run(rank, plan, make(Net), nothing)
+        run(rank, plan, make(Casts), nothing, MixedPrecision(keep=(nn.Linear,)))  # what the message proposes
 
 
 # State and precision --------------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        before = handle.full_state_dict()
-        last = rank == 2
-        cases = {
-            "missing head.bias": {name: v for name, v in before.items() if name != "head.bias"},
-            "unexpected tail": {**before, "tail": torch.zeros(1)},
-            r"head.bias: expected \(23,\), found \(22,\)": {**before, "head.bias": torch.zeros(22)},
-        }
-        for message, bad in cases.items():
-            for given in (bad, bad if last else {name: value + 1 for name, value in before.items()}):
-                with pytest.raises(ValueError, match=message):
-                    handle.load_full_state_dict(given)
-                assert same_bits(handle.full_state_dict(), before)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
-        plain = torch.optim.AdamW([{"params": [p]} for p in Net().parameters()])
-        with pytest.raises(ValueError, match="param groups of"):
-            optimizer.load_state_dict(plain.state_dict())
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_a_state_that_does_not_fit_changes_nothing(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    before = handle.full_state_dict()
+    last = rank == 2
+    cases = {
+        "missing head.bias": {name: v for name, v in before.items() if name != "head.bias"},
+        "unexpected tail": {**before, "tail": torch.zeros(1)},
+        r"head.bias: expected \(23,\), found \(22,\)": {**before, "head.bias": torch.zeros(22)},
+    }
+    for message, bad in cases.items():
+        for given in (bad, bad if last else {name: value + 1 for name, value in before.items()}):
+            with pytest.raises(ValueError, match=message):
+                handle.load_full_state_dict(given)
+            assert same_bits(handle.full_state_dict(), before)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+    plain = torch.optim.AdamW([{"params": [p]} for p in Net().parameters()])
+    with pytest.raises(ValueError, match="param groups of"):
+        optimizer.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tests.kit import (
     with_plans,
 )
 from tests.patience import give_up_after
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
@@ -61,38 +61,34 @@ def started(plan: Any, rank: int, model: nn.Module, precision: Any = None, steps
 # The model stays itself -----------------------------------------------------------------------------------------------
 
 
-def test_the_model_keeps_its_class_names_and_parameters() -> None:
-    def check(rank: int) -> None:
-        for plan in (zeroshard.DDP, zeroshard.ZERO3):
-            model = make(Net)
-            before = {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()}
-            modules = [type(module) for module in model.modules()]
-            handle, _ = started(plan, rank, model)
-            assert {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()} == before
-            assert [type(module) for module in model.modules()] == modules
-            assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-            with handle.unsharded():
-                assert all(type(p) is nn.Parameter for p in model.parameters())
-            assert vars(model).keys() == vars(make(Net)).keys() | {"extra_repr"}  # for print(model)
-            assert handle.model is model
-
-    run_ranks(check, 2)
-
-
-def test_a_parameter_that_is_elsewhere_can_be_neither_read_nor_written() -> None:
-    def check(rank: int) -> None:
+@on_ranks(2)
+def test_the_model_keeps_its_class_names_and_parameters(rank: int) -> None:
+    for plan in (zeroshard.DDP, zeroshard.ZERO3):
         model = make(Net)
-        handle, _ = started(zeroshard.ZERO3, rank, model)
-        for parameter in model.parameters():
-            with pytest.raises(RuntimeError, match=r"isnan: the values of parameter .* are not here"):
-                parameter.isnan()
-            with pytest.raises(RuntimeError, match=r"add_: the values of parameter .* are not here"), torch.no_grad():
-                parameter.add_(1.0)
-            with as_tensors():
-                assert parameter.untyped_storage().nbytes() < 64  # one number for each parameter of the unit
-        assert not any(value.isnan().any() for value in handle.full_state_dict().values())
+        before = {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+        modules = [type(module) for module in model.modules()]
+        handle, _ = started(plan, rank, model)
+        assert {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()} == before
+        assert [type(module) for module in model.modules()] == modules
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        with handle.unsharded():
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert vars(model).keys() == vars(make(Net)).keys() | {"extra_repr"}  # for print(model)
+        assert handle.model is model
 
-    run_ranks(check, 3)
+
+@on_ranks(3)
+def test_a_parameter_that_is_elsewhere_can_be_neither_read_nor_written(rank: int) -> None:
+    model = make(Net)
+    handle, _ = started(zeroshard.ZERO3, rank, model)
+    for parameter in model.parameters():
+        with pytest.raises(RuntimeError, match=r"isnan: the values of parameter .* are not here"):
+            parameter.isnan()
+        with pytest.raises(RuntimeError, match=r"add_: the values of parameter .* are not here"), torch.no_grad():
+            parameter.add_(1.0)
+        with as_tensors():
+            assert parameter.untyped_storage().nbytes() < 64  # one number for each parameter of the unit
+    assert not any(value.isnan().any() for value in handle.full_state_dict().values())
 
 
 def test_rank_0_gives_the_first_values() -> None:
@@ -157,23 +153,21 @@ def test_main_values_are_the_references() -> None:
         assert same_bits(mains[0][precision], other[precision]), precision
 
 
-def test_loaded_weights_are_what_training_goes_on_with() -> None:
-    def check(rank: int) -> None:
-        for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
-            what = (precision, plan)
-            source, target = make(Net), make(Net, 1)
-            expected, _ = started(plan, rank, source, precision, steps=1)
-            handle = zeroshard.shard(target, plan, units=Block, precision=precision)
-            main = expected.full_state_dict(main=True)
-            handle.load_full_state_dict(main)
-            assert same_bits(handle.full_state_dict(), expected.full_state_dict()), what
-            assert same_bits(handle.full_state_dict(main=True), main), what
-            sgd = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            sgd.backward(loss_of_tokens(target, rank, 0, 5))
-            sgd.step()
-            assert not same_bits(handle.full_state_dict(main=True), main), what
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_loaded_weights_are_what_training_goes_on_with(rank: int) -> None:
+    for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
+        what = (precision, plan)
+        source, target = make(Net), make(Net, 1)
+        expected, _ = started(plan, rank, source, precision, steps=1)
+        handle = zeroshard.shard(target, plan, units=Block, precision=precision)
+        main = expected.full_state_dict(main=True)
+        handle.load_full_state_dict(main)
+        assert same_bits(handle.full_state_dict(), expected.full_state_dict()), what
+        assert same_bits(handle.full_state_dict(main=True), main), what
+        sgd = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        sgd.backward(loss_of_tokens(target, rank, 0, 5))
+        sgd.step()
+        assert not same_bits(handle.full_state_dict(main=True), main), what
 
 
 def test_unsharded_shows_everything_and_writes_only_when_asked() -> None:
@@ -272,107 +266,97 @@ class WithScale(Net):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def test_a_sharded_model_is_not_copied_nor_pickled() -> None:
-    def check(rank: int) -> None:
-        for kind, plan in with_plans((Net, WithScale)):
-            model = make(kind)
-            handle, _ = started(plan, rank, model)
-            for whole in (model, handle):
-                with pytest.raises(TypeError, match=r"cannot be copied: copy it before shard\(\), or build a new one"):
-                    copy.deepcopy(whole)
-                told = r"cannot be pickled: save handle.full_state_dict\(\) instead"
-                with pytest.raises((TypeError, RuntimeError), match=told):
-                    torch.save(whole, os.devnull)
-            handle.close()
-            assert same_bits(copy.deepcopy(model).state_dict(), model.state_dict())
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_sharded_model_is_not_copied_nor_pickled(rank: int) -> None:
+    for kind, plan in with_plans((Net, WithScale)):
+        model = make(kind)
+        handle, _ = started(plan, rank, model)
+        for whole in (model, handle):
+            with pytest.raises(TypeError, match=r"cannot be copied: copy it before shard\(\), or build a new one"):
+                copy.deepcopy(whole)
+            told = r"cannot be pickled: save handle.full_state_dict\(\) instead"
+            with pytest.raises((TypeError, RuntimeError), match=told):
+                torch.save(whole, os.devnull)
+        handle.close()
+        assert same_bits(copy.deepcopy(model).state_dict(), model.state_dict())
 
 
-def test_evaluation_needs_no_ceremony() -> None:
+@on_ranks(2)
+def test_evaluation_needs_no_ceremony(rank: int) -> None:
     """Forward under no_grad and inference_mode in either order, of the whole model and of parts, before and between
     steps.
 
     (Tensors that an evaluation under inference_mode had allocated could not be written to by the training after it.)
     """
-
     both = (torch.no_grad, torch.inference_mode)
 
-    def check(rank: int) -> None:
-        for modes, plan in with_plans((both, both[::-1])):
-            model, plain = make(Net), make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
-            tokens = torch.arange(6).view(2, 3)
-            for seed in (7, 8):
-                for mode in modes:
-                    with mode():
-                        expected = plain(tokens)
-                        assert torch.equal(model(tokens), expected)
-                        part = model.blocks[1](model.embed(tokens))
-                        assert torch.equal(part, plain.blocks[1](plain.embed(tokens)))
-                assert torch.equal(model(tokens).detach(), expected)
-                optimizer.backward(loss_of_tokens(model, rank, 0, seed))
-                optimizer.step()
-                with modes[0]():
-                    assert not torch.equal(model(tokens), expected)
-                    plain.load_state_dict(handle.full_state_dict())
-
-    run_ranks(check, 2)
+    for modes, plan in with_plans((both, both[::-1])):
+        model, plain = make(Net), make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
+        tokens = torch.arange(6).view(2, 3)
+        for seed in (7, 8):
+            for mode in modes:
+                with mode():
+                    expected = plain(tokens)
+                    assert torch.equal(model(tokens), expected)
+                    part = model.blocks[1](model.embed(tokens))
+                    assert torch.equal(part, plain.blocks[1](plain.embed(tokens)))
+            assert torch.equal(model(tokens).detach(), expected)
+            optimizer.backward(loss_of_tokens(model, rank, 0, seed))
+            optimizer.step()
+            with modes[0]():
+                assert not torch.equal(model(tokens), expected)
+                plain.load_state_dict(handle.full_state_dict())
 
 
 # A plain model back ---------------------------------------------------------------------------------------------------
 
 
-def test_close_gives_frozen_units_back_that_took_turns_in_a_place() -> None:
+@on_ranks(2)
+def test_close_gives_frozen_units_back_that_took_turns_in_a_place(rank: int) -> None:
     """As with adapters on a frozen model. close() once gathered the third unit into the pool buffer that still held the
     first unit's parameters."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = make(lambda: Net(blocks=4))
-            model.blocks.requires_grad_(False)
-            handle = zeroshard.shard(model, plan, units=Block)
-            before = handle.full_state_dict()
-            assert len([unit for unit in handle.engine.units if not unit.spec.trainable]) == 4
-            handle.close()
-            assert same_bits(dict(model.state_dict()), before)
-            loss_of_tokens(model, rank, 0, 0).backward()
-
-    run_ranks(check, 2)
+    for plan in plans_of(1):
+        model = make(lambda: Net(blocks=4))
+        model.blocks.requires_grad_(False)
+        handle = zeroshard.shard(model, plan, units=Block)
+        before = handle.full_state_dict()
+        assert len([unit for unit in handle.engine.units if not unit.spec.trainable]) == 4
+        handle.close()
+        assert same_bits(dict(model.state_dict()), before)
+        loss_of_tokens(model, rank, 0, 0).backward()
 
 
-def test_close_gives_a_plain_model_back() -> None:
-    def check(rank: int) -> None:
-        for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
-            model = make(WithBuffers if precision is None else Net)
-            names = {name: id(p) for name, p in model.named_parameters()}
-            handle, optimizer = started(plan, rank, model, precision, steps=1)
-            main = handle.full_state_dict(main=True)
-            units = [weakref.ref(unit) for unit in handle.engine.units]
-            handle.close()
-            assert all(torch.equal(value, main[name]) for name, value in model.state_dict().items()), (
-                precision,
-                plan,
-            )
-            assert {name: id(p) for name, p in model.named_parameters()} == names
-            assert all(p.dtype == torch.float32 and p.is_contiguous() for p in model.parameters())
-            storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-            assert sum(storages.values()) == 4 * sum(p.numel() for p in model.parameters())
-            for module in model.modules():
-                assert not module._forward_hooks and not module._forward_pre_hooks
-            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-            del optimizer
-            gc.collect()
-            assert [unit() for unit in units] == [None] * len(units)
-            loss = loss_of_tokens(model, rank, 0, 5)
-            loss.backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            assert not same_bits(dict(model.state_dict()), main)
-            again = zeroshard.shard(model, plan, units=Block)
-            assert len(again.engine.units) == 4 + (1 if any(not p.requires_grad for p in model.parameters()) else 0)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_close_gives_a_plain_model_back(rank: int) -> None:
+    for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
+        model = make(WithBuffers if precision is None else Net)
+        names = {name: id(p) for name, p in model.named_parameters()}
+        handle, optimizer = started(plan, rank, model, precision, steps=1)
+        main = handle.full_state_dict(main=True)
+        units = [weakref.ref(unit) for unit in handle.engine.units]
+        handle.close()
+        assert all(torch.equal(value, main[name]) for name, value in model.state_dict().items()), (
+            precision,
+            plan,
+        )
+        assert {name: id(p) for name, p in model.named_parameters()} == names
+        assert all(p.dtype == torch.float32 and p.is_contiguous() for p in model.parameters())
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        assert sum(storages.values()) == 4 * sum(p.numel() for p in model.parameters())
+        for module in model.modules():
+            assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        del optimizer
+        gc.collect()
+        assert [unit() for unit in units] == [None] * len(units)
+        loss = loss_of_tokens(model, rank, 0, 5)
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert not same_bits(dict(model.state_dict()), main)
+        again = zeroshard.shard(model, plan, units=Block)
+        assert len(again.engine.units) == 4 + (1 if any(not p.requires_grad for p in model.parameters()) else 0)
 
 
 def test_a_model_whose_handle_is_dropped_trains_on() -> None:
@@ -388,26 +372,23 @@ def test_a_model_whose_handle_is_dropped_trains_on() -> None:
     assert all(same_bits(found, expected) for found in run_ranks(check, 3))
 
 
-def test_a_rank_that_is_done_and_lets_go_leaves_a_slower_one_alone() -> None:
+@on_ranks(3)
+def test_a_rank_that_is_done_and_lets_go_leaves_a_slower_one_alone(rank: int) -> None:
     """One rank may free its buffers while a slower rank has yet to read them."""
-
-    def check(rank: int) -> None:
-        for slow, plan in with_plans((0, 1, 2)):
-            model = make(Net)
-            handle, optimizer = started(plan, rank, model, steps=1)
-            if rank == slow:
-                time.sleep(0.05)
-            weights = handle.full_state_dict()
-            del model, handle, optimizer
-            assert not any(value.isnan().any() for value in weights.values())
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            if rank == slow:
-                time.sleep(0.05)
-            assert same_bits(handle.full_state_dict(), dict(make(Net).state_dict()))
-            handle.close()
-
-    run_ranks(check, 3)
+    for slow, plan in with_plans((0, 1, 2)):
+        model = make(Net)
+        handle, optimizer = started(plan, rank, model, steps=1)
+        if rank == slow:
+            time.sleep(0.05)
+        weights = handle.full_state_dict()
+        del model, handle, optimizer
+        assert not any(value.isnan().any() for value in weights.values())
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        if rank == slow:
+            time.sleep(0.05)
+        assert same_bits(handle.full_state_dict(), dict(make(Net).state_dict()))
+        handle.close()
 
 
 # Local accumulation ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, with_plans
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.layout import cuts
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
@@ -44,35 +44,33 @@ def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> None:
 # Reading and writing --------------------------------------------------------------------------------------------------
 
 
-def test_some_parameters_are_unsharded_and_the_rest_stay_away() -> None:
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model, handle, _ = start(plan)
-            full = handle.full_state_dict()
-            ways: list[tuple[list[Any], set[str]]] = [
-                (["blocks.1"], {"blocks.1."}),
-                ([model.blocks[1], model.blocks[2].norm], {"blocks.1.", "blocks.2."}),
-                ([model.blocks[0].up.weight], {"blocks.0."}),
-                (["head.bias"], {"head.", "norm.", "embed."}),
-                ([], {""}),
-            ]
-            for parts, shown in ways:
-                with handle.unsharded(*parts):
-                    for name, parameter in model.named_parameters():
-                        here = plan is not zeroshard.ZERO3 or any(name.startswith(prefix) for prefix in shown)
-                        assert torch.equal(parameter, full[name]) if here else is_absent(parameter), (plan, name)
-            with handle.unsharded("blocks.1.up", write=True), torch.no_grad():
-                model.blocks[1].up.weight.fill_(0.5)
-            changed = {name for name, value in handle.full_state_dict().items() if not torch.equal(value, full[name])}
-            assert changed == {"blocks.1.up.weight"}
-            with pytest.raises(ValueError, match=r"no module of the name 'blocks\.9'"):
-                with handle.unsharded("blocks.9"):
-                    pass
-            with pytest.raises(ValueError, match="not of this handle's model"):
-                with handle.unsharded(nn.Linear(2, 2)):
-                    pass
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_some_parameters_are_unsharded_and_the_rest_stay_away(rank: int) -> None:
+    for plan in plans_of(1):
+        model, handle, _ = start(plan)
+        full = handle.full_state_dict()
+        ways: list[tuple[list[Any], set[str]]] = [
+            (["blocks.1"], {"blocks.1."}),
+            ([model.blocks[1], model.blocks[2].norm], {"blocks.1.", "blocks.2."}),
+            ([model.blocks[0].up.weight], {"blocks.0."}),
+            (["head.bias"], {"head.", "norm.", "embed."}),
+            ([], {""}),
+        ]
+        for parts, shown in ways:
+            with handle.unsharded(*parts):
+                for name, parameter in model.named_parameters():
+                    here = plan is not zeroshard.ZERO3 or any(name.startswith(prefix) for prefix in shown)
+                    assert torch.equal(parameter, full[name]) if here else is_absent(parameter), (plan, name)
+        with handle.unsharded("blocks.1.up", write=True), torch.no_grad():
+            model.blocks[1].up.weight.fill_(0.5)
+        changed = {name for name, value in handle.full_state_dict().items() if not torch.equal(value, full[name])}
+        assert changed == {"blocks.1.up.weight"}
+        with pytest.raises(ValueError, match=r"no module of the name 'blocks\.9'"):
+            with handle.unsharded("blocks.9"):
+                pass
+        with pytest.raises(ValueError, match="not of this handle's model"):
+            with handle.unsharded(nn.Linear(2, 2)):
+                pass
 
 
 def test_the_full_gradient_is_the_mean_over_ranks() -> None:
@@ -125,33 +123,30 @@ def test_names_are_the_plain_models_whatever_is_around_it() -> None:
     run_ranks(check, 2)
 
 
-def test_an_average_of_the_weights_in_fp32_at_a_share_of_the_memory() -> None:
+@on_ranks(2)
+def test_an_average_of_the_weights_in_fp32_at_a_share_of_the_memory(rank: int) -> None:
     """The recipe of docs/models.md: an exponential moving average of main, put into the model to evaluate, and taken
     out."""
-
-    def check(rank: int) -> None:
-        for precision, plan in with_plans(PRECISIONS):
-            model, handle, optimizer = start(plan, precision)
-            average = [part.clone() for part in handle.main_parts()]
-            by_hand = {name: value.float() for name, value in handle.full_state_dict(main=True).items()}
-            for step in range(2):
-                steps(model, optimizer, rank, range(step, step + 1))
-                torch._foreach_lerp_(average, handle.main_parts(), 0.25)
-                for name, value in handle.full_state_dict(main=True).items():
-                    by_hand[name].lerp_(value, 0.25)
-            trained, weights = handle.full_state_dict(main=True), handle.full_state_dict()
-            current = [part.clone() for part in handle.main_parts()]
-            handle.set_main_parts(average)
-            for name, value in handle.full_state_dict(main=True).items():  # the tail of a vector rounds otherwise
-                torch.testing.assert_close(value, by_hand[name])
-            with torch.no_grad():
-                assert loss_of_tokens(model, rank, 0, 9).isfinite()
-            handle.set_main_parts(current)
-            assert same_bits(handle.full_state_dict(main=True), trained)
-            assert same_bits(handle.full_state_dict(), weights)
-            assert max((trained[name] - by_hand[name]).abs().max() for name in trained) > 1e-3
-
-    run_ranks(check, 2)
+    for precision, plan in with_plans(PRECISIONS):
+        model, handle, optimizer = start(plan, precision)
+        average = [part.clone() for part in handle.main_parts()]
+        by_hand = {name: value.float() for name, value in handle.full_state_dict(main=True).items()}
+        for step in range(2):
+            steps(model, optimizer, rank, range(step, step + 1))
+            torch._foreach_lerp_(average, handle.main_parts(), 0.25)
+            for name, value in handle.full_state_dict(main=True).items():
+                by_hand[name].lerp_(value, 0.25)
+        trained, weights = handle.full_state_dict(main=True), handle.full_state_dict()
+        current = [part.clone() for part in handle.main_parts()]
+        handle.set_main_parts(average)
+        for name, value in handle.full_state_dict(main=True).items():  # the tail of a vector rounds otherwise
+            torch.testing.assert_close(value, by_hand[name])
+        with torch.no_grad():
+            assert loss_of_tokens(model, rank, 0, 9).isfinite()
+        handle.set_main_parts(current)
+        assert same_bits(handle.full_state_dict(main=True), trained)
+        assert same_bits(handle.full_state_dict(), weights)
+        assert max((trained[name] - by_hand[name]).abs().max() for name in trained) > 1e-3
 
 
 def test_buffers_are_each_ranks_own_until_they_are_averaged() -> None:
@@ -202,44 +197,42 @@ class Large(Net):
         self.blocks = nn.ModuleList(Block(hidden=4000) for _ in range(4))
 
 
-def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit() -> None:
-    def check(rank: int) -> None:
-        for number, precision in enumerate(PRECISIONS):
-            twin, of_twin, other = start(zeroshard.DDP, precision, Large)  # the other plans compute the same bits
-            truth = []
-            for at in range(3):
-                steps(twin, other, rank, range(at, at + 1))
-                truth.append(of_twin.full_state_dict(main=at == 2))
-            for plan in PLANS if EVERYTHING else [PLANS[(3, 2, 0)[number]]]:
-                model, handle, optimizer = start(plan, precision, Large)
-                for at in range(2):
-                    steps(model, optimizer, rank, range(at, at + 1))
-                    handle.engine.gatherer.settle()
-                    before, held = handle.memory(), shared_blocks()
-                    handle.park()
-                    parked = handle.memory()
-                    for kind in ("grads", "ring", "buckets", "scratch"):
-                        assert parked[kind] == 0, (plan, precision, kind)
-                    itemsize = 4 if precision == "fp32" else 2
-                    assert parked["weights"] == sum(unit.layout.shard_numel * itemsize for unit in handle.engine.units)
-                    assert parked["main"] == before["main"] and parked["state"] == before["state"]
-                    assert shared_blocks() < held - 0.4 * (before["grads"] + before["buckets"])  # the pages are gone
-                    assert all(map(is_absent, model.parameters()))
-                    for call in (partial(loss_of_tokens, model, rank, 0, 0), optimizer.step, handle.full_state_dict):
-                        with pytest.raises(RuntimeError, match=r"parked; call unpark\(\) first"):
-                            call()
-                    handle.unpark()
-                    assert handle.memory() == {**before, "ring": 0, "buckets": 0}  # allocated again when needed
-                    assert same_bits(handle.full_state_dict(), truth[at]), (plan, precision, at)
-                steps(model, optimizer, rank, range(2, 3))
-                assert same_bits(handle.full_state_dict(main=True), truth[2])
-                optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-                with pytest.raises(RuntimeError, match="gradients are waiting"):
-                    handle.park()
-                with pytest.raises(RuntimeError, match="not parked"):
-                    handle.unpark()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(rank: int) -> None:
+    for number, precision in enumerate(PRECISIONS):
+        twin, of_twin, other = start(zeroshard.DDP, precision, Large)  # the other plans compute the same bits
+        truth = []
+        for at in range(3):
+            steps(twin, other, rank, range(at, at + 1))
+            truth.append(of_twin.full_state_dict(main=at == 2))
+        for plan in PLANS if EVERYTHING else [PLANS[(3, 2, 0)[number]]]:
+            model, handle, optimizer = start(plan, precision, Large)
+            for at in range(2):
+                steps(model, optimizer, rank, range(at, at + 1))
+                handle.engine.gatherer.settle()
+                before, held = handle.memory(), shared_blocks()
+                handle.park()
+                parked = handle.memory()
+                for kind in ("grads", "ring", "buckets", "scratch"):
+                    assert parked[kind] == 0, (plan, precision, kind)
+                itemsize = 4 if precision == "fp32" else 2
+                assert parked["weights"] == sum(unit.layout.shard_numel * itemsize for unit in handle.engine.units)
+                assert parked["main"] == before["main"] and parked["state"] == before["state"]
+                assert shared_blocks() < held - 0.4 * (before["grads"] + before["buckets"])  # the pages are gone
+                assert all(map(is_absent, model.parameters()))
+                for call in (partial(loss_of_tokens, model, rank, 0, 0), optimizer.step, handle.full_state_dict):
+                    with pytest.raises(RuntimeError, match=r"parked; call unpark\(\) first"):
+                        call()
+                handle.unpark()
+                assert handle.memory() == {**before, "ring": 0, "buckets": 0}  # allocated again when needed
+                assert same_bits(handle.full_state_dict(), truth[at]), (plan, precision, at)
+            steps(model, optimizer, rank, range(2, 3))
+            assert same_bits(handle.full_state_dict(main=True), truth[2])
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            with pytest.raises(RuntimeError, match="gradients are waiting"):
+                handle.park()
+            with pytest.raises(RuntimeError, match="not parked"):
+                handle.unpark()
 
 
 @contextmanager
@@ -271,7 +264,8 @@ def failing(where: str, model: Any, optimizer: Any) -> Iterator[None]:
 FAILURES = ("forward", "backward hook", "gradient hook", "before step")
 
 
-def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right() -> None:
+@on_ranks(2)
+def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right(rank: int) -> None:
     def check(rank: int, precision: str) -> None:
         twin, of_twin, other = start(zeroshard.DDP, precision)  # the other plans compute the same bits
         steps(twin, other, rank, range(2))
@@ -290,7 +284,7 @@ def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right() ->
                 mine = optimizer.state_dict()["state"]
                 assert all(same_bits(mine[i], theirs[i]) for i in theirs), (plan, where)
 
-    run_ranks(in_turn(check, ["fp32", "bf16-remainder"]), 2)
+    in_turn(check, ["fp32", "bf16-remainder"])(rank)
 
 
 @contextmanager
@@ -306,33 +300,31 @@ def little_memory(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right() -> None:
+@on_ranks(2)
+def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right(rank: int) -> None:
     """A real memory limit, reached by an activation in forward or by a gradient in backward, while gathers and
     reductions are under way."""
 
     def hungry(value: Tensor) -> Tensor:
         return value * torch.ones(1 << 26).sum()  # 256 MiB
 
-    def check(rank: int) -> None:
-        twin, of_twin, other = start(zeroshard.DDP)  # the other plans compute the same bits
-        steps(twin, other, rank, range(3))
-        for number, plan in enumerate(plans_of(1)):
-            for where in ("forward", "backward") if EVERYTHING else [("forward", "backward")[number % 2]]:
-                model, handle, optimizer = start(plan)
-                steps(model, optimizer, rank, range(1))
-                up = model.blocks[1].up
-                if where == "forward":
-                    removable = up.register_forward_pre_hook(lambda module, inputs: (hungry(inputs[0]),))
-                else:
-                    removable = up.weight.register_hook(hungry)
-                with little_memory(128 << 20), pytest.raises(RuntimeError, match="allocate memory"):
-                    steps(model, optimizer, rank, range(10, 11))
-                removable.remove()
-                optimizer.zero_grad()
-                steps(model, optimizer, rank, range(1, 3))
-                assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, where)
-
-    run_ranks(check, 2)
+    twin, of_twin, other = start(zeroshard.DDP)  # the other plans compute the same bits
+    steps(twin, other, rank, range(3))
+    for number, plan in enumerate(plans_of(1)):
+        for where in ("forward", "backward") if EVERYTHING else [("forward", "backward")[number % 2]]:
+            model, handle, optimizer = start(plan)
+            steps(model, optimizer, rank, range(1))
+            up = model.blocks[1].up
+            if where == "forward":
+                removable = up.register_forward_pre_hook(lambda module, inputs: (hungry(inputs[0]),))
+            else:
+                removable = up.weight.register_hook(hungry)
+            with little_memory(128 << 20), pytest.raises(RuntimeError, match="allocate memory"):
+                steps(model, optimizer, rank, range(10, 11))
+            removable.remove()
+            optimizer.zero_grad()
+            steps(model, optimizer, rank, range(1, 3))
+            assert same_bits(handle.full_state_dict(main=True), of_twin.full_state_dict(main=True)), (plan, where)
 
 
 class Fragile(torch.optim.SGD):
@@ -407,14 +399,11 @@ def test_many_lives_leave_nothing_behind() -> None:
     run_ranks(check, 2)
 
 
-def test_a_handle_that_is_kept_is_seen() -> None:
+@on_ranks(2)
+def test_a_handle_that_is_kept_is_seen(rank: int) -> None:
     """The negative control of the test above."""
-
-    def check(rank: int) -> None:
-        before = counted()
-        kept = start("zero1")  # under ZERO3 shards lie side by side, and need no descriptor
-        after = counted()
-        assert all(a > b for a, b in zip(after, before, strict=True))
-        del kept
-
-    run_ranks(check, 2)
+    before = counted()
+    kept = start("zero1")  # under ZERO3 shards lie side by side, and need no descriptor
+    after = counted()
+    assert all(a > b for a, b in zip(after, before, strict=True))
+    del kept

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests.kit import Counting, Job, Net, largest_difference, loss_of_integers, make, same_bits, train_reference
+from tests.together import on_ranks
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference, nearest_bf16_ties_away
-from zeroshard.testing import run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}
 SGD = {"lr": 2**-4, "momentum": 0.5, "foreach": False}
@@ -58,92 +58,78 @@ def per_step(job: Job, num_ranks: int) -> list[float]:
     return [sum(sum(o.losses[step * k : (step + 1) * k]) for o in outcomes) for step in range(job.steps)]
 
 
-def test_one_rank_is_a_plain_loop_bit_for_bit() -> None:
-    def check(rank: int) -> None:
-        for optimizer, defaults in ((torch.optim.AdamW, ADAMW), (torch.optim.SGD, SGD)):
-            for k in (1, 3):
-                job = Job(optimizer=optimizer, defaults=defaults, steps=5, micro_batches=k)
-                losses, weights = plain(job, 1)
-                assert same_bits(train_reference(job, 1)[0].weights, weights)
-                assert per_step(job, 1) == losses
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_one_rank_is_a_plain_loop_bit_for_bit(rank: int) -> None:
+    for optimizer, defaults in ((torch.optim.AdamW, ADAMW), (torch.optim.SGD, SGD)):
+        for k in (1, 3):
+            job = Job(optimizer=optimizer, defaults=defaults, steps=5, micro_batches=k)
+            losses, weights = plain(job, 1)
+            assert same_bits(train_reference(job, 1)[0].weights, weights)
+            assert per_step(job, 1) == losses
 
 
-def test_several_ranks_are_the_whole_batch_to_rounding_and_exactly_where_sums_are_exact() -> None:
-    def check(rank: int) -> None:
-        for num_ranks, k in ((2, 1), (3, 1), (3, 3), (4, 2)):
-            job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=5, micro_batches=k)
-            _, weights = plain(job, num_ranks)
-            expect_close(train_reference(job, num_ranks)[0].weights, weights)
-            for every in (False, True):
-                exact = Job(model=Counting, loss_of=loss_of_integers, defaults=ADAMW, steps=5, micro_batches=k,
-                            reduce_every_micro_batch=every)  # fmt: skip
-                _, weights = plain(exact, num_ranks)
-                found = train_reference(exact, num_ranks)[0].weights
-                if num_ranks in (2, 4):  # dividing by 3 and multiplying by 1/3 round differently
-                    assert same_bits(found, weights)
-                expect_close(found, weights)
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_several_ranks_are_the_whole_batch_to_rounding_and_exactly_where_sums_are_exact(rank: int) -> None:
+    for num_ranks, k in ((2, 1), (3, 1), (3, 3), (4, 2)):
+        job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=5, micro_batches=k)
+        _, weights = plain(job, num_ranks)
+        expect_close(train_reference(job, num_ranks)[0].weights, weights)
+        for every in (False, True):
+            exact = Job(model=Counting, loss_of=loss_of_integers, defaults=ADAMW, steps=5, micro_batches=k,
+                        reduce_every_micro_batch=every)  # fmt: skip
+            _, weights = plain(exact, num_ranks)
+            found = train_reference(exact, num_ranks)[0].weights
+            if num_ranks in (2, 4):  # dividing by 3 and multiplying by 1/3 round differently
+                assert same_bits(found, weights)
+            expect_close(found, weights)
 
 
-def test_one_rank_less_is_seen() -> None:
+@on_ranks(1)
+def test_one_rank_less_is_seen(rank: int) -> None:
     """The negative control of the two above."""
+    job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=5)
+    _, weights = plain(job, 3)
+    assert largest_difference(train_reference(job, 2)[0].weights, weights) > 1e-3
 
-    def check(rank: int) -> None:
-        job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=5)
+
+@on_ranks(1)
+def test_clipping_is_torchs(rank: int) -> None:
+    for max_norm in (1e-2, 1e9):
+        job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4, max_norm=max_norm)
         _, weights = plain(job, 3)
-        assert largest_difference(train_reference(job, 2)[0].weights, weights) > 1e-3
-
-    run_ranks(check, 1)
-
-
-def test_clipping_is_torchs() -> None:
-    def check(rank: int) -> None:
-        for max_norm in (1e-2, 1e9):
-            job = Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4, max_norm=max_norm)
-            _, weights = plain(job, 3)
-            expect_close(train_reference(job, 3)[0].weights, weights)  # norms are summed in another order
-        loose = train_reference(Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4), 3)[0]
-        tight = train_reference(Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4, max_norm=1e-2), 3)[0]
-        assert largest_difference(loose.weights, tight.weights) > 1e-3
-        assert loose.norms[0] == pytest.approx(tight.norms[0]) and loose.norms[0] > 0.1
-
-    run_ranks(check, 1)
+        expect_close(train_reference(job, 3)[0].weights, weights)  # norms are summed in another order
+    loose = train_reference(Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4), 3)[0]
+    tight = train_reference(Job(optimizer=torch.optim.SGD, defaults=SGD, steps=4, max_norm=1e-2), 3)[0]
+    assert largest_difference(loose.weights, tight.weights) > 1e-3
+    assert loose.norms[0] == pytest.approx(tight.norms[0]) and loose.norms[0] > 0.1
 
 
-def test_a_16_bit_model_steps_its_fp32_master() -> None:
+@on_ranks(1)
+def test_a_16_bit_model_steps_its_fp32_master(rank: int) -> None:
     """By hand, for one parameter: cast gradients to fp32, add, divide, step the master, round it to nearest-even."""
-
-    def check(rank: int) -> None:
-        for precision, rounded in (
-            ("bf16", lambda master: master.bfloat16()),
-            ("bf16-remainder", nearest_bf16_ties_away),
-            ("fp16", lambda master: master.half()),
-        ):
-            dtype = rounded(torch.zeros(1)).dtype
-            torch.manual_seed(0)
-            model = nn.Linear(6, 4, bias=False)
-            master = nn.Parameter(model.weight.detach().clone())
-            reference = Reference(model, torch.optim.AdamW, num_ranks=2, precision=precision, **ADAMW)
-            plain = torch.optim.AdamW([master], **ADAMW)
-            inputs = torch.randn(2, 3, 6)
-            for _ in range(8):
-                weight = rounded(master.detach()).requires_grad_()
-                assert torch.equal(model.weight, weight) and model.weight.dtype == dtype
-                grads = []
-                for x in inputs:
-                    (loss,) = torch.autograd.grad(
-                        nn.functional.linear(x.to(dtype), weight).float().square().sum(), weight
-                    )
-                    grads.append(loss.float())
-                master.grad = (grads[0] + grads[1]) / 2
-                plain.step()
-                reference.step(lambda model, rank, _, inputs=inputs: model(inputs[rank]).float().square().sum())
-            assert torch.equal(reference.main[model.weight], master)
-
-    run_ranks(check, 1)
+    for precision, rounded in (
+        ("bf16", lambda master: master.bfloat16()),
+        ("bf16-remainder", nearest_bf16_ties_away),
+        ("fp16", lambda master: master.half()),
+    ):
+        dtype = rounded(torch.zeros(1)).dtype
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4, bias=False)
+        master = nn.Parameter(model.weight.detach().clone())
+        reference = Reference(model, torch.optim.AdamW, num_ranks=2, precision=precision, **ADAMW)
+        plain = torch.optim.AdamW([master], **ADAMW)
+        inputs = torch.randn(2, 3, 6)
+        for _ in range(8):
+            weight = rounded(master.detach()).requires_grad_()
+            assert torch.equal(model.weight, weight) and model.weight.dtype == dtype
+            grads = []
+            for x in inputs:
+                (loss,) = torch.autograd.grad(nn.functional.linear(x.to(dtype), weight).float().square().sum(), weight)
+                grads.append(loss.float())
+            master.grad = (grads[0] + grads[1]) / 2
+            plain.step()
+            reference.step(lambda model, rank, _, inputs=inputs: model(inputs[rank]).float().square().sum())
+        assert torch.equal(reference.main[model.weight], master)
 
 
 def nearest_by_fractions(value: float, ties_away: bool) -> float:
@@ -172,42 +158,38 @@ def test_rounding_is_to_nearest_and_differs_from_torchs_in_ties_alone() -> None:
     assert not torch.equal(nearest_bf16_ties_away(ties), ties.bfloat16())
 
 
-def test_a_parameter_without_gradient_on_any_rank_is_left_alone() -> None:
-    def check(rank: int) -> None:
-        model = nn.ModuleDict({"used": nn.Linear(3, 3), "sometimes": nn.Linear(3, 3), "never": nn.Linear(3, 3)})
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        reference = Reference(model, torch.optim.AdamW, num_ranks=2, **ADAMW)
+@on_ranks(1)
+def test_a_parameter_without_gradient_on_any_rank_is_left_alone(rank: int) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "sometimes": nn.Linear(3, 3), "never": nn.Linear(3, 3)})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reference = Reference(model, torch.optim.AdamW, num_ranks=2, **ADAMW)
 
-        def loss_of(model: nn.Module, rank: int, micro_batch: int) -> torch.Tensor:
-            x = model["used"](torch.ones(3))
-            return (model["sometimes"](x) if rank == 1 else x).sum()
+    def loss_of(model: nn.Module, rank: int, micro_batch: int) -> torch.Tensor:
+        x = model["used"](torch.ones(3))
+        return (model["sometimes"](x) if rank == 1 else x).sum()
 
-        reference.step(loss_of)
-        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-        assert changed == {"used.weight", "used.bias", "sometimes.weight", "sometimes.bias"}
-
-    run_ranks(check, 1)
+    reference.step(loss_of)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"used.weight", "used.bias", "sometimes.weight", "sometimes.bias"}
 
 
-def test_param_groups_are_honoured() -> None:
-    def check(rank: int) -> None:
-        model, other = make(Net), make(Net)
-        split = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]]
-        groups = [{"params": split[0], "weight_decay": 0.5}, {"params": split[1], "weight_decay": 0.0}]
-        reference = Reference(model, torch.optim.AdamW, num_ranks=1, params=groups, **ADAMW)
-        matching = [[p for p in other.parameters() if p.dim() > 1], [p for p in other.parameters() if p.dim() < 2]]
-        optimizer = torch.optim.AdamW(
-            [{"params": matching[0], "weight_decay": 0.5}, {"params": matching[1], "weight_decay": 0.0}], **ADAMW
-        )
-        job = Job()
-        for step in range(3):
-            reference.step(lambda model, rank, micro_batch, step=step: job.loss(model, rank, micro_batch, step))
-            optimizer.zero_grad()
-            job.loss(other, 0, 0, step).backward()
-            optimizer.step()
-        assert same_bits(model.state_dict(), other.state_dict())
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_param_groups_are_honoured(rank: int) -> None:
+    model, other = make(Net), make(Net)
+    split = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]]
+    groups = [{"params": split[0], "weight_decay": 0.5}, {"params": split[1], "weight_decay": 0.0}]
+    reference = Reference(model, torch.optim.AdamW, num_ranks=1, params=groups, **ADAMW)
+    matching = [[p for p in other.parameters() if p.dim() > 1], [p for p in other.parameters() if p.dim() < 2]]
+    optimizer = torch.optim.AdamW(
+        [{"params": matching[0], "weight_decay": 0.5}, {"params": matching[1], "weight_decay": 0.0}], **ADAMW
+    )
+    job = Job()
+    for step in range(3):
+        reference.step(lambda model, rank, micro_batch, step=step: job.loss(model, rank, micro_batch, step))
+        optimizer.zero_grad()
+        job.loss(other, 0, 0, step).backward()
+        optimizer.step()
+    assert same_bits(model.state_dict(), other.state_dict())
 
 
 def test_a_wire_narrower_than_the_gradient_is_refused() -> None:

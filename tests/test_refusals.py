@@ -14,6 +14,7 @@ from torch import nn
 import zeroshard
 from tests.kit import make
 from tests.patience import AT_ONCE
+from tests.together import on_ranks
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.testing import run_ranks
@@ -171,56 +172,48 @@ def test_value_and_remedy_on_every_rank_and_nobody_waits() -> None:
     assert all(other == first for other in others)
 
 
-def test_the_right_values_are_taken() -> None:
+@on_ranks(2)
+def test_the_right_values_are_taken(rank: int) -> None:
     """The negative control: next to each refusal, what is allowed."""
-
-    def check(rank: int) -> None:
-        for precision in (None, "fp32", "bf16", "fp16", "bf16-remainder", MixedPrecision(reduce=BF16)):
-            assert as_precision(precision) is None or zeroshard.shard(small(), "zero3", precision=precision)
-        for options in ({"lr": 0.0}, {"loss_scale": 2.0**-10}, {"loss_scale": "dynamic"}, {"non_finite": "skip"}):
-            optimizer(**options)()
-        group(lr=0.0)()
-        with_weight(0.5)()
-        with_weight(0)()
-        clip("clip_grad_norm_", 1e-9)()
-        clip("clip_grad_value_", math.inf)()
-        model, handle = sharded()
-        zeroshard.ShardedOptimizer(handle, SGD, lr=1.0).backward(model(torch.ones(1, 4))[0, :1])
-
-    run_ranks(check, 2)
+    for precision in (None, "fp32", "bf16", "fp16", "bf16-remainder", MixedPrecision(reduce=BF16)):
+        assert as_precision(precision) is None or zeroshard.shard(small(), "zero3", precision=precision)
+    for options in ({"lr": 0.0}, {"loss_scale": 2.0**-10}, {"loss_scale": "dynamic"}, {"non_finite": "skip"}):
+        optimizer(**options)()
+    group(lr=0.0)()
+    with_weight(0.5)()
+    with_weight(0)()
+    clip("clip_grad_norm_", 1e-9)()
+    clip("clip_grad_value_", math.inf)()
+    model, handle = sharded()
+    zeroshard.ShardedOptimizer(handle, SGD, lr=1.0).backward(model(torch.ones(1, 4))[0, :1])
 
 
-def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+@on_ranks(2)
+def test_what_is_refused_leaves_the_model_as_it_was(rank: int) -> None:
     """A refused optimizer claims nothing: the next one takes the same parameters."""
-
-    def check(rank: int) -> None:
-        model, handle = sharded()
-        before = handle.full_state_dict()
-        for options in ({"lr": math.nan}, {"loss_scale": -1.0}, {"optimizer_class": torch.optim.LBFGS}):
-            with pytest.raises(ValueError):
-                zeroshard.ShardedOptimizer(handle, **{"optimizer_class": SGD, "lr": 1.0, **options})
-        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
-        assert all(torch.equal(value, before[name]) for name, value in handle.full_state_dict().items())
-        optimizer.backward(model(torch.ones(1, 4)).sum())
-        assert optimizer.step().applied
-
-    run_ranks(check, 2)
+    model, handle = sharded()
+    before = handle.full_state_dict()
+    for options in ({"lr": math.nan}, {"loss_scale": -1.0}, {"optimizer_class": torch.optim.LBFGS}):
+        with pytest.raises(ValueError):
+            zeroshard.ShardedOptimizer(handle, **{"optimizer_class": SGD, "lr": 1.0, **options})
+    optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+    assert all(torch.equal(value, before[name]) for name, value in handle.full_state_dict().items())
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    assert optimizer.step().applied
 
 
-def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
-    def check(rank: int) -> None:
-        model, handle = sharded()
-        optimizer = zeroshard.ShardedOptimizer(model[0].parameters(), torch.optim.AdamW, lr=0.1)
-        other = zeroshard.ShardedOptimizer([model[1].bias], torch.optim.AdamW, lr=0.1)
-        for bad in ({"lr": math.nan, "params": [model[1].weight]}, {"params": [model[1].bias]}):
-            with pytest.raises(ValueError):
-                optimizer.add_param_group(bad)
-            assert len(optimizer.param_groups) == 1
-        optimizer.backward(model(torch.ones(1, 4)).sum())
-        assert optimizer.step().applied and other.step().applied
-        assert len(optimizer.state_dict()["param_groups"]) == 1 and handle
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_refused_group_leaves_the_optimizer_as_it_was(rank: int) -> None:
+    model, handle = sharded()
+    optimizer = zeroshard.ShardedOptimizer(model[0].parameters(), torch.optim.AdamW, lr=0.1)
+    other = zeroshard.ShardedOptimizer([model[1].bias], torch.optim.AdamW, lr=0.1)
+    for bad in ({"lr": math.nan, "params": [model[1].weight]}, {"params": [model[1].bias]}):
+        with pytest.raises(ValueError):
+            optimizer.add_param_group(bad)
+        assert len(optimizer.param_groups) == 1
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    assert optimizer.step().applied and other.step().applied
+    assert len(optimizer.state_dict()["param_groups"]) == 1 and handle
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""Jobs that share their ranks: starting and ending a rank takes as long as a small job.
+"""Jobs and tests that share their ranks: starting and ending a rank takes as long as a small job.
 
     JOBS = {"shared": Job(model=Shared), ...}
     AWKWARD = Together(JOBS)
@@ -8,21 +8,31 @@
         AWKWARD.expect_reference(name)
 
 A failed comparison fails only the test of its own job.
+
+    @on_ranks(2)
+    def test_it_trains(rank: int) -> None:
+        ...
 """
 
 from __future__ import annotations
 
+import inspect
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
+
+import pytest
+import torch
 
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, beside_one_process, logs, same_bits, train, train_reference
 from zeroshard.placement import Plan
-from zeroshard.testing import expect_same_logs
+from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 AT_ONCE = 16
-"""The number of jobs that one start of ranks trains: few enough that a test that is run alone need not wait long."""
+"""The number of jobs, or of tests, that share one start of ranks: few enough that the first need not wait long."""
 
 
 class Together:
@@ -103,3 +113,71 @@ def in_turn(check: Callable[..., Any], cases: Iterable[Any]) -> Callable[[int], 
         return results
 
     return run
+
+
+def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that is a function of the rank, and of its parameters if it is parametrized; it is called on each of the
+    ranks. The tests of a file that follow it, that are selected and that have the same number of ranks are run by the
+    same start. A test that needs ranks of its own (it ends one, destroys the group, or measures what there is in the
+    process) calls `run_ranks`."""
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        start = _STARTS.setdefault((check.__module__, num_ranks), _Start(num_ranks))
+        parameters = [*inspect.signature(check).parameters.values()][1:]
+
+        @wraps(check)
+        def test(request: pytest.FixtureRequest, **_: Any) -> None:
+            start.expect(request.node, request.session.items)
+
+        request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([request, *parameters])  # type: ignore[attr-defined]
+        start.checks[test] = check
+        return test
+
+    return decorate
+
+
+@dataclass
+class _Start:
+    """The tests of a file on one number of ranks. `outcomes`: by test, the error of a rank, or None."""
+
+    num_ranks: int
+    checks: dict[object, Callable[..., None]] = field(default_factory=dict)
+    outcomes: dict[str, RankError | None] = field(default_factory=dict)
+
+    def expect(self, item: pytest.Item, every: Sequence[Any]) -> None:
+        if item.nodeid not in self.outcomes:
+            mine = [one for one in every if one.function in self.checks and not one.get_closest_marker("skip")]
+            first = mine.index(item)
+            self._run(mine[first : first + AT_ONCE])
+        error = self.outcomes[item.nodeid]
+        if error is not None:
+            raise error
+
+    def _run(self, items: Sequence[Any]) -> None:
+        """After a failure, a new start runs the tests that not all ranks have passed."""
+        while items:
+            passed = mmap.mmap(-1, self.num_ranks)  # shared with the ranks: the number of tests that each has passed
+
+            def in_turn(rank: int, items: Sequence[Any] = items, passed: mmap.mmap = passed) -> None:
+                for item in items:
+                    self.checks[item.function](rank, **_parameters_of(item))
+                    torch.set_default_dtype(torch.float32)
+                    passed[rank] += 1
+
+            try:
+                run_ranks(in_turn, self.num_ranks)
+                by_all = len(items)
+            except RankError as error:
+                failed = items[passed[error.rank]]
+                self.outcomes[failed.nodeid] = error
+                by_all = min(passed[:])
+            self.outcomes.update((item.nodeid, None) for item in items[:by_all])
+            items = [item for item in items[by_all:] if item.nodeid not in self.outcomes]
+
+
+_STARTS: dict[tuple[str, int], _Start] = {}
+
+
+def _parameters_of(item: Any) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}

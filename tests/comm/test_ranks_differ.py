@@ -19,6 +19,7 @@ from torch import nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import NUM_RANKS, with_plans
+from tests.together import on_ranks
 from zeroshard.testing import run_ranks
 
 Case = Callable[[int, Any, Any, Any], object]
@@ -110,20 +111,18 @@ def test_one_rank_alone_asks_for_what_is_collective(num_ranks: int) -> None:
         assert re.search(named, said) and "Both are collective" in said, (plan, said)
 
 
-def test_rows_of_other_lengths_and_long_rows() -> None:
-    def run(rank: int) -> None:
-        collectives = zeroshard.shard(build(), "ddp").engine.collectives
-        for numel in (0, 1, 25, 26, 27, 1000):  # 26 fill the first packet
-            for dtype in (torch.float64, torch.uint8, torch.bool):
-                row = torch.arange(numel).add(rank).to(dtype)
-                rows = collectives.exchange(row, "a test")
-                assert rows.dtype == dtype
-                assert torch.equal(rows, torch.stack([torch.arange(numel).add(r).to(dtype) for r in range(3)]))
-        with pytest.raises(RuntimeError, match="a test: rank 0 brings 8 bytes, rank 1 16"):
-            collectives.exchange(torch.zeros(1 + rank, dtype=torch.float64), "a test")
-        assert collectives.exchange_objects(rank) == [0, 1, 2]  # all ranks have raised, and can go on
-
-    run_ranks(run, 3)
+@on_ranks(3)
+def test_rows_of_other_lengths_and_long_rows(rank: int) -> None:
+    collectives = zeroshard.shard(build(), "ddp").engine.collectives
+    for numel in (0, 1, 25, 26, 27, 1000):  # 26 fill the first packet
+        for dtype in (torch.float64, torch.uint8, torch.bool):
+            row = torch.arange(numel).add(rank).to(dtype)
+            rows = collectives.exchange(row, "a test")
+            assert rows.dtype == dtype
+            assert torch.equal(rows, torch.stack([torch.arange(numel).add(r).to(dtype) for r in range(3)]))
+    with pytest.raises(RuntimeError, match="a test: rank 0 brings 8 bytes, rank 1 16"):
+        collectives.exchange(torch.zeros(1 + rank, dtype=torch.float64), "a test")
+    assert collectives.exchange_objects(rank) == [0, 1, 2]  # all ranks have raised, and can go on
 
 
 # Ranks step with different settings ----------------------------------------------------------------------------------
@@ -335,28 +334,25 @@ def test_every_rank_says_what_was_done_to_a_gradient(num_ranks: int) -> None:
     expect_named(num_ranks, itertools.product([OtherFactor, FactorOnOne, OtherTorchClip], SHARDED))
 
 
-def test_after_a_difference_ranks_go_on() -> None:
+@on_ranks(3)
+def test_after_a_difference_ranks_go_on(rank: int) -> None:
     """The error leaves everything unchanged: once the settings agree, the step is that of ranks that never differed."""
-
-    def run(rank: int) -> None:
-        ends = []
-        for wrong in (False, True):
-            model = build()
-            handle = zeroshard.shard(model, "zero2")
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=0.1)
-            for step in range(3):
-                optimizer.zero_grad()
-                backward(model, rank, step)
-                if wrong and step == 1:
-                    optimizer.param_groups[0]["lr"] = 0.1 + rank
-                    with pytest.raises(RuntimeError, match="lr of group 0"):
-                        optimizer.step()
-                    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64) if rank else 0.1
-                optimizer.step()
-            ends.append(handle.full_state_dict())
-        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-    run_ranks(run, 3)
+    ends = []
+    for wrong in (False, True):
+        model = build()
+        handle = zeroshard.shard(model, "zero2")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            if wrong and step == 1:
+                optimizer.param_groups[0]["lr"] = 0.1 + rank
+                with pytest.raises(RuntimeError, match="lr of group 0"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64) if rank else 0.1
+            optimizer.step()
+        ends.append(handle.full_state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 # Gradients that every rank has in full --------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zeroshard
 from tests.kit import Block, Job, Net, loss_of_tokens, make, same_bits, train
+from tests.together import on_ranks
 from zeroshard.model.absent import as_tensors, is_absent
-from zeroshard.testing import run_ranks
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "zero_": lambda p: p.zero_(),
@@ -49,67 +49,58 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-def test_a_write_raises_and_leaves_no_trace() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-        target = model.blocks[1].up.weight
-        for step in range(Job.steps):
-            optimizer.backward(loss_of_tokens(model, rank, 0, step))
-            optimizer.step()
-            assert is_absent(target)
-            with torch.no_grad():
-                for name, write in WRITES.items():
-                    with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here.*write=True"):
-                        write(target)
-                    with as_tensors():
-                        assert target.isnan().all(), name
-        assert same_bits(handle.full_state_dict(), train(Job(), handle.plan, rank).weights)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_write_raises_and_leaves_no_trace(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    target = model.blocks[1].up.weight
+    for step in range(Job.steps):
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+        assert is_absent(target)
+        with torch.no_grad():
+            for name, write in WRITES.items():
+                with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here.*write=True"):
+                    write(target)
+                with as_tensors():
+                    assert target.isnan().all(), name
+    assert same_bits(handle.full_state_dict(), train(Job(), handle.plan, rank).weights)
 
 
-def test_between_backward_and_step_too() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-        before = handle.full_state_dict()
-        with pytest.raises(RuntimeError, match=r"parameter head\.bias are not here"):
-            model.head.bias.data.zero_()
-        assert same_bits(handle.full_state_dict(), before)
-        assert optimizer.step().applied
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_between_backward_and_step_too(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+    before = handle.full_state_dict()
+    with pytest.raises(RuntimeError, match=r"parameter head\.bias are not here"):
+        model.head.bias.data.zero_()
+    assert same_bits(handle.full_state_dict(), before)
+    assert optimizer.step().applied
 
 
-def test_what_the_message_proposes_works() -> None:
+@on_ranks(2)
+def test_what_the_message_proposes_works(rank: int) -> None:
     """Inside `unsharded(write=True)`, as the message proposes, writes succeed."""
-
-    def check(rank: int) -> list[Tensor]:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        with handle.unsharded(write=True), torch.no_grad():
-            model.head.bias.zero_()
-            nn.init.ones_(model.blocks[0].norm.bias)
-        model(torch.zeros(1, 2, dtype=torch.long))
-        state = handle.full_state_dict()
-        assert not state["head.bias"].any()
-        assert (state["blocks.0.norm.bias"] == 1).all()
-
-    run_ranks(check, 2)
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    with handle.unsharded(write=True), torch.no_grad():
+        model.head.bias.zero_()
+        nn.init.ones_(model.blocks[0].norm.bias)
+    model(torch.zeros(1, 2, dtype=torch.long))
+    state = handle.full_state_dict()
+    assert not state["head.bias"].any()
+    assert (state["blocks.0.norm.bias"] == 1).all()
 
 
-def test_integers_that_are_not_here_too() -> None:
-    def check(rank: int) -> None:
-        model = nn.Linear(4, 4)
-        model.codes = nn.Parameter(torch.arange(7, dtype=torch.int8), requires_grad=False)
-        zeroshard.shard(model, "zero3")
-        for touch in (lambda: model.codes.zero_(), lambda: model.codes.sum()):
-            with pytest.raises(RuntimeError, match="parameter codes are not here"):
-                touch()
-        model(torch.ones(4))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_integers_that_are_not_here_too(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    model.codes = nn.Parameter(torch.arange(7, dtype=torch.int8), requires_grad=False)
+    zeroshard.shard(model, "zero3")
+    for touch in (lambda: model.codes.zero_(), lambda: model.codes.sum()):
+        with pytest.raises(RuntimeError, match="parameter codes are not here"):
+            touch()
+    model(torch.ones(4))

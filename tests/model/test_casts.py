@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.kit import State, make, plans_of, same_bits, transport_of, travelling
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference
@@ -91,18 +91,15 @@ PATTERNS: Any = {"blocks.*.router": "fp32", "head": "fp32", "*": "bf16"}
 
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("way", ["pairwise", "native"])
-def test_one_bucket_stays_although_the_last_two_units_are_open_at_once(way: str) -> None:
+@on_ranks(2)
+def test_one_bucket_stays_although_the_last_two_units_are_open_at_once(rank: int, way: str) -> None:
     """Both are units of the first block, in two precisions. (In shared memory both buckets stay, as planned.)"""
-
-    def check(rank: int) -> None:
-        for plan in (zeroshard.ZERO2, zeroshard.ZERO3):
-            with travelling(way):
-                _, _, (memory, handle) = train(rank, plan, PATTERNS)
-            options = {"units": Block, "precision": PATTERNS, "transport": transport_of(handle)}
-            assert options["transport"] == way
-            assert memory == plan_memory(make(Model), plan, 2, rank=rank, **options), plan
-
-    run_ranks(check, 2)
+    for plan in (zeroshard.ZERO2, zeroshard.ZERO3):
+        with travelling(way):
+            _, _, (memory, handle) = train(rank, plan, PATTERNS)
+        options = {"units": Block, "precision": PATTERNS, "transport": transport_of(handle)}
+        assert options["transport"] == way
+        assert memory == plan_memory(make(Model), plan, 2, rank=rank, **options), plan
 
 
 @pytest.mark.parametrize("precision", ["bf16", PATTERNS], ids=["bf16", "patterns"])
@@ -125,27 +122,21 @@ def test_inputs_are_cast_at_units_and_around_patterns(precision: Any) -> None:
         expect_same_logs(logs)
 
 
-def test_without_casts_it_raises_as_plain_torch_does() -> None:
+@on_ranks(1)
+def test_without_casts_it_raises_as_plain_torch_does(rank: int) -> None:
     """The control: a block with bf16 weights gets an fp32 input."""
-
-    def check(rank: int) -> None:
-        with pytest.raises(RuntimeError, match=r"must have the same dtype|expected .* to have the same dtype"):
-            train(rank, "zero3", MixedPrecision(cast_inputs=False))
-
-    run_ranks(check, 1)
+    with pytest.raises(RuntimeError, match=r"must have the same dtype|expected .* to have the same dtype"):
+        train(rank, "zero3", MixedPrecision(cast_inputs=False))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputed_block_sees_the_same_casts(reentrant: bool) -> None:
+@on_ranks(2)
+def test_a_recomputed_block_sees_the_same_casts(rank: int, reentrant: bool) -> None:
     """Each block gets an fp32 input; hooks cast it again when backward recomputes the block."""
-
-    def check(rank: int) -> None:
-        expected = reference(2, PATTERNS, checkpointed=reentrant)
-        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
-            state, _, _ = train(rank, plan, PATTERNS, checkpointed=reentrant)
-            assert same_bits(state, expected), plan
-
-    run_ranks(check, 2)
+    expected = reference(2, PATTERNS, checkpointed=reentrant)
+    for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+        state, _, _ = train(rank, plan, PATTERNS, checkpointed=reentrant)
+        assert same_bits(state, expected), plan
 
 
 def test_classes_and_names_the_first_that_matches_counts() -> None:
@@ -168,20 +159,17 @@ def test_classes_and_names_the_first_that_matches_counts() -> None:
     run_ranks(check, 1)
 
 
-def test_output() -> None:
+@on_ranks(2)
+def test_output(rank: int) -> None:
     """The output dtype of the model, and of a module that a pattern names."""
-
-    def check(rank: int) -> None:
-        for precision, dtype in (("bf16", BF16), (MixedPrecision(output=FP32), FP32)):
-            model = make(Model)
-            zeroshard.shard(model, "zero3", units=Block, precision=precision)
-            assert model(batch(rank, 0)).dtype == dtype
+    for precision, dtype in (("bf16", BF16), (MixedPrecision(output=FP32), FP32)):
         model = make(Model)
-        zeroshard.shard(model, "zero3", precision={"head": MixedPrecision(output=torch.float64), "*": "fp32"})
-        out = model(batch(rank, 0))
-        assert out.dtype == torch.float64 and model.head.weight.dtype == BF16
-
-    run_ranks(check, 2)
+        zeroshard.shard(model, "zero3", units=Block, precision=precision)
+        assert model(batch(rank, 0)).dtype == dtype
+    model = make(Model)
+    zeroshard.shard(model, "zero3", precision={"head": MixedPrecision(output=torch.float64), "*": "fp32"})
+    out = model(batch(rank, 0))
+    assert out.dtype == torch.float64 and model.head.weight.dtype == BF16
 
 
 @pytest.mark.by_gloo  # DTensor finds no backend for the other one's groups
@@ -230,7 +218,8 @@ class ByMethod(nn.Module):
         return self.head(x.to(self.head.weight.dtype))
 
 
-def test_methods_in_place_of_forward_cast_as_it_does() -> None:
+@on_ranks(2)
+def test_methods_in_place_of_forward_cast_as_it_does(rank: int) -> None:
     """Inputs of methods that `register_forward_method` named once were not cast: "mat1 and mat2 must have the same
     dtype". And a method of the model that is called in place of forward notices parameters that were unfrozen, as a
     call does."""
@@ -259,21 +248,19 @@ def test_methods_in_place_of_forward_cast_as_it_does() -> None:
             fresh = make(Model)
             assert not torch.equal(weights[0]["blocks.0.up.weight"], fresh.state_dict()["blocks.0.up.weight"])
 
-    run_ranks(in_turn(check, [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"]), 2)
+    in_turn(check, [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"])(rank)
 
 
-def test_bad_precisions() -> None:
-    def check(rank: int) -> None:
-        for wrong, told in (
-            ({"blocks.*.rooter": "fp32"}, r"'blocks\.\*\.rooter' matches no module of Model"),
-            ({3: "fp32"}, "a pattern is a text or a class of modules, found 3"),
-            ({int: "fp32"}, "a pattern is a text or a class of modules"),
-            ({"*": "bf17"}, "unknown precision 'bf17'"),
-            ({"*": MixedPrecision(keep=(nn.LayerNorm,))}, "by a pattern of its own, in front"),
-        ):
-            with pytest.raises(ValueError, match=told):
-                zeroshard.shard(make(Model), "zero3", precision=wrong)
-        with pytest.raises(ValueError, match="output must be one of"):
-            MixedPrecision(output=torch.int8)
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_bad_precisions(rank: int) -> None:
+    for wrong, told in (
+        ({"blocks.*.rooter": "fp32"}, r"'blocks\.\*\.rooter' matches no module of Model"),
+        ({3: "fp32"}, "a pattern is a text or a class of modules, found 3"),
+        ({int: "fp32"}, "a pattern is a text or a class of modules"),
+        ({"*": "bf17"}, "unknown precision 'bf17'"),
+        ({"*": MixedPrecision(keep=(nn.LayerNorm,))}, "by a pattern of its own, in front"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            zeroshard.shard(make(Model), "zero3", precision=wrong)
+    with pytest.raises(ValueError, match="output must be one of"):
+        MixedPrecision(output=torch.int8)

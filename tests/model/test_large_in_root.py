@@ -23,7 +23,7 @@ from tests.grids import EVERYTHING, at
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, State, loss_of_tokens, make, same_bits, travelling
 from tests.planning.models import Planned
 from tests.planning.test_plan import expect_measured, expect_planned
-from tests.together import Together, in_turn
+from tests.together import Together, in_turn, on_ranks
 from zeroshard.model import units
 from zeroshard.model.units import UnitSpec, choose_units, in_order_of_reduction
 from zeroshard.placement import Plan
@@ -207,30 +207,27 @@ def test_memory_and_messages_are_as_planned(num_ranks: int) -> None:
     run_ranks(in_turn(check, at(PLANNED, num_ranks)), num_ranks)
 
 
-def test_what_is_gathered_first_and_reduced_first() -> None:
+@on_ranks(2)
+def test_what_is_gathered_first_and_reduced_first(rank: int) -> None:
     """The first gather and the last reduction are not those of the whole root unit. The control: without units of their
     own, both are in "root"."""
-
-    def check(rank: int) -> None:
-        for reads, apart in ((Net, True), (Reads, True), (Net, False)):
-            model = make(partial(reads, blocks=3))
-            with root_parts(apart):
-                handle = zeroshard.shard(model, "zero3", units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            for _ in range(2):
-                handle.comm_log.clear()
-                loss_of_tokens(model, rank, 0, 0).backward()
-                optimizer.step()
-            gathers = [e.unit for e in handle.comm_log.entries if e.op == "all_gather" and e.phase == "forward"]
-            reductions = [event.unit for event in handle.comm_log.entries if event.op == "reduce_scatter"]
-            blocks = ["blocks.0", "blocks.1", "blocks.2"]
-            if not apart:
-                assert gathers == ["root", *blocks] and reductions == [*blocks[::-1], "root"]
-            else:
-                assert gathers == ["root", "embed", *blocks, "head"]
-                assert reductions == ["blocks.2", "blocks.1", "head", "blocks.0", "embed", "root"]
-
-    run_ranks(check, 2)
+    for reads, apart in ((Net, True), (Reads, True), (Net, False)):
+        model = make(partial(reads, blocks=3))
+        with root_parts(apart):
+            handle = zeroshard.shard(model, "zero3", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            handle.comm_log.clear()
+            loss_of_tokens(model, rank, 0, 0).backward()
+            optimizer.step()
+        gathers = [e.unit for e in handle.comm_log.entries if e.op == "all_gather" and e.phase == "forward"]
+        reductions = [event.unit for event in handle.comm_log.entries if event.op == "reduce_scatter"]
+        blocks = ["blocks.0", "blocks.1", "blocks.2"]
+        if not apart:
+            assert gathers == ["root", *blocks] and reductions == [*blocks[::-1], "root"]
+        else:
+            assert gathers == ["root", "embed", *blocks, "head"]
+            assert reductions == ["blocks.2", "blocks.1", "head", "blocks.0", "embed", "root"]
 
 
 def test_the_order_of_reductions() -> None:
@@ -440,20 +437,18 @@ def test_a_rank_may_leave_one_out(way: str, plans: tuple[str, ...]) -> None:
         run_ranks(in_turn(compared, [Switched, ForImages]), 2)
 
 
-def test_reads_outside_of_a_forward_raise_as_before() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"head\.weight are not here"):
-                model.head.weight.sum()
-            with torch.no_grad():
-                loss = loss_of_tokens(model, rank, 0, 0)  # an evaluation
-        with handle.unsharded(), torch.no_grad():
-            assert torch.equal(loss, loss_of_tokens(model, rank, 0, 0))
-            assert torch.isfinite(model.head.weight.sum())
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_reads_outside_of_a_forward_raise_as_before(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"head\.weight are not here"):
+            model.head.weight.sum()
+        with torch.no_grad():
+            loss = loss_of_tokens(model, rank, 0, 0)  # an evaluation
+    with handle.unsharded(), torch.no_grad():
+        assert torch.equal(loss, loss_of_tokens(model, rank, 0, 0))
+        assert torch.isfinite(model.head.weight.sum())
 
 
 def test_checkpoints_load_with_and_without(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from tests.kit import (
     with_plans,
 )
 from tests.model.test_graphs import cross_entropy, data
-from tests.together import Together, in_turn
+from tests.together import Together, in_turn, on_ranks
 from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
@@ -236,25 +236,22 @@ def test_methods_in_place_of_forward() -> None:
             assert same_bits(outcome.weights, expected[rank].weights)
 
 
-def test_backward_of_something_that_is_no_scalar() -> None:
-
-    def check(rank: int) -> None:
-        expected = train_reference(Job(loss_of=vector_loss, steps=2), 2)[0].weights
-        for through, plan in with_plans(["optimizer", "tensor"]):
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-            for step in range(2):
-                out = model(data(rank, 0, step))
-                grad = torch.linspace(-1, 1, 23).expand(out.shape)
-                if through == "optimizer":
-                    optimizer.backward(out, gradient=grad)
-                else:
-                    out.backward(grad)
-                optimizer.step()
-            assert same_bits(handle.full_state_dict(), expected), (plan, through)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_backward_of_something_that_is_no_scalar(rank: int) -> None:
+    expected = train_reference(Job(loss_of=vector_loss, steps=2), 2)[0].weights
+    for through, plan in with_plans(["optimizer", "tensor"]):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        for step in range(2):
+            out = model(data(rank, 0, step))
+            grad = torch.linspace(-1, 1, 23).expand(out.shape)
+            if through == "optimizer":
+                optimizer.backward(out, gradient=grad)
+            else:
+                out.backward(grad)
+            optimizer.step()
+        assert same_bits(handle.full_state_dict(), expected), (plan, through)
 
 
 # Gradients of gradients -----------------------------------------------------------------------------------------------
@@ -580,7 +577,8 @@ class Around(nn.Module):
         return checkpoint(self.parts[0].two, x, use_reentrant=False)
 
 
-def test_modules_inside_a_unit_are_called_alone() -> None:
+@on_ranks(2)
+def test_modules_inside_a_unit_are_called_alone(rank: int) -> None:
     """The same results as in one process, also after a call that raised in the middle of a unit."""
 
     def check(rank: int, fails: bool) -> None:
@@ -610,7 +608,7 @@ def test_modules_inside_a_unit_are_called_alone() -> None:
             for name, value in handle.full_state_dict().items():
                 torch.testing.assert_close(value, expected.state_dict()[name])
 
-    run_ranks(in_turn(check, [False, True]), 2)
+    in_turn(check, [False, True])(rank)
 
 
 def raises(*_: Any) -> None:

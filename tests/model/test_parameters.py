@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, with_plans
-from tests.together import Together
+from tests.together import Together, on_ranks
 from zeroshard.testing import run_ranks
 
 
@@ -130,27 +130,24 @@ def test_unusual_parameters_train_as_in_one_process(name: str) -> None:
     UNUSUAL.expect_reference(name)
 
 
-def test_what_nothing_uses_and_what_is_frozen_stays_as_it_was() -> None:
+@on_ranks(2)
+def test_what_nothing_uses_and_what_is_frozen_stays_as_it_was(rank: int) -> None:
     """The comparison with one process would also pass if both runs changed unused and frozen parameters."""
-
-    def check(rank: int) -> None:
-        cases = (
-            (Unused, lambda name: "spare" not in name and "blocks.3" not in name),
-            (Adapted, lambda name: "up.up" in name or "up.down" in name),
-        )
-        for (build, moving), plan in with_plans(cases):
-            model = make(build)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, weight_decay=0.1)
-            before = handle.full_state_dict()
-            for step in range(2):
-                optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                optimizer.step()
-            after = handle.full_state_dict()
-            moved = {name for name in before if not torch.equal(before[name], after[name])}
-            assert moved == {name for name in before if moving(name)}, (plan, build)
-
-    run_ranks(check, 2)
+    cases = (
+        (Unused, lambda name: "spare" not in name and "blocks.3" not in name),
+        (Adapted, lambda name: "up.up" in name or "up.down" in name),
+    )
+    for (build, moving), plan in with_plans(cases):
+        model = make(build)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+        before = handle.full_state_dict()
+        for step in range(2):
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            optimizer.step()
+        after = handle.full_state_dict()
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved == {name for name in before if moving(name)}, (plan, build)
 
 
 def test_non_contiguous_parameters() -> None:
@@ -194,19 +191,17 @@ def test_what_cannot_be_sharded_is_refused(change: Any, message: str) -> None:
     assert len(set(run_ranks(check, 2))) == 1
 
 
-def test_a_parameter_that_comes_after_shard_is_refused_by_the_next_forward() -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            model.blocks[1].late = nn.Parameter(torch.ones(3))
-            with pytest.raises(RuntimeError, match=r"blocks\.1\.late has come into the model after shard"):
-                loss_of_tokens(model, rank, 0, 0)
-            with torch.no_grad():
-                loss_of_tokens(model, rank, 0, 0)  # evaluation needs no gradient
-            del model.blocks[1].late
-            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-            assert optimizer.step().applied
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_parameter_that_comes_after_shard_is_refused_by_the_next_forward(rank: int) -> None:
+    for plan in PLANS:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model.blocks[1].late = nn.Parameter(torch.ones(3))
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.late has come into the model after shard"):
+            loss_of_tokens(model, rank, 0, 0)
+        with torch.no_grad():
+            loss_of_tokens(model, rank, 0, 0)  # evaluation needs no gradient
+        del model.blocks[1].late
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        assert optimizer.step().applied

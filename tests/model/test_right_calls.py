@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.together import on_ranks
 from zeroshard.testing import run_ranks
 
 
@@ -87,67 +88,60 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
     run_ranks(check, 1)
 
 
-def test_an_optimizer_that_came_before_shard_is_named() -> None:
-    def check(rank: int) -> None:
-        model = build()
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
-        told = r"0\.weight belongs to a ShardedOptimizer that was built before shard\(\): call shard\(\) first"
-        refused(ValueError, told, zeroshard.shard, model, "zero3")
-        del optimizer
-        handle = zeroshard.shard(model, "zero3")
-        told = (
-            r"sharded already, as Handle\(zero3, 1 unit, 57 parameters on 1 rank, fp32\): close\(\) that handle first"
-        )
-        refused(ValueError, told, zeroshard.shard, model, "ddp")
-        del handle
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_an_optimizer_that_came_before_shard_is_named(rank: int) -> None:
+    model = build()
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    told = r"0\.weight belongs to a ShardedOptimizer that was built before shard\(\): call shard\(\) first"
+    refused(ValueError, told, zeroshard.shard, model, "zero3")
+    del optimizer
+    handle = zeroshard.shard(model, "zero3")
+    told = r"sharded already, as Handle\(zero3, 1 unit, 57 parameters on 1 rank, fp32\): close\(\) that handle first"
+    refused(ValueError, told, zeroshard.shard, model, "ddp")
+    del handle
 
 
 class Own(nn.BatchNorm1d):
     """Like timm's batch norms, which add an activation."""
 
 
-def test_batch_norms_in_16_bits_are_to_be_kept() -> None:
+@on_ranks(1)
+def test_batch_norms_in_16_bits_are_to_be_kept(rank: int) -> None:
     """`shard` refuses where plain torch's forward would raise, and accepts what works in plain torch."""
-
-    def check(rank: int) -> None:
-        instance_norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
-        norms: list[nn.Module] = [
-            nn.BatchNorm1d(8),
-            Own(8),
-            nn.BatchNorm1d(8, affine=False),
-            nn.BatchNorm1d(8, track_running_stats=False),
-            nn.LayerNorm(8),
-            nn.Sequential(nn.Unflatten(1, (2, 4)), instance_norm, nn.Flatten()),
-        ]
-        for index, norm in enumerate(norms):
-            for dtype, precision in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-                model, x = build(norm), torch.ones(4, 5)
-                plain = build(type(norm)(*norm) if isinstance(norm, nn.Sequential) else norm)
-                for parameter in plain.parameters():
-                    parameter.data = parameter.data.to(dtype)
-                with nullcontext() if index > 1 else pytest.raises(RuntimeError, match="expected scalar type"):
-                    plain(x.to(dtype))
-                plain.float()
-                if index > 1:
-                    handle = zeroshard.shard(model, "zero3", precision=precision)
-                    model(x)
-                    handle.close()
-                    continue
-                told = rf"keep 1 in fp32, with precision=MixedPrecision\(param={dtype}, keep=\(nn\.BatchNorm1d,\)\)"
-                refused(ValueError, told, zeroshard.shard, model, "zero3", precision=precision)
-                patterns = {"2": "fp32", "*": precision}
-                told = r'precision=\{nn\.BatchNorm1d: "fp32", \.\.\.\}, in front'
-                refused(ValueError, told, zeroshard.shard, model, "zero3", precision=patterns)
-                handle = zeroshard.shard(model, "zero3", precision=precision, ignored=["1"])
-                handle.close()
-                kept = zeroshard.MixedPrecision(param=dtype, keep=(nn.BatchNorm1d,))
-                handle = zeroshard.shard(model, "zero3", precision=kept)
+    instance_norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    norms: list[nn.Module] = [
+        nn.BatchNorm1d(8),
+        Own(8),
+        nn.BatchNorm1d(8, affine=False),
+        nn.BatchNorm1d(8, track_running_stats=False),
+        nn.LayerNorm(8),
+        nn.Sequential(nn.Unflatten(1, (2, 4)), instance_norm, nn.Flatten()),
+    ]
+    for index, norm in enumerate(norms):
+        for dtype, precision in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+            model, x = build(norm), torch.ones(4, 5)
+            plain = build(type(norm)(*norm) if isinstance(norm, nn.Sequential) else norm)
+            for parameter in plain.parameters():
+                parameter.data = parameter.data.to(dtype)
+            with nullcontext() if index > 1 else pytest.raises(RuntimeError, match="expected scalar type"):
+                plain(x.to(dtype))
+            plain.float()
+            if index > 1:
+                handle = zeroshard.shard(model, "zero3", precision=precision)
                 model(x)
                 handle.close()
-                handle = zeroshard.shard(model, "zero3", precision={nn.BatchNorm1d: "fp32", "*": precision})
-                model(x)
-                handle.close()
-
-    run_ranks(check, 1)
+                continue
+            told = rf"keep 1 in fp32, with precision=MixedPrecision\(param={dtype}, keep=\(nn\.BatchNorm1d,\)\)"
+            refused(ValueError, told, zeroshard.shard, model, "zero3", precision=precision)
+            patterns = {"2": "fp32", "*": precision}
+            told = r'precision=\{nn\.BatchNorm1d: "fp32", \.\.\.\}, in front'
+            refused(ValueError, told, zeroshard.shard, model, "zero3", precision=patterns)
+            handle = zeroshard.shard(model, "zero3", precision=precision, ignored=["1"])
+            handle.close()
+            kept = zeroshard.MixedPrecision(param=dtype, keep=(nn.BatchNorm1d,))
+            handle = zeroshard.shard(model, "zero3", precision=kept)
+            model(x)
+            handle.close()
+            handle = zeroshard.shard(model, "zero3", precision={nn.BatchNorm1d: "fp32", "*": precision})
+            model(x)
+            handle.close()

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import zeroshard
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.testing import expect_same_logs, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # raised by torch when it loads forward mode
@@ -127,57 +127,50 @@ def test_where_weights_are_here_transforms_are_those_of_the_plain_model() -> Non
         expect_same_logs(logs)
 
 
-def test_between_step_and_forward_transforms_wait_for_the_weights() -> None:
+@on_ranks(2)
+def test_between_step_and_forward_transforms_wait_for_the_weights(rank: int) -> None:
     """Under ZERO1, the weights of each unit are still arriving when the transform calls it."""
-
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero1", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-        for step, (name, of_inputs) in enumerate(OF_INPUTS.items()):
-            optimizer.backward(loss_of_tokens(model, rank, 0, step))
-            optimizer.step()
-            found = of_inputs(model)
-            plain = make(Net)
-            plain.load_state_dict(handle.full_state_dict())
-            assert same(found, of_inputs(plain)), name
-
-    run_ranks(check, 2)
-
-
-def test_elsewhere_the_error_says_what_to_do_and_the_handle_lives() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-        batch = tokens(rank)
-        full = handle.full_state_dict()
-        for step in range(2):
-            for of_values in OF_VALUES.values():
-                with pytest.raises(RuntimeError, match=r"inside a torch.func transform .*unsharded\(\)"):
-                    of_values(model, full, batch)
-            for of_inputs in OF_INPUTS.values():
-                with pytest.raises(RuntimeError, match=r"inside a torch.func transform .*unsharded\(\)"):
-                    of_inputs(model)
-            with pytest.raises(RuntimeError, match=r"head\.bias are not here.*unsharded\(\)"):
-                functional_call(model, {"head.bias": model.head.bias.detach()}, (batch,))
-            with pytest.raises(RuntimeError, match=r"head.bias has come into the model .* not Parameters"):
-                functional_call(model, {"head.bias": nn.Parameter(full["head.bias"])}, (batch,))
-            optimizer.backward(loss_of_tokens(model, rank, 0, step))
-            optimizer.step()
-        assert same_bits(handle.full_state_dict(), train(Job(steps=2), zeroshard.ZERO3, rank).weights)
-
-    run_ranks(check, 2)
-
-
-def test_without_gradients_forward_transforms_work_under_every_plan() -> None:
-    def check(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero1", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    for step, (name, of_inputs) in enumerate(OF_INPUTS.items()):
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+        found = of_inputs(model)
         plain = make(Net)
-        for plan in PLANS:
-            model = make(Net)
-            zeroshard.shard(model, plan, units=Block)
-            with torch.no_grad():
-                for name in ("vmap", "jvp", "jacfwd"):
-                    assert same(OF_INPUTS[name](model), OF_INPUTS[name](plain)), (plan, name)
+        plain.load_state_dict(handle.full_state_dict())
+        assert same(found, of_inputs(plain)), name
 
-    run_ranks(check, 2)
+
+@on_ranks(2)
+def test_elsewhere_the_error_says_what_to_do_and_the_handle_lives(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+    batch = tokens(rank)
+    full = handle.full_state_dict()
+    for step in range(2):
+        for of_values in OF_VALUES.values():
+            with pytest.raises(RuntimeError, match=r"inside a torch.func transform .*unsharded\(\)"):
+                of_values(model, full, batch)
+        for of_inputs in OF_INPUTS.values():
+            with pytest.raises(RuntimeError, match=r"inside a torch.func transform .*unsharded\(\)"):
+                of_inputs(model)
+        with pytest.raises(RuntimeError, match=r"head\.bias are not here.*unsharded\(\)"):
+            functional_call(model, {"head.bias": model.head.bias.detach()}, (batch,))
+        with pytest.raises(RuntimeError, match=r"head.bias has come into the model .* not Parameters"):
+            functional_call(model, {"head.bias": nn.Parameter(full["head.bias"])}, (batch,))
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+    assert same_bits(handle.full_state_dict(), train(Job(steps=2), zeroshard.ZERO3, rank).weights)
+
+
+@on_ranks(2)
+def test_without_gradients_forward_transforms_work_under_every_plan(rank: int) -> None:
+    plain = make(Net)
+    for plan in PLANS:
+        model = make(Net)
+        zeroshard.shard(model, plan, units=Block)
+        with torch.no_grad():
+            for name in ("vmap", "jvp", "jacfwd"):
+                assert same(OF_INPUTS[name](model), OF_INPUTS[name](plain)), (plan, name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -95,9 +96,10 @@ def numbers(width: int, rank: int, step: int = 0, micro_batch: int = 0, rows: in
 def in_fp64(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for a function that runs on a forked rank: new tensors are fp64 by default."""
 
-    def run(rank: int, *args: Any) -> Any:
+    @wraps(fn)
+    def run(rank: int, *args: Any, **named: Any) -> Any:
         torch.set_default_dtype(torch.float64)
-        return fn(rank, *args)
+        return fn(rank, *args, **named)
 
     return run
 

@@ -26,7 +26,7 @@ from tests.outside.common import (
     expect_same_bits,
     in_fp64,
 )
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.exchange import export
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
@@ -52,31 +52,28 @@ def batch(width: int, rank: int, step: int, micro_batch: int = 0) -> tuple[Tenso
     return torch.randn(2, width, generator=generator), torch.randint(width, (2,), generator=generator)
 
 
-def test_parameters_that_train_in_turns_within_one_step() -> None:
+@on_ranks(2)
+@in_fp64
+def test_parameters_that_train_in_turns_within_one_step(rank: int) -> None:
     """TestZeroUnbalancedGradients: each of two micro-batches trains every other parameter; all are unfrozen
     afterwards."""
-
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            twins = Twins(Layers(4, 3), plan, Adam, lr=1e-3)
-            for step in range(4):
-                for micro_batch in range(2):
-                    for model in (twins.model, twins.plain):
-                        for i, parameter in enumerate(model.parameters()):
-                            parameter.requires_grad = i % 2 == micro_batch
-                    x, y = batch(4, rank, step, micro_batch)
-                    twins.backward(lambda model, x=x, y=y: model(x, y), reduced=micro_batch == 1)
-                    for model in (twins.model, twins.plain):
-                        model.requires_grad_(True)
-                twins.step()
-                twins.expect_equal()
-            weights.append(twins.handle.full_state_dict())
-        expect_same_bits(weights)
-
-    run_ranks(check, 2)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        twins = Twins(Layers(4, 3), plan, Adam, lr=1e-3)
+        for step in range(4):
+            for micro_batch in range(2):
+                for model in (twins.model, twins.plain):
+                    for i, parameter in enumerate(model.parameters()):
+                        parameter.requires_grad = i % 2 == micro_batch
+                x, y = batch(4, rank, step, micro_batch)
+                twins.backward(lambda model, x=x, y=y: model(x, y), reduced=micro_batch == 1)
+                for model in (twins.model, twins.plain):
+                    model.requires_grad_(True)
+            twins.step()
+            twins.expect_equal()
+        weights.append(twins.handle.full_state_dict())
+    expect_same_bits(weights)
 
 
 class Albert(nn.Module):
@@ -92,7 +89,8 @@ class Albert(nn.Module):
         return nn.functional.cross_entropy(x, y)
 
 
-def test_one_layer_in_a_loop() -> None:
+@on_ranks(2)
+def test_one_layer_in_a_loop(rank: int) -> None:
     """TestZero3RepeatForwardLoop; with `mics`, which shards within groups only: a mesh of replicas."""
 
     @in_fp64
@@ -107,7 +105,7 @@ def test_one_layer_in_a_loop() -> None:
             twins.step()
             twins.expect_equal()
 
-    run_ranks(in_turn(check, [2, 1]), 2)
+    in_turn(check, [2, 1])(rank)
 
 
 class Uneven(Layers):
@@ -225,40 +223,37 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 OUTPUT_CASES = grid(PRECISIONS, CONTAINERS, (False, True))
 
 
-def test_outputs_of_every_kind_and_gradients_that_add_up() -> None:
+@on_ranks(2)
+def test_outputs_of_every_kind_and_gradients_that_add_up(rank: int) -> None:
     """TestZero3ParamPartitioningBase (all of its tests except offload) and ...BaseBF16 (skipped there, "not working"):
     ranks with different initial values, activations and gradients that are known numbers, with and without zero_grad in
     between, outputs in five containers. Reading an absent parameter raises before, between and after passes."""
-
-    def check(rank: int) -> None:
-        for precision, container, zero_grad in OUTPUT_CASES:
-            model = Products(container)
-            handle = zeroshard.shard(model, "zero3", units=Product, precision=precision)
-            with handle.unsharded(write=True), torch.no_grad():
-                for number, layer in enumerate(model.layers, 1):
-                    layer.weight.view(-1)[:8] = number
-                    layer.weight.view(-1)[8:] = 2 * number
-            optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=0.0, loss_scale=1)
-            rows = [torch.tensor([a] * 8 + [b] * 7).view(3, 5) for a, b in ((2.0, 8.0), (6.0, 48.0))]
-            for number in range(1, 4):
-                outputs = model(torch.ones(3, 5))
-                assert torch.equal(second(outputs).float(), rows[1])
-                if isinstance(outputs, dict):
-                    assert outputs["one"] == 1 and outputs["none"] is None
-                (second(outputs).float() * (rank + 1)).sum().backward()  # a mean of 1.5
-                assert all(is_absent(layer.weight) for layer in model.layers)
-                times = 1.5 * (1 if zero_grad else number)
-                found = [handle.gradient(f"layers.{i}.weight").view(-1) for i in range(3)]
-                expected = [(6.0, 24.0), (3.0, 12.0), (2.0, 8.0)]
-                for gradient, (a, b) in zip(found, expected, strict=True):
-                    assert gradient[:8].eq(a * times).all() and gradient[8:].eq(b * times).all()
-                if zero_grad:
-                    optimizer.zero_grad()
-            if not zero_grad:
-                assert optimizer.step().grad_norm > 0
+    for precision, container, zero_grad in OUTPUT_CASES:
+        model = Products(container)
+        handle = zeroshard.shard(model, "zero3", units=Product, precision=precision)
+        with handle.unsharded(write=True), torch.no_grad():
+            for number, layer in enumerate(model.layers, 1):
+                layer.weight.view(-1)[:8] = number
+                layer.weight.view(-1)[8:] = 2 * number
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=0.0, loss_scale=1)
+        rows = [torch.tensor([a] * 8 + [b] * 7).view(3, 5) for a, b in ((2.0, 8.0), (6.0, 48.0))]
+        for number in range(1, 4):
+            outputs = model(torch.ones(3, 5))
+            assert torch.equal(second(outputs).float(), rows[1])
+            if isinstance(outputs, dict):
+                assert outputs["one"] == 1 and outputs["none"] is None
+            (second(outputs).float() * (rank + 1)).sum().backward()  # a mean of 1.5
             assert all(is_absent(layer.weight) for layer in model.layers)
-
-    run_ranks(check, 2)
+            times = 1.5 * (1 if zero_grad else number)
+            found = [handle.gradient(f"layers.{i}.weight").view(-1) for i in range(3)]
+            expected = [(6.0, 24.0), (3.0, 12.0), (2.0, 8.0)]
+            for gradient, (a, b) in zip(found, expected, strict=True):
+                assert gradient[:8].eq(a * times).all() and gradient[8:].eq(b * times).all()
+            if zero_grad:
+                optimizer.zero_grad()
+        if not zero_grad:
+            assert optimizer.step().grad_norm > 0
+        assert all(is_absent(layer.weight) for layer in model.layers)
 
 
 class Vector(nn.Module):
@@ -299,7 +294,8 @@ def test_one_large_parameter_on_four_ranks() -> None:
     run_ranks(in_turn(check, [False, True]), 4)
 
 
-def test_many_parameters_and_a_list_of_activations() -> None:
+@on_ranks(2)
+def test_many_parameters_and_a_list_of_activations(rank: int) -> None:
     """TestZero3ParamPartitioningManyParams."""
 
     class Many(nn.Module):
@@ -334,7 +330,7 @@ def test_many_parameters_and_a_list_of_activations() -> None:
             assert handle.gradient("layers.39.weight").eq(2.0**-21).all()
             optimizer.step()
 
-    run_ranks(in_turn(check, [False, True]), 2)
+    in_turn(check, [False, True])(rank)
 
 
 def test_a_parent_that_fills_its_childs_weights() -> None:
@@ -363,7 +359,9 @@ def test_a_parent_that_fills_its_childs_weights() -> None:
     assert len(set(held)) == 1 and held[0] < 4 * (1201 / 4 + 256 + 64)
 
 
-def test_modules_built_by_skip_init() -> None:
+@on_ranks(2)
+@in_fp64
+def test_modules_built_by_skip_init(rank: int) -> None:
     """TestParamPartitioningSkipInit: uninitialized submodules, dropout, a list as output."""
 
     class Sub(nn.Module):
@@ -387,24 +385,20 @@ def test_modules_built_by_skip_init() -> None:
             x = self.l3(self.l2(self.l1(x)))
             return [x, nn.functional.cross_entropy(x, y)]
 
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = Whole()
-            for parameter in model.parameters():
-                nn.init.normal_(parameter)
-            twins = Twins(model, plan, Adam, lr=1e-4)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = Whole()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        twins = Twins(model, plan, Adam, lr=1e-4)
 
-            def loss(model: nn.Module, step: int) -> Tensor:
-                torch.manual_seed(step)  # for dropout
-                return model(*batch(10, rank, step))[1]
+        def loss(model: nn.Module, step: int) -> Tensor:
+            torch.manual_seed(step)  # for dropout
+            return model(*batch(10, rank, step))[1]
 
-            weights.append(twins.train(loss, steps=3))
-        expect_same_bits(weights)
-
-    run_ranks(check, 2)
+        weights.append(twins.train(loss, steps=3))
+    expect_same_bits(weights)
 
 
 @pytest.mark.parametrize("container", [tuple, list, dict])
@@ -447,26 +441,25 @@ def test_a_loss_in_a_container(container: type) -> None:
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-def test_every_parameter_has_made_as_many_steps_as_the_run() -> None:
+@on_ranks(2)
+def test_every_parameter_has_made_as_many_steps_as_the_run(rank: int) -> None:
     """TestZeroAdamOptimizerStepCount: two micro-batches per step."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = Layers(4, 4)
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-3)
-            for step in range(3):
-                with handle.no_sync():
-                    model(*batch(4, rank, step, 0)).backward()
-                model(*batch(4, rank, step, 1)).backward()
-                optimizer.step()
-                counts = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
-                assert counts == {step + 1}
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = Layers(4, 4)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-3)
+        for step in range(3):
+            with handle.no_sync():
+                model(*batch(4, rank, step, 0)).backward()
+            model(*batch(4, rank, step, 1)).backward()
+            optimizer.step()
+            counts = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+            assert counts == {step + 1}
 
 
-def test_frozen_weights_between_trained_ones() -> None:
+@on_ranks(2)
+@in_fp64
+def test_frozen_weights_between_trained_ones(rank: int) -> None:
     """TestZeroFrozenWeights."""
 
     class Model(nn.Module):
@@ -479,19 +472,16 @@ def test_frozen_weights_between_trained_ones() -> None:
             x = self.l2(torch.relu(self.l1(x)))
             return x, nn.functional.cross_entropy(x, y)
 
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            twins = Twins(Model(), plan, Adam, lr=1e-3)
-            weights.append(twins.train(lambda model, step: model(*batch(10, rank, step))[1]))
-        expect_same_bits(weights)
-
-    run_ranks(check, 2)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        twins = Twins(Model(), plan, Adam, lr=1e-3)
+        weights.append(twins.train(lambda model, step: model(*batch(10, rank, step))[1]))
+    expect_same_bits(weights)
 
 
-def test_nothing_of_full_size_is_held_between_two_phases() -> None:
+@on_ranks(2)
+def test_nothing_of_full_size_is_held_between_two_phases(rank: int) -> None:
     """TestZeroPartitionCache: `empty_partition_cache()` there, `park()` here. Also for a model without an optimizer."""
 
     def check(rank: int, training: bool) -> None:
@@ -510,56 +500,51 @@ def test_nothing_of_full_size_is_held_between_two_phases() -> None:
         handle.unpark()
         assert torch.isfinite(model(*batch(10, rank, 3)))
 
-    run_ranks(in_turn(check, [True, False]), 2)
+    in_turn(check, [True, False])(rank)
 
 
-def test_a_param_group_may_be_empty() -> None:
+@on_ranks(2)
+def test_a_param_group_may_be_empty(rank: int) -> None:
     """TestEmptyParameterGroup."""
-
-    def check(rank: int) -> None:
-        for plan, precision, empty in grid(PLANS, PRECISIONS, ("weights", "biases")):
-            model = Layers(4, 4)
-            handle = zeroshard.shard(model, plan, precision=precision)
-            biases, weights = ([p for p in model.parameters() if p.dim() == dim] for dim in (1, 2))
-            groups = [
-                {"params": [] if empty == "weights" else weights, "weight_decay": 0.01},
-                {"params": [] if empty == "biases" else biases, "weight_decay": 0.0},
-            ]
-            optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1)
-            before = handle.full_state_dict()
-            optimizer.backward(model(*batch(4, rank, 0)))
-            optimizer.step()
-            after = handle.full_state_dict()
-            trained = "weight" if empty == "biases" else "bias"
-            unchanged = {name for name in before if torch.equal(before[name], after[name])}
-            assert unchanged == {name for name in before if trained not in name}, (plan, precision, empty)
-
-    run_ranks(check, 2)
+    for plan, precision, empty in grid(PLANS, PRECISIONS, ("weights", "biases")):
+        model = Layers(4, 4)
+        handle = zeroshard.shard(model, plan, precision=precision)
+        biases, weights = ([p for p in model.parameters() if p.dim() == dim] for dim in (1, 2))
+        groups = [
+            {"params": [] if empty == "weights" else weights, "weight_decay": 0.01},
+            {"params": [] if empty == "biases" else biases, "weight_decay": 0.0},
+        ]
+        optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1)
+        before = handle.full_state_dict()
+        optimizer.backward(model(*batch(4, rank, 0)))
+        optimizer.step()
+        after = handle.full_state_dict()
+        trained = "weight" if empty == "biases" else "bias"
+        unchanged = {name for name in before if torch.equal(before[name], after[name])}
+        assert unchanged == {name for name in before if trained not in name}, (plan, precision, empty)
 
 
-def test_between_training_and_evaluation() -> None:
+@on_ranks(2)
+@in_fp64
+def test_between_training_and_evaluation(rank: int) -> None:
     """TestZero3SwitchModes: three epochs of training and evaluation in turn."""
-
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            twins = Twins(Layers(10, 3), plan, Adam, shard={"units": nn.Linear}, lr=1e-3)
-            for epoch in range(3):
-                twins.model.train(), twins.plain.train()
-                weights.append(twins.train(lambda model, step, e=epoch: model(*batch(10, rank, step, e)), steps=2))
-                twins.model.eval(), twins.plain.eval()
-                with torch.no_grad():
-                    for step in range(2):
-                        found, expected = (model(*batch(10, rank, step, 9)) for model in (twins.model, twins.plain))
-                        torch.testing.assert_close(found, expected)
-        expect_same_bits(weights[2::3])
-
-    run_ranks(check, 2)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        twins = Twins(Layers(10, 3), plan, Adam, shard={"units": nn.Linear}, lr=1e-3)
+        for epoch in range(3):
+            twins.model.train(), twins.plain.train()
+            weights.append(twins.train(lambda model, step, e=epoch: model(*batch(10, rank, step, e)), steps=2))
+            twins.model.eval(), twins.plain.eval()
+            with torch.no_grad():
+                for step in range(2):
+                    found, expected = (model(*batch(10, rank, step, 9)) for model in (twins.model, twins.plain))
+                    torch.testing.assert_close(found, expected)
+    expect_same_bits(weights[2::3])
 
 
-def test_a_module_may_have_an_attribute_called_id() -> None:
+@on_ranks(2)
+def test_a_module_may_have_an_attribute_called_id(rank: int) -> None:
     """TestZero3ClientModuleID: `shard` sets no attributes on modules, except one for a line of `print(model)`."""
 
     class Model(nn.Module):
@@ -568,13 +553,10 @@ def test_a_module_may_have_an_attribute_called_id() -> None:
             self.id = 3
             self.fc = nn.Linear(8, 8)
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = Model()
-            before = {name: set(vars(module)) for name, module in model.named_modules()}
-            before[""].add("extra_repr")
-            zeroshard.shard(model, plan)
-            assert model.id == 3
-            assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = Model()
+        before = {name: set(vars(module)) for name, module in model.named_modules()}
+        before[""].add("extra_repr")
+        zeroshard.shard(model, plan)
+        assert model.id == 3
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == before

@@ -29,7 +29,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -208,20 +208,17 @@ def test_a_unit_of_which_a_part_is_not_used() -> None:
     under_all_plans(train)
 
 
-def test_weights_are_there_before_the_first_forward() -> None:
+@on_ranks(2)
+def test_weights_are_there_before_the_first_forward(rank: int) -> None:
     """test_unshard_without_lazy_init, test_unshard_no_param_group: also of a module without parameters of its own."""
-
-    def check(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
-        plain = state_of(model)
-        handle = zeroshard.shard(model, "zero3", units=nn.Linear)
-        with handle.unsharded():
-            assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
-        with handle.unsharded("0"):
-            assert torch.equal(model[0][0].weight, plain["0.0.weight"])
-
-    run_ranks(check, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    plain = state_of(model)
+    handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+    with handle.unsharded():
+        assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    with handle.unsharded("0"):
+        assert torch.equal(model[0][0].weight, plain["0.0.weight"])
 
 
 def test_one_rank_reduces_with_nobody() -> None:
@@ -239,45 +236,39 @@ def test_one_rank_reduces_with_nobody() -> None:
     run_ranks(check, 1)
 
 
-def test_the_divisor_of_the_gradient_is_the_ranks_or_the_weights() -> None:
+@on_ranks(2)
+def test_the_divisor_of_the_gradient_is_the_ranks_or_the_weights(rank: int) -> None:
     """test_set_reduce_scatter_divide_factor, test_explicit_sync_divide_factor: there a factor is set; here the loss is
     scaled, or has a weight: with weights 1 and 3 the gradient is (g0 + 3 g1) / 4."""
-
-    def check(rank: int) -> None:
-        for plan in ("ddp", "zero1", "zero2", "zero3"):
-            model = nn.Linear(1, 2, bias=False)
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-            before = handle.full_state_dict()["weight"]
-            (model(torch.full((1, 1), 3.0 + rank)).sum() / 2).backward()
-            optimizer.step()
-            after = handle.full_state_dict()["weight"]
-            torch.testing.assert_close(before - after, torch.full((2, 1), 1.75))
-            optimizer.backward(model(torch.full((1, 1), 3.0 + rank)).sum(), weight=1.0 + 2 * rank)
-            optimizer.step()
-            torch.testing.assert_close(after - handle.full_state_dict()["weight"], torch.full((2, 1), (3 + 3 * 4) / 4))
-
-    run_ranks(check, 2)
+    for plan in ("ddp", "zero1", "zero2", "zero3"):
+        model = nn.Linear(1, 2, bias=False)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        before = handle.full_state_dict()["weight"]
+        (model(torch.full((1, 1), 3.0 + rank)).sum() / 2).backward()
+        optimizer.step()
+        after = handle.full_state_dict()["weight"]
+        torch.testing.assert_close(before - after, torch.full((2, 1), 1.75))
+        optimizer.backward(model(torch.full((1, 1), 3.0 + rank)).sum(), weight=1.0 + 2 * rank)
+        optimizer.step()
+        torch.testing.assert_close(after - handle.full_state_dict()["weight"], torch.full((2, 1), (3 + 3 * 4) / 4))
 
 
-def test_a_profile_names_phases_and_what_is_gathered_and_reduced() -> None:
+@on_ranks(2)
+def test_a_profile_names_phases_and_what_is_gathered_and_reduced(rank: int) -> None:
     """LoggingTests.test_fsdp_logging: a log of hooks there; here profiler ranges of the phases, and of the collectives
     by unit. The negative control: calls after the profiler has stopped leave no range."""
-
-    def check(rank: int) -> None:
-        model = transformer(2)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        with profile() as found:
-            model(tokens(rank)).sum().backward()
-            optimizer.step()
-            optimizer.state_dict()
-        handle.full_state_dict()
-        names = {event.name.removeprefix("zeroshard::") for event in found.events() if "zeroshard::" in event.name}
-        for unit in ("root", "layers.0", "layers.1"):
-            of_unit = {"gather", "all_gather", "reduce", "reduce_scatter", "wait: reduce_scatter", "step: updated"}
-            assert {f"{what}({unit})" for what in of_unit} <= names
-        assert {"before forward", "begin of backward", "end of backward", "step: agree", "step: update"} <= names
-        assert "state_dict" in names and "full state" not in names
-
-    run_ranks(check, 2)
+    model = transformer(2)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    with profile() as found:
+        model(tokens(rank)).sum().backward()
+        optimizer.step()
+        optimizer.state_dict()
+    handle.full_state_dict()
+    names = {event.name.removeprefix("zeroshard::") for event in found.events() if "zeroshard::" in event.name}
+    for unit in ("root", "layers.0", "layers.1"):
+        of_unit = {"gather", "all_gather", "reduce", "reduce_scatter", "wait: reduce_scatter", "step: updated"}
+        assert {f"{what}({unit})" for what in of_unit} <= names
+    assert {"before forward", "begin of backward", "end of backward", "step: agree", "step: update"} <= names
+    assert "state_dict" in names and "full state" not in names

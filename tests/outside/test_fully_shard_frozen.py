@@ -26,7 +26,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -173,7 +173,8 @@ def test_the_norm_is_torchs_and_so_is_the_step(mesh: str, norm_types: tuple[floa
     run_ranks(in_turn(check, cases), 2 if mesh == "one axis" else 4)
 
 
-def test_torchs_own_utilities_clip() -> None:
+@on_ranks(2)
+def test_torchs_own_utilities_clip(rank: int) -> None:
     """test_clip_grad_norm_1d calls `torch.nn.utils.clip_grad_norm_`, and so may a training loop here."""
 
     @in_fp64
@@ -194,22 +195,19 @@ def test_torchs_own_utilities_clip() -> None:
             states.append(twins.expect_equal())
         expect_same_bits(states)
 
-    run_ranks(in_turn(check, [(False, plans_of(0)), (True, plans_of(1))]), 2)
+    in_turn(check, [(False, plans_of(0)), (True, plans_of(1))])(rank)
 
 
-def test_gradients_of_zero_are_left_alone() -> None:
+@on_ranks(2)
+def test_gradients_of_zero_are_left_alone(rank: int) -> None:
     """test_clip_grad_norm_1d, "for zero gradients, clipping has no effect"."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = nn.Linear(3, 3)
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-            before = copy.deepcopy(handle.full_state_dict())
-            (model(torch.ones(2, 3)) * 0).sum().backward()
-            assert optimizer.clip_grad_norm_(1.0) == 0
-            optimizer.step()
-            after = handle.full_state_dict()
-            assert all(torch.equal(before[name], after[name]) for name in before)
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        before = copy.deepcopy(handle.full_state_dict())
+        (model(torch.ones(2, 3)) * 0).sum().backward()
+        assert optimizer.clip_grad_norm_(1.0) == 0
+        optimizer.step()
+        after = handle.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)

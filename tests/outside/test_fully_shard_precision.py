@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import plans_of
 from tests.outside.common import MLP, PLANS, expect_same_bits, numbers
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.testing import run_ranks
 
 Adam, bf16, fp16, fp32 = torch.optim.Adam, torch.bfloat16, torch.float16, torch.float32
@@ -65,7 +65,8 @@ class ByHand:
                 compute.copy_(main)
 
 
-def test_compute_and_reduction_each_in_their_dtype() -> None:
+@on_ranks(2)
+def test_compute_and_reduction_each_in_their_dtype(rank: int) -> None:
     """test_compute_dtype, test_reduce_dtype (fp32 reduction), test_default_gradient_dtype: losses and fp32 weights
     equal those of the loop by hand, and the bytes sent are those of the chosen wire dtype."""
 
@@ -92,50 +93,45 @@ def test_compute_and_reduction_each_in_their_dtype() -> None:
         expect_same_bits(states)
 
     cases = [(bf16, bf16, bf16), (fp16, fp16, fp16), (bf16, fp32, fp32), (bf16, bf16, fp32), (fp32, fp32, fp32)]
-    run_ranks(in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)]), 2)
+    in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)])(rank)
 
 
-def test_a_reduction_narrower_than_the_gradients() -> None:
+@on_ranks(2)
+def test_a_reduction_narrower_than_the_gradients(rank: int) -> None:
     """test_reduce_dtype (bf16 reduction of fp32 gradients), test_clamp_reduce_dtype: half the bytes, sums in fp32."""
-
-    def check(rank: int) -> None:
-        sent = {}
-        for wire in (fp32, bf16):
-            model = stack()
-            handle = zeroshard.shard(model, "zero2", precision=MixedPrecision(fp32, fp32, wire, fp32))
-            optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2)
-            handle.comm_log.clear()
-            model(numbers(16, rank)).sum().backward()
-            sent[wire] = handle.comm_log.bytes("reduce_scatter")
-            gradient = handle.gradient("0.in_proj.weight")
-            plain = stack()
-            plain(numbers(16, rank)).sum().backward()
-            expected = plain[0].in_proj.weight.grad
-            dist.all_reduce(expected)
-            torch.testing.assert_close(gradient, expected / 2, rtol=1e-5 if wire is fp32 else 2e-2, atol=1e-3)
-            optimizer.step()
-        assert sent[bf16] * 2 == sent[fp32]
-
-    run_ranks(check, 2)
+    sent = {}
+    for wire in (fp32, bf16):
+        model = stack()
+        handle = zeroshard.shard(model, "zero2", precision=MixedPrecision(fp32, fp32, wire, fp32))
+        optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2)
+        handle.comm_log.clear()
+        model(numbers(16, rank)).sum().backward()
+        sent[wire] = handle.comm_log.bytes("reduce_scatter")
+        gradient = handle.gradient("0.in_proj.weight")
+        plain = stack()
+        plain(numbers(16, rank)).sum().backward()
+        expected = plain[0].in_proj.weight.grad
+        dist.all_reduce(expected)
+        torch.testing.assert_close(gradient, expected / 2, rtol=1e-5 if wire is fp32 else 2e-2, atol=1e-3)
+        optimizer.step()
+    assert sent[bf16] * 2 == sent[fp32]
 
 
-def test_a_model_built_in_bf16() -> None:
+@on_ranks(2)
+def test_a_model_built_in_bf16(rank: int) -> None:
     """test_clamp_reduce_dtype: 16-bit weights from the start; gradients stay bf16 where that is asked for."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(bf16)
-            handle = zeroshard.shard(model, plan, precision=MixedPrecision(bf16, bf16, bf16, bf16))
-            optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2)
-            model(numbers(32, rank).to(bf16)).sum().backward()
-            assert handle.gradient("0.weight").dtype == bf16
-            optimizer.step()
-            assert all(value.dtype == bf16 for value in handle.full_state_dict(main=True).values())
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(bf16)
+        handle = zeroshard.shard(model, plan, precision=MixedPrecision(bf16, bf16, bf16, bf16))
+        optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2)
+        model(numbers(32, rank).to(bf16)).sum().backward()
+        assert handle.gradient("0.weight").dtype == bf16
+        optimizer.step()
+        assert all(value.dtype == bf16 for value in handle.full_state_dict(main=True).values())
 
 
-def test_trained_after_a_first_forward_with_everything_frozen() -> None:
+@on_ranks(2)
+def test_trained_after_a_first_forward_with_everything_frozen(rank: int) -> None:
     """test_reduce_dtype_after_frozen_first_forward: beside a frozen parameter of integers; gradients are fp32."""
 
     class Model(nn.Module):
@@ -147,24 +143,22 @@ def test_trained_after_a_first_forward_with_everything_frozen() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x)
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = Model()
-            handle = zeroshard.shard(model, plan, precision=MixedPrecision(bf16, fp32, None, fp32))
-            model.requires_grad_(False)
-            with torch.no_grad():
-                model(numbers(16, rank))
-            model.layers.requires_grad_(True)
-            optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2)
-            model(numbers(16, rank)).sum().backward()
-            assert all(handle.gradient(f"layers.{i}.weight").dtype == fp32 for i in (0, 1))
-            assert optimizer.step().applied
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = Model()
+        handle = zeroshard.shard(model, plan, precision=MixedPrecision(bf16, fp32, None, fp32))
+        model.requires_grad_(False)
+        with torch.no_grad():
+            model(numbers(16, rank))
+        model.layers.requires_grad_(True)
+        optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-2)
+        model(numbers(16, rank)).sum().backward()
+        assert all(handle.gradient(f"layers.{i}.weight").dtype == fp32 for i in (0, 1))
+        assert optimizer.step().applied
 
 
-def test_micro_batches_add_up_in_fp32() -> None:
+@on_ranks(2)
+def test_micro_batches_add_up_in_fp32(rank: int) -> None:
     """test_grad_acc_with_reduce_dtype, test_native_accumulation_dtypes, test_fp32_gradient ("no_sync"): 256 + 1 -
     256 is 1 in fp32 and 0 in bf16."""
 
@@ -176,21 +170,18 @@ def test_micro_batches_add_up_in_fp32() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.weight * x
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            for grad, expected in ((fp32, 1.0), (bf16, 0.0)):
-                model = Scale()
-                handle = zeroshard.shard(model, plan, precision=MixedPrecision(bf16, grad, None, fp32))
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-                for value in (256.0, 1.0):
-                    with handle.no_sync():
-                        model(torch.tensor(value)).sum().backward()
-                model(torch.tensor(-256.0)).sum().backward()
-                assert handle.gradient("weight").eq(expected).all()
-                optimizer.step()
-                assert handle.full_state_dict(main=True)["weight"].eq(-expected).all()
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        for grad, expected in ((fp32, 1.0), (bf16, 0.0)):
+            model = Scale()
+            handle = zeroshard.shard(model, plan, precision=MixedPrecision(bf16, grad, None, fp32))
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+            for value in (256.0, 1.0):
+                with handle.no_sync():
+                    model(torch.tensor(value)).sum().backward()
+            model(torch.tensor(-256.0)).sum().backward()
+            assert handle.gradient("weight").eq(expected).all()
+            optimizer.step()
+            assert handle.full_state_dict(main=True)["weight"].eq(-expected).all()
 
 
 # Structures ----------------------------------------------------------------------------------------------------------
@@ -245,7 +236,8 @@ class Out(nn.Module):
         return x + y + z
 
 
-def test_structures_between_units() -> None:
+@on_ranks(2)
+def test_structures_between_units(rank: int) -> None:
     """test_structured_input_output."""
 
     def check(rank: int, precision: str, kind: str, plans: Any) -> None:
@@ -272,13 +264,14 @@ def test_structures_between_units() -> None:
         expect_same_bits(states)
 
     cases = itertools.product(["fp32", "bf16"], ["dataclass", "nested", "namedtuple"])
-    run_ranks(in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)]), 2)
+    in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)])(rank)
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------
 
 
-def test_norms_in_16_bits_or_kept_in_fp32() -> None:
+@on_ranks(2)
+def test_norms_in_16_bits_or_kept_in_fp32(rank: int) -> None:
     """test_norm_modules_bf16, test_norm_modules_fp16: layer norm, batch norm of 1 and 2 dimensions."""
 
     def check(rank: int, param: torch.dtype) -> None:
@@ -305,13 +298,14 @@ def test_norms_in_16_bits_or_kept_in_fp32() -> None:
             assert optimizer.step().applied
             handle.close()
 
-    run_ranks(in_turn(check, [bf16, fp16]), 2)
+    in_turn(check, [bf16, fp16])(rank)
 
 
 # Scaling -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_scaler_skips_where_one_rank_overflows() -> None:
+@on_ranks(2)
+def test_a_scaler_skips_where_one_rank_overflows(rank: int) -> None:
     """TestFullyShardGradientScaler.test_gradient_scaler: torch's GradScaler is refused, and says what to use; then an
     infinity on rank 1 alone skips the step on all ranks and halves the scale, and without it nothing is skipped."""
 
@@ -337,7 +331,7 @@ def test_a_scaler_skips_where_one_rank_overflows() -> None:
             assert optimizer.scaling.default is not None
             assert optimizer.scaling.default.scale == (1.0 if overflow else 2.0)
 
-    run_ranks(in_turn(check, [False, True]), 2)
+    in_turn(check, [False, True])(rank)
 
 
 # Forward-mode derivatives --------------------------------------------------------------------------------------------

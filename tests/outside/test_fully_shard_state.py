@@ -29,7 +29,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -41,76 +41,64 @@ def units_of(handle: zeroshard.Handle) -> dict[str, set[str]]:
 # What belongs together -----------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_belongs_to_the_innermost_unit_around_it() -> None:
+@on_ranks(1)
+def test_a_parameter_belongs_to_the_innermost_unit_around_it(rank: int) -> None:
     """TestFullyShardManagedModulesAndStates, TestFullyShardLazyInit.test_fully_shard_is_root,
     ..._module_and_param_fqns: parameters of no other unit belong to the root unit, and names are those of the model."""
-
-    def check(rank: int) -> None:
-        model = nn.Sequential(MLP(8), MLP(8))
-        inner = (model[0].in_proj, model[0].out_proj)
-        handle = zeroshard.shard(model, "zero3", units=lambda module: module in inner)
-        assert units_of(handle) == {
-            "0.in_proj": {"0.in_proj.weight", "0.in_proj.bias"},
-            "0.out_proj": {"0.out_proj.weight", "0.out_proj.bias"},
-            "root": {"1.in_proj.weight", "1.in_proj.bias", "1.out_proj.weight", "1.out_proj.bias"},
-        }
-
-    run_ranks(check, 1)
+    model = nn.Sequential(MLP(8), MLP(8))
+    inner = (model[0].in_proj, model[0].out_proj)
+    handle = zeroshard.shard(model, "zero3", units=lambda module: module in inner)
+    assert units_of(handle) == {
+        "0.in_proj": {"0.in_proj.weight", "0.in_proj.bias"},
+        "0.out_proj": {"0.out_proj.weight", "0.out_proj.bias"},
+        "root": {"1.in_proj.weight", "1.in_proj.bias", "1.out_proj.weight", "1.out_proj.bias"},
+    }
 
 
-def test_shared_parameters_and_modules_count_once() -> None:
+@on_ranks(2)
+def test_shared_parameters_and_modules_count_once(rank: int) -> None:
     """test_managed_modules_duplicate, test_managed_states_shared_params_and_buffers, TestFullyShardParamModuleInfos: a
     parameter with several names is one slot, and `tied` knows the other names."""
-
-    def check(rank: int) -> None:
-        mlp = MLP(8)
-        twice = nn.Sequential(mlp, mlp)
-        handle = zeroshard.shard(twice, "zero3", units=MLP)
-        assert sum(len(names) for names in units_of(handle).values()) == 4
-        assert set(handle.engine.tied()) == {f"1.{name}" for name, _ in mlp.named_parameters()}
-        shared = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(3)))
-        shared[0].in_proj.weight = shared[1].in_proj.weight
-        shared[2].in_proj.weight = shared[1].in_proj.weight
-        shared[1].buffer = shared[2].buffer
-        plain = state_of(shared)
-        handle = zeroshard.shard(shared, "zero3", units=MLP)
-        assert sum(len(names) for names in units_of(handle).values()) == 10
-        expect_close(handle.full_state_dict(), plain)
-
-    run_ranks(check, 2)
+    mlp = MLP(8)
+    twice = nn.Sequential(mlp, mlp)
+    handle = zeroshard.shard(twice, "zero3", units=MLP)
+    assert sum(len(names) for names in units_of(handle).values()) == 4
+    assert set(handle.engine.tied()) == {f"1.{name}" for name, _ in mlp.named_parameters()}
+    shared = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(3)))
+    shared[0].in_proj.weight = shared[1].in_proj.weight
+    shared[2].in_proj.weight = shared[1].in_proj.weight
+    shared[1].buffer = shared[2].buffer
+    plain = state_of(shared)
+    handle = zeroshard.shard(shared, "zero3", units=MLP)
+    assert sum(len(names) for names in units_of(handle).values()) == 10
+    expect_close(handle.full_state_dict(), plain)
 
 
-def test_a_group_of_modules_is_one_unit() -> None:
+@on_ranks(1)
+def test_a_group_of_modules_is_one_unit(rank: int) -> None:
     """test_managed_modules_list_of_mlps, test_managed_states_list_of_mlps, test_get_param_module_infos_list_of_mlps."""
-
-    def check(rank: int) -> None:
-        model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(5)))
-        handle = zeroshard.shard(model, "zero3", units=[("0", "1", "2")])
-        of_three = {f"{i}.{name}" for i in range(3) for name, _ in model[0].named_parameters()}
-        assert of_three in units_of(handle).values() and len(handle.engine.units) == 2
-
-    run_ranks(check, 1)
+    model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(5)))
+    handle = zeroshard.shard(model, "zero3", units=[("0", "1", "2")])
+    of_three = {f"{i}.{name}" for i in range(3) for name, _ in model[0].named_parameters()}
+    assert of_three in units_of(handle).values() and len(handle.engine.units) == 2
 
 
-def test_shards_cut_a_flat_buffer() -> None:
+@on_ranks(3)
+def test_shards_cut_a_flat_buffer(rank: int) -> None:
     """TestFullyShardShardedParameterTensor.test_shard_tensor_parameters, TestFullyShardShardPlacementFn: every rank
     has an equal part, and the parts in rank order are the parameters; there is no dimension to choose. Odd sizes."""
-
-    def check(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(MLP(3, 3) for _ in range(3)))
-        model[0].in_proj = model[1].in_proj
-        plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-        handle = zeroshard.shard(model, "zero3")
-        for unit in handle.engine.units:
-            own = unit.weights.own()
-            parts = [torch.empty_like(own) for _ in range(3)]
-            dist.all_gather(parts, own)
-            flat = torch.cat(parts)
-            for slot in unit.layout.slots:
-                assert torch.equal(flat[slot.world.slice].view(slot.shape), plain[slot.name])
-
-    run_ranks(check, 3)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MLP(3, 3) for _ in range(3)))
+    model[0].in_proj = model[1].in_proj
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    handle = zeroshard.shard(model, "zero3")
+    for unit in handle.engine.units:
+        own = unit.weights.own()
+        parts = [torch.empty_like(own) for _ in range(3)]
+        dist.all_gather(parts, own)
+        flat = torch.cat(parts)
+        for slot in unit.layout.slots:
+            assert torch.equal(flat[slot.world.slice].view(slot.shape), plain[slot.name])
 
 
 def test_scalars_and_other_strides_are_parameters_too() -> None:
@@ -163,24 +151,21 @@ def test_frozen_8_bit_floats_beside_trained_weights() -> None:
 # A handle, not a class -----------------------------------------------------------------------------------------------
 
 
-def test_the_model_keeps_its_class_and_is_sharded_once() -> None:
+@on_ranks(2)
+def test_the_model_keeps_its_class_and_is_sharded_once(rank: int) -> None:
     """test_fully_shard_reapply, test_fully_shard_cls, test_fully_shard_deepcopy: classes stay, a slice of a
     Sequential is an ordinary one, copying is refused."""
-
-    def check(rank: int) -> None:
-        model = nn.Sequential(*(MLP(8) for _ in range(3)))
-        classes = [type(module) for module in model.modules()]
+    model = nn.Sequential(*(MLP(8) for _ in range(3)))
+    classes = [type(module) for module in model.modules()]
+    zeroshard.shard(model, "zero3")
+    assert [type(module) for module in model.modules()] == classes
+    assert type(model[:2]) is nn.Sequential
+    with pytest.raises(ValueError, match="sharded already"):
         zeroshard.shard(model, "zero3")
-        assert [type(module) for module in model.modules()] == classes
-        assert type(model[:2]) is nn.Sequential
-        with pytest.raises(ValueError, match="sharded already"):
-            zeroshard.shard(model, "zero3")
-        with pytest.raises((RuntimeError, TypeError), match=r"close\(\)|full_state_dict"):
-            copy.deepcopy(model)
-        with pytest.raises((RuntimeError, TypeError), match=r"close\(\)|full_state_dict"):
-            pickle.dumps(model)
-
-    run_ranks(check, 2)
+    with pytest.raises((RuntimeError, TypeError), match=r"close\(\)|full_state_dict"):
+        copy.deepcopy(model)
+    with pytest.raises((RuntimeError, TypeError), match=r"close\(\)|full_state_dict"):
+        pickle.dumps(model)
 
 
 def test_containers_without_a_forward() -> None:
@@ -214,22 +199,20 @@ def test_containers_without_a_forward() -> None:
 # Meshes --------------------------------------------------------------------------------------------------------------
 
 
-def test_which_meshes_are_refused() -> None:
+@on_ranks(4)
+def test_which_meshes_are_refused(rank: int) -> None:
     """TestFullyShardMeshArg: meshes with three axes, or two axes with other names, are refused. Two axes without names
     are taken as replicate, shard (refused there)."""
-
-    def check(rank: int) -> None:
-        for shape, names in (((4, 1, 1), None), ((2, 2), ("a", "b"))):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            with pytest.raises(ValueError, match="mesh"):
-                zeroshard.shard(MLP(8), "zero3", mesh=mesh)
-        handle = zeroshard.shard(MLP(8), "zero3", mesh=init_device_mesh("cpu", (2, 2)))
-        assert handle.engine.collectives.mesh.shard.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
-
-    run_ranks(check, 4)
+    for shape, names in (((4, 1, 1), None), ((2, 2), ("a", "b"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(ValueError, match="mesh"):
+            zeroshard.shard(MLP(8), "zero3", mesh=mesh)
+    handle = zeroshard.shard(MLP(8), "zero3", mesh=init_device_mesh("cpu", (2, 2)))
+    assert handle.engine.collectives.mesh.shard.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
 
 
-def test_a_group_of_some_ranks() -> None:
+@on_ranks(4)
+def test_a_group_of_some_ranks(rank: int) -> None:
     """TestFullyShardProcessGroupInit.test_1d_process_group_init: ranks 0 and 2, ranks 1 and 3, each pair its own
     model."""
 
@@ -253,60 +236,53 @@ def test_a_group_of_some_ranks() -> None:
             optimizer.step()
         expect_same_on_all_ranks(handle.full_state_dict(), groups[rank % 2])
 
-    run_ranks(in_turn(check, ["group", "mesh from a group", "mesh of a mesh"]), 4)
+    in_turn(check, ["group", "mesh from a group", "mesh of a mesh"])(rank)
 
 
-def test_two_groups_make_a_mesh_of_replicas() -> None:
+@on_ranks(4)
+def test_two_groups_make_a_mesh_of_replicas(rank: int) -> None:
     """TestFullyShardProcessGroupInit.test_2d_process_group_init: the mesh that is made of the two groups, and the same
     training as with a mesh of torch's own."""
-
-    def check(rank: int) -> None:
-        shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        names = ("replicate", "shard")
-        ranks = torch.tensor([[0, 1], [2, 3]])
-        of_groups = DeviceMesh.from_group(
-            [replicas[rank % 2], shards[rank // 2]], "cpu", mesh=ranks, mesh_dim_names=names
-        )
-        of_torch = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        results = []
-        for mesh in (of_groups, of_torch):
-            torch.manual_seed(0)
-            model = MLP(8)
-            handle = zeroshard.shard(model, "zero3", mesh=mesh)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-2)
-            for step in range(2):
-                model(numbers(8, rank, step)).sum().backward()
-                optimizer.step()
-            results.append(handle.full_state_dict())
-        expect_same_on_all_ranks(results[0])
-        assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
-
-    run_ranks(check, 4)
-
-
-def test_replicas_start_with_rank_0s_values() -> None:
-    """TestFullyShardHSDPBroadcast.test_hsdp_broadcast_across_replicas: there the user broadcasts; here `shard` does."""
-
-    def check(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        torch.manual_seed(rank)
-        model = Transformer(layers=1)
-        model.register_buffer("buf", torch.randn(5))
-        handle = zeroshard.shard(model, "zero3", units=Block, mesh=mesh)
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    names = ("replicate", "shard")
+    ranks = torch.tensor([[0, 1], [2, 3]])
+    of_groups = DeviceMesh.from_group([replicas[rank % 2], shards[rank // 2]], "cpu", mesh=ranks, mesh_dim_names=names)
+    of_torch = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    results = []
+    for mesh in (of_groups, of_torch):
         torch.manual_seed(0)
-        plain = Transformer(layers=1)
-        assert torch.equal(handle.full_state_dict()["embed.weight"], plain.embed.weight)
-        expect_same_on_all_ranks(handle.full_state_dict())
-        model(tokens(rank)).sum().backward()
+        model = MLP(8)
+        handle = zeroshard.shard(model, "zero3", mesh=mesh)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=1e-2)
+        for step in range(2):
+            model(numbers(8, rank, step)).sum().backward()
+            optimizer.step()
+        results.append(handle.full_state_dict())
+    expect_same_on_all_ranks(results[0])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
-    run_ranks(check, 4)
+
+@on_ranks(4)
+def test_replicas_start_with_rank_0s_values(rank: int) -> None:
+    """TestFullyShardHSDPBroadcast.test_hsdp_broadcast_across_replicas: there the user broadcasts; here `shard` does."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(rank)
+    model = Transformer(layers=1)
+    model.register_buffer("buf", torch.randn(5))
+    handle = zeroshard.shard(model, "zero3", units=Block, mesh=mesh)
+    torch.manual_seed(0)
+    plain = Transformer(layers=1)
+    assert torch.equal(handle.full_state_dict()["embed.weight"], plain.embed.weight)
+    expect_same_on_all_ranks(handle.full_state_dict())
+    model(tokens(rank)).sum().backward()
 
 
 # From the meta device ------------------------------------------------------------------------------------------------
 
 
-def test_built_on_the_meta_device() -> None:
+@on_ranks(3)
+def test_built_on_the_meta_device(rank: int) -> None:
     """TestFullyShardMetaDeviceInit.test_meta_device_1d_init: even, uneven and almost empty shards, a buffer; every
     value comes from `reset_parameters`, and a step works."""
 
@@ -335,50 +311,45 @@ def test_built_on_the_meta_device() -> None:
                 optimizer.step()
                 expect_same_on_all_ranks(handle.full_state_dict(main=True))
 
-    run_ranks(in_turn(check, [None, "bf16"]), 3)
+    in_turn(check, [None, "bf16"])(rank)
 
 
-def test_a_model_on_the_meta_device_without_values_is_refused() -> None:
+@on_ranks(2)
+def test_a_model_on_the_meta_device_without_values_is_refused(rank: int) -> None:
     """test_invalid_meta_device_init: `shard` refuses it, and names a parameter."""
-
-    def check(rank: int) -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(MLP(8), MLP(8))
-        with pytest.raises(ValueError, match=r"0\.in_proj\.weight is on the meta device"):
-            zeroshard.shard(model, "zero3")
-
-    run_ranks(check, 2)
+    with torch.device("meta"):
+        model = nn.Sequential(MLP(8), MLP(8))
+    with pytest.raises(ValueError, match=r"0\.in_proj\.weight is on the meta device"):
+        zeroshard.shard(model, "zero3")
 
 
-def test_only_rank_0_has_the_values() -> None:
+@on_ranks(2)
+def test_only_rank_0_has_the_values(rank: int) -> None:
     """test_rank0_broadcast_meta_device_init: a state dict on rank 0, the meta device everywhere; then parity of one
     step."""
+    torch.manual_seed(42)
+    plain = Transformer()
+    full = plain.state_dict() if rank == 0 else None
 
-    def check(rank: int) -> None:
-        torch.manual_seed(42)
-        plain = Transformer()
-        full = plain.state_dict() if rank == 0 else None
+    for plan in PLANS:
+        with torch.device("meta"):
+            model = Transformer()
+        names = {id(module): name for name, module in model.named_modules()}
 
-        for plan in PLANS:
-            with torch.device("meta"):
-                model = Transformer()
-            names = {id(module): name for name, module in model.named_modules()}
+        def init(module: nn.Module, names: dict[int, str] = names) -> None:
+            for name, parameter in module.named_parameters(recurse=False):
+                if full is not None:
+                    parameter.copy_(full[f"{names[id(module)]}.{name}"])
+                else:
+                    parameter.fill_(1337)
 
-            def init(module: nn.Module, names: dict[int, str] = names) -> None:
-                for name, parameter in module.named_parameters(recurse=False):
-                    if full is not None:
-                        parameter.copy_(full[f"{names[id(module)]}.{name}"])
-                    else:
-                        parameter.fill_(1337)
-
-            handle = zeroshard.shard(model, plan, units=Block, materialize=init)
-            expect_close(handle.full_state_dict(), state_of(plain))
-            torch.testing.assert_close(model(tokens(rank)), plain(tokens(rank)))
-
-    run_ranks(check, 2)
+        handle = zeroshard.shard(model, plan, units=Block, materialize=init)
+        expect_close(handle.full_state_dict(), state_of(plain))
+        torch.testing.assert_close(model(tokens(rank)), plain(tokens(rank)))
 
 
-def test_a_parameter_that_is_computed_from_others_is_written_afterwards() -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_computed_from_others_is_written_afterwards(rank: int) -> None:
     """test_reset_sharded_param_in_lazy_init: a norm of two other weights, after they have their values."""
 
     class Model(nn.Module):
@@ -396,18 +367,15 @@ def test_a_parameter_that_is_computed_from_others_is_written_afterwards() -> Non
         elif isinstance(module, Model):
             module.norm.zero_()
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            with torch.device("meta"):
-                model = Model()
-            handle = zeroshard.shard(model, plan, units=nn.Linear, materialize=init)
-            with handle.unsharded(write=True), torch.no_grad():
-                expected = model.layer1.weight.norm(dim=1) + model.layer2.weight.norm(dim=1)
-                model.norm.copy_(expected)
-            assert torch.equal(handle.full_state_dict()["norm"], expected)
-            model(numbers(3, rank)).backward()
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        with torch.device("meta"):
+            model = Model()
+        handle = zeroshard.shard(model, plan, units=nn.Linear, materialize=init)
+        with handle.unsharded(write=True), torch.no_grad():
+            expected = model.layer1.weight.norm(dim=1) + model.layer2.weight.norm(dim=1)
+            model.norm.copy_(expected)
+        assert torch.equal(handle.full_state_dict()["norm"], expected)
+        model(numbers(3, rank)).backward()
 
 
 # State dicts ---------------------------------------------------------------------------------------------------------
@@ -438,62 +406,53 @@ def test_state_dicts_go_out_and_in(mesh: str) -> None:
     run_ranks(check, 2 if mesh == "one axis" else 4)
 
 
-def test_a_state_dict_without_the_handle_raises_where_it_would_be_wrong() -> None:
+@on_ranks(2)
+def test_a_state_dict_without_the_handle_raises_where_it_would_be_wrong(rank: int) -> None:
     """test_dp_state_dict_save_load uses `model.state_dict()` with shards; here it has full values, or raises."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = nn.Sequential(MLP(4), MLP(4))
-            plain = state_of(model)
-            handle = zeroshard.shard(model, plan)
-            with handle.unsharded():
-                expect_close(state_of(model), plain)
-            if plan is zeroshard.ZERO3:
-                with pytest.raises(RuntimeError, match="full_state_dict"):
-                    model.state_dict()
-            else:
-                expect_close(state_of(model), plain)
-            with pytest.raises(RuntimeError, match="load_full_state_dict"):
-                model.load_state_dict(plain)
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = nn.Sequential(MLP(4), MLP(4))
+        plain = state_of(model)
+        handle = zeroshard.shard(model, plan)
+        with handle.unsharded():
+            expect_close(state_of(model), plain)
+        if plan is zeroshard.ZERO3:
+            with pytest.raises(RuntimeError, match="full_state_dict"):
+                model.state_dict()
+        else:
+            expect_close(state_of(model), plain)
+        with pytest.raises(RuntimeError, match="load_full_state_dict"):
+            model.load_state_dict(plain)
 
 
-def test_a_state_dict_for_rank_0_on_the_cpu() -> None:
+@on_ranks(2)
+def test_a_state_dict_for_rank_0_on_the_cpu(rank: int) -> None:
     """TestFullyShardStateDictMultiThread.test_rank0_offload_full_state_dict."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = Transformer()
-            plain = state_of(model)
-            handle = zeroshard.shard(model, plan, units=Block)
-            found = handle.full_state_dict(rank0_only=True, device="cpu")
-            if rank == 0:
-                expect_close(found, plain)
-                assert all(value.device.type == "cpu" for value in found.values())
-            else:
-                assert not found
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = Transformer()
+        plain = state_of(model)
+        handle = zeroshard.shard(model, plan, units=Block)
+        found = handle.full_state_dict(rank0_only=True, device="cpu")
+        if rank == 0:
+            expect_close(found, plain)
+            assert all(value.device.type == "cpu" for value in found.values())
+        else:
+            assert not found
 
 
-def test_a_state_dict_in_pieces() -> None:
+@on_ranks(2)
+def test_a_state_dict_in_pieces(rank: int) -> None:
     """test_dp_state_dict_cpu_offload: values come in several dicts, each with a part of the names."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            torch.manual_seed(1)
-            full = {name: torch.randn(4, 4) for name in ("0.weight", "1.weight")}
-            with pytest.raises(ValueError, match=r"1\.weight"):
-                handle.load_full_state_dict({"0.weight": full["0.weight"]})
-            for name, value in full.items():
-                left = handle.load_full_state_dict({name: value}, strict=False)
-                assert left.missing_keys == [other for other in full if other != name]
-            expect_close(handle.full_state_dict(), full)
-            assert torch.isfinite(model(torch.rand(4, 4))).all()
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        torch.manual_seed(1)
+        full = {name: torch.randn(4, 4) for name in ("0.weight", "1.weight")}
+        with pytest.raises(ValueError, match=r"1\.weight"):
+            handle.load_full_state_dict({"0.weight": full["0.weight"]})
+        for name, value in full.items():
+            left = handle.load_full_state_dict({name: value}, strict=False)
+            assert left.missing_keys == [other for other in full if other != name]
+        expect_close(handle.full_state_dict(), full)
+        assert torch.isfinite(model(torch.rand(4, 4))).all()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.outside.common import average_gradients, expect_close, expect_same_on_all_ranks, in_fp64, numbers, state_of
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.testing import run_ranks
 
 SGD = torch.optim.SGD
@@ -37,19 +37,16 @@ def test_a_tensor_that_does_not_require_grad_is_accepted() -> None:
     run_ranks(check, 1)
 
 
-def test_state_dict_is_whole_without_a_call_before_it() -> None:
+@on_ranks(2)
+def test_state_dict_is_whole_without_a_call_before_it(rank: int) -> None:
     """TestSingleRank.test_implicit_local_state_dict: there it raises before `consolidate_state_dict`. Here the call
     itself is collective, so it never returns a local state dict."""
-
-    def check(rank: int) -> None:
-        params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(7))]
-        optimizer = zeroshard.ShardedOptimizer(params, SGD, lr=0.1, momentum=0.9)
-        sum(p.sum() for p in params).backward()
-        optimizer.step()
-        momenta = [optimizer.state_dict()["state"][i]["momentum_buffer"] for i in (0, 1)]
-        assert [m.shape for m in momenta] == [(300,), (7,)] and all(m.eq(1).all() for m in momenta)
-
-    run_ranks(check, 2)
+    params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(7))]
+    optimizer = zeroshard.ShardedOptimizer(params, SGD, lr=0.1, momentum=0.9)
+    sum(p.sum() for p in params).backward()
+    optimizer.step()
+    momenta = [optimizer.state_dict()["state"][i]["momentum_buffer"] for i in (0, 1)]
+    assert [m.shape for m in momenta] == [(300,), (7,)] and all(m.eq(1).all() for m in momenta)
 
 
 def test_ranks_without_any_parameter_take_part() -> None:
@@ -67,29 +64,26 @@ def test_ranks_without_any_parameter_take_part() -> None:
     run_ranks(check, 4)
 
 
-def test_rewound_by_state_dicts_the_same_losses_come_again() -> None:
+@on_ranks(2)
+@in_fp64
+def test_rewound_by_state_dicts_the_same_losses_come_again(rank: int) -> None:
     """test_reproducibility, without `broadcast_fp16`: weights travel in the dtype of the model."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5)))
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.RMSprop, lr=0.1)
 
-    @in_fp64
-    def check(rank: int) -> None:
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5)))
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.RMSprop, lr=0.1)
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(numbers(3, rank)).abs().sum()
+        loss.backward()
+        return loss
 
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(numbers(3, rank)).abs().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        first = [optimizer.step(closure).loss for _ in range(2)]
-        optimizer.load_state_dict(state)
-        model.load_state_dict(weights)
-        again = [optimizer.step(closure).loss for _ in range(2)]
-        assert first == again
-
-    run_ranks(check, 2)
+    optimizer.step(closure)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    first = [optimizer.step(closure).loss for _ in range(2)]
+    optimizer.load_state_dict(state)
+    model.load_state_dict(weights)
+    again = [optimizer.step(closure).loss for _ in range(2)]
+    assert first == again
 
 
 def test_clipping_is_torchs() -> None:
@@ -118,43 +112,41 @@ def test_clipping_is_torchs() -> None:
     run_ranks(in_turn(check, [1.0, 2.0, float("inf")]), 3)
 
 
-def test_a_run_that_is_saved_and_loaded_follows_one_that_is_not() -> None:
+@on_ranks(2)
+@in_fp64
+def test_a_run_that_is_saved_and_loaded_follows_one_that_is_not(rank: int) -> None:
     """test_state_dict_distributed: two groups, the second added later; the optimizer that loads was built with wrong
     hyper-parameters."""
+    torch.manual_seed(0)
+    trunk, head = nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 10)), nn.Linear(10, 5)
+    kept, other = nn.Sequential(trunk, head), nn.Sequential(copy.deepcopy(trunk), copy.deepcopy(head))
 
-    @in_fp64
-    def check(rank: int) -> None:
-        torch.manual_seed(0)
-        trunk, head = nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 10)), nn.Linear(10, 5)
-        kept, other = nn.Sequential(trunk, head), nn.Sequential(copy.deepcopy(trunk), copy.deepcopy(head))
+    def optimizer_of(model: nn.Sequential, **options: float) -> zeroshard.ShardedOptimizer:
+        first, second = model
+        return zeroshard.ShardedOptimizer(
+            [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.05}], SGD, **options
+        )
 
-        def optimizer_of(model: nn.Sequential, **options: float) -> zeroshard.ShardedOptimizer:
-            first, second = model
-            return zeroshard.ShardedOptimizer(
-                [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.05}], SGD, **options
-            )
+    def step(model: nn.Module, optimizer: zeroshard.ShardedOptimizer, number: int) -> None:
+        optimizer.zero_grad()
+        model(numbers(20, rank, number)).abs().sum().backward()
+        average_gradients(model.parameters())
+        optimizer.step()
 
-        def step(model: nn.Module, optimizer: zeroshard.ShardedOptimizer, number: int) -> None:
-            optimizer.zero_grad()
-            model(numbers(20, rank, number)).abs().sum().backward()
-            average_gradients(model.parameters())
-            optimizer.step()
-
-        followed, saved = (optimizer_of(model, lr=0.1, momentum=0.99) for model in (kept, other))
-        for number in range(3):
-            package = [saved.state_dict()]
-            assert [g["lr"] for g in package[0]["param_groups"]] == [0.1, 0.05]
-            dist.broadcast_object_list(package, src=1)
-            del saved
-            saved = optimizer_of(other, lr=1e6, momentum=0.0001)
-            saved.load_state_dict(package[0])
-            step(kept, followed, number), step(other, saved, number)
-            expect_close(state_of(other), state_of(kept))
-
-    run_ranks(check, 2)
+    followed, saved = (optimizer_of(model, lr=0.1, momentum=0.99) for model in (kept, other))
+    for number in range(3):
+        package = [saved.state_dict()]
+        assert [g["lr"] for g in package[0]["param_groups"]] == [0.1, 0.05]
+        dist.broadcast_object_list(package, src=1)
+        del saved
+        saved = optimizer_of(other, lr=1e6, momentum=0.0001)
+        saved.load_state_dict(package[0])
+        step(kept, followed, number), step(other, saved, number)
+        expect_close(state_of(other), state_of(kept))
 
 
-def test_with_ddp_groups_may_be_interleaved_and_parameters_freeze() -> None:
+@on_ranks(2)
+def test_with_ddp_groups_may_be_interleaved_and_parameters_freeze(rank: int) -> None:
     """test_ddp_parity (marked "broken at head" there): groups that are not in the order of the model, a first parameter
     that stops and begins to require grad, checkpoints of either loaded into the other."""
 
@@ -200,4 +192,4 @@ def test_with_ddp_groups_may_be_interleaved_and_parameters_freeze() -> None:
         step(7)
         expect_same_on_all_ranks({name: p.detach() for name, p in model.named_parameters()})
 
-    run_ranks(in_turn(check, itertools.product([False, True], [torch.optim.Adam, SGD])), 2)
+    in_turn(check, itertools.product([False, True], [torch.optim.Adam, SGD]))(rank)

@@ -31,7 +31,7 @@ from tests.outside.common import (
     state_of,
     tokens,
 )
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -71,7 +71,8 @@ def indices(rank: int, step: int, micro_batch: int = 0) -> Tensor:
     return torch.randint(32, (8, 2), generator=generator)
 
 
-def test_models_are_equal_on_all_ranks_at_first_and_after_each_step() -> None:
+@on_ranks(2)
+def test_models_are_equal_on_all_ranks_at_first_and_after_each_step(rank: int) -> None:
     """test_step, CPU and gloo: a frozen first parameter, a buffer that differs between ranks, gradient accumulation."""
 
     @in_fp64
@@ -93,41 +94,35 @@ def test_models_are_equal_on_all_ranks_at_first_and_after_each_step() -> None:
             expect_same_on_all_ranks(after)
             assert [torch.equal(before[n], after[n]) for n in before].count(True) == 2  # frozen weight, buffer
 
-    run_ranks(in_turn(check, with_plans([False, True])), 2)
+    in_turn(check, with_plans([False, True]))(rank)
 
 
-def test_buffers_are_made_equal_when_asked() -> None:
+@on_ranks(2)
+def test_buffers_are_made_equal_when_asked(rank: int) -> None:
     """test_step, `broadcast_buffers=True`: there in every forward. Here each rank has its own buffers, and
     `average_buffers` of the handle averages them."""
-
-    def check(rank: int) -> None:
-        model = mlp()
-        handle = zeroshard.shard(model, "zero1")
-        model.register_buffer("of_rank", torch.ones(1) * rank)
-        assert model.of_rank == rank
-        handle.average_buffers()
-        assert model.of_rank == 0.5
-
-    run_ranks(check, 2)
+    model = mlp()
+    handle = zeroshard.shard(model, "zero1")
+    model.register_buffer("of_rank", torch.ones(1) * rank)
+    assert model.of_rank == rank
+    handle.average_buffers()
+    assert model.of_rank == 0.5
 
 
-def test_several_inputs() -> None:
+@on_ranks(2)
+@in_fp64
+def test_several_inputs(rank: int) -> None:
     """test_inputs, test_training_change: the model also works after eval()."""
-
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            twins = Twins(TwoInputs(), plan, SGD, lr=1e-3, momentum=0.99)
-            x, y = numbers(2, rank, rows=8), numbers(2, rank, 1, rows=8)
-            weights.append(twins.train(lambda model, step, x=x, y=y: model(x, y).abs().sum(), steps=3))
-            twins.model.eval(), twins.plain.eval()
-            for _ in range(2):
-                torch.testing.assert_close(twins.model(x, y), twins.plain(x, y))
-        expect_same_bits(weights)
-
-    run_ranks(check, 2)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        twins = Twins(TwoInputs(), plan, SGD, lr=1e-3, momentum=0.99)
+        x, y = numbers(2, rank, rows=8), numbers(2, rank, 1, rows=8)
+        weights.append(twins.train(lambda model, step, x=x, y=y: model(x, y).abs().sum(), steps=3))
+        twins.model.eval(), twins.plain.eval()
+        for _ in range(2):
+            torch.testing.assert_close(twins.model(x, y), twins.plain(x, y))
+    expect_same_bits(weights)
 
 
 def test_the_model_keeps_its_attributes() -> None:
@@ -144,27 +139,25 @@ def test_the_model_keeps_its_attributes() -> None:
     run_ranks(check, 1)
 
 
-def test_a_gradient_with_a_graph_of_its_own_is_added_to_as_in_torch() -> None:
+@on_ranks(2)
+@in_fp64
+def test_a_gradient_with_a_graph_of_its_own_is_added_to_as_in_torch(rank: int) -> None:
     """test_catch_grad_grad: there the next forward raises. Here backward adds to the gradient in `p.grad`, as torch
     does, or the error names the parameter: the gradient is never lost."""
-
-    @in_fp64
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
-            twins = Twins(model, plan, SGD, lr=1e-3, momentum=0.99)
-            for one in (twins.model, twins.plain):
-                first = next(one.parameters())
-                first.grad = torch.ones_like(first).requires_grad_()
-            twins.backward(lambda model: model(numbers(2, rank)).sum())
-            twins.step()
-            twins.expect_equal()
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+        twins = Twins(model, plan, SGD, lr=1e-3, momentum=0.99)
+        for one in (twins.model, twins.plain):
+            first = next(one.parameters())
+            first.grad = torch.ones_like(first).requires_grad_()
+        twins.backward(lambda model: model(numbers(2, rank)).sum())
+        twins.step()
+        twins.expect_equal()
 
 
-def test_a_frozen_parameter_of_integers() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_of_integers(rank: int) -> None:
     """test_mixed_types."""
 
     class Tripwire(nn.Module):
@@ -176,16 +169,13 @@ def test_a_frozen_parameter_of_integers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.model(x)
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = Tripwire()
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1e-3, momentum=0.99)
-            model(torch.rand(2, 2)).sum().backward()
-            optimizer.step()
-            assert handle.full_state_dict()["tripwire"].tolist() == [3, 3]
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = Tripwire()
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1e-3, momentum=0.99)
+        model(torch.rand(2, 2)).sum().backward()
+        optimizer.step()
+        assert handle.full_state_dict()["tripwire"].tolist() == [3, 3]
 
 
 def test_from_training_to_evaluation_and_back() -> None:
@@ -209,55 +199,51 @@ def test_from_training_to_evaluation_and_back() -> None:
     run_ranks(check, 3)
 
 
-def test_moving_the_model_afterwards_is_refused() -> None:
+@on_ranks(2)
+def test_moving_the_model_afterwards_is_refused(rank: int) -> None:
     """test_device_change, and the `.to(dtype)` in test_gpt2: parameters lie in the engine's buffers."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = mlp()
-            zeroshard.shard(model, plan)
-            with pytest.raises(RuntimeError, match=r"parameter \d\.(weight|bias).*move and cast a model before shard"):
-                model.to(torch.float16)(torch.rand(4, 2).half())
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = mlp()
+        zeroshard.shard(model, plan)
+        with pytest.raises(RuntimeError, match=r"parameter \d\.(weight|bias).*move and cast a model before shard"):
+            model.to(torch.float16)(torch.rand(4, 2).half())
 
 
-def test_two_optimizers_for_one_model() -> None:
+@on_ranks(2)
+@in_fp64
+def test_two_optimizers_for_one_model(rank: int) -> None:
     """test_two_optimizers, test_ddp_parity_two_optim: each optimizer steps its half after one backward."""
-
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = WithEmbedding()
-            plain = copy.deepcopy(model)
-            handle = zeroshard.shard(model, plan)
-            half = len(list(model.parameters())) // 2
-            options = {"lr": 1e-3, "momentum": 0.99}
-            ours = [
-                zeroshard.ShardedOptimizer(list(model.parameters())[part], SGD, **options)
-                for part in (slice(half), slice(half, None))
-            ]
-            theirs = [SGD(list(plain.parameters())[part], **options) for part in (slice(half), slice(half, None))]
-            for step in range(3):
-                for optimizer in (*ours, *theirs):
-                    optimizer.zero_grad()
-                for one in (model, plain):
-                    one(indices(rank, step)).abs().sum().backward()
-                for parameter in plain.parameters():
-                    dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
-                    parameter.grad /= 2
-                for optimizer in (*ours, *theirs):
-                    optimizer.step()
-                expect_close(handle.full_state_dict(), state_of(plain))
-            weights.append(handle.full_state_dict())
-        expect_same_bits(weights)
-
-    run_ranks(check, 2)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = WithEmbedding()
+        plain = copy.deepcopy(model)
+        handle = zeroshard.shard(model, plan)
+        half = len(list(model.parameters())) // 2
+        options = {"lr": 1e-3, "momentum": 0.99}
+        ours = [
+            zeroshard.ShardedOptimizer(list(model.parameters())[part], SGD, **options)
+            for part in (slice(half), slice(half, None))
+        ]
+        theirs = [SGD(list(plain.parameters())[part], **options) for part in (slice(half), slice(half, None))]
+        for step in range(3):
+            for optimizer in (*ours, *theirs):
+                optimizer.zero_grad()
+            for one in (model, plain):
+                one(indices(rank, step)).abs().sum().backward()
+            for parameter in plain.parameters():
+                dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+                parameter.grad /= 2
+            for optimizer in (*ours, *theirs):
+                optimizer.step()
+            expect_close(handle.full_state_dict(), state_of(plain))
+        weights.append(handle.full_state_dict())
+    expect_same_bits(weights)
 
 
-def test_parameters_that_forward_does_not_use() -> None:
+@on_ranks(2)
+@in_fp64
+def test_parameters_that_forward_does_not_use(rank: int) -> None:
     """test_gpt2: trainable, and never called; inputs are integers, so the first module gets no gradient from its
     input."""
 
@@ -266,16 +252,12 @@ def test_parameters_that_forward_does_not_use() -> None:
             super().__init__(layers=2)
             self.unused = nn.Linear(16, 2)
 
-    @in_fp64
-    def check(rank: int) -> None:
-        weights = []
-        for plan in PLANS:
-            torch.manual_seed(0)
-            twins = Twins(Classifier(), plan, SGD, lr=1e-3, momentum=0.99)
-            weights.append(twins.train(lambda model, step: model(tokens(rank, step)).abs().sum()))
-        expect_same_bits(weights)
-
-    run_ranks(check, 2)
+    weights = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        twins = Twins(Classifier(), plan, SGD, lr=1e-3, momentum=0.99)
+        weights.append(twins.train(lambda model, step: model(tokens(rank, step)).abs().sum()))
+    expect_same_bits(weights)
 
 
 def test_a_process_group_of_some_ranks() -> None:
@@ -300,7 +282,8 @@ def test_a_process_group_of_some_ranks() -> None:
     run_ranks(check, 4)
 
 
-def test_parity_with_ddp() -> None:
+@on_ranks(2)
+def test_parity_with_ddp(rank: int) -> None:
     """test_ddp_parity, without amp (fp16 needs a GPU there): three micro-batches, a head that runs twice, the first
     parameter frozen at first and trained from the second step on, and the norm that clips."""
 
@@ -333,4 +316,4 @@ def test_parity_with_ddp() -> None:
         expect_same_bits(weights)
 
     cases = itertools.product([False, True], [False, True])
-    run_ranks(in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)]), 2)
+    in_turn(check, [(*case, plans_of(number)) for number, case in enumerate(cases)])(rank)

@@ -19,6 +19,7 @@ import zeroshard
 from tests.grids import at, grid
 from tests.kit import LAST_BITS, Net, loss_of_tokens, make, same_bits
 from tests.parity.common import ELEMENTWISE, expect_equal_logs
+from tests.together import on_ranks
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
@@ -94,35 +95,27 @@ def test_it_is_torchs_zero_redundancy_optimizer_with_balanced_state() -> None:
     assert 8 * numel <= sum(state) <= 8 * (numel + 3 * 256) and max(state) == state[0] <= 8 * (numel // 3 + 256)
 
 
-def test_clipping_is_torchs() -> None:
+@on_ranks(2)
+def test_clipping_is_torchs(rank: int) -> None:
     """Norms are added up in another order: weights are nearly equal after four steps, and far from those without
     clipping."""
-
-    def check(rank: int) -> None:
-        options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
-        plain = lambda m: torch.optim.SGD(m.parameters(), **options)  # noqa: E731
-        expected, _ = run(rank, plain, max_norm=0.2)
-        unclipped, _ = run(rank, plain)
-        found, _ = run(
-            rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options), max_norm=0.2
-        )
-        difference = max(float((found[name] - expected[name]).abs().max()) for name in found)
-        assert difference < LAST_BITS < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
-
-    run_ranks(check, 2)
+    options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+    plain = lambda m: torch.optim.SGD(m.parameters(), **options)  # noqa: E731
+    expected, _ = run(rank, plain, max_norm=0.2)
+    unclipped, _ = run(rank, plain)
+    found, _ = run(rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options), max_norm=0.2)
+    difference = max(float((found[name] - expected[name]).abs().max()) for name in found)
+    assert difference < LAST_BITS < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
 
 
-def test_without_ddp_every_rank_says_so() -> None:
+@on_ranks(2)
+def test_without_ddp_every_rank_says_so(rank: int) -> None:
     """Without a reduction each rank's shard would be trained on its own data only."""
-
-    def check(rank: int) -> None:
-        model = make(Net)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-        loss_of_tokens(model, rank, 0, 0).backward()
-        with pytest.raises(RuntimeError, match="the ranks step with different gradients"):
-            optimizer.step()
-
-    run_ranks(check, 2)
+    model = make(Net)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    loss_of_tokens(model, rank, 0, 0).backward()
+    with pytest.raises(RuntimeError, match="the ranks step with different gradients"):
+        optimizer.step()
 
 
 def test_state_is_sharded_over_a_process_group_of_choice() -> None:
@@ -148,59 +141,53 @@ def test_state_is_sharded_over_a_process_group_of_choice() -> None:
     expect_equal_logs([log for _, log in found])
 
 
-def test_16_bit_models_get_an_fp32_master() -> None:
+@on_ranks(2)
+def test_16_bit_models_get_an_fp32_master(rank: int) -> None:
     """A 16-bit model trains like an fp32 copy under a plain optimizer. (FairScale: OSS around an fp32-master
     optimizer.)"""
-
-    def check(rank: int) -> None:
-        for dtype in (torch.bfloat16, torch.float16):
-            models = [make(Net).to(dtype) for _ in range(2)]
-            ddps = [DistributedDataParallel(model) for model in models]
-            masters = [nn.Parameter(p.detach().float()) for p in models[0].parameters()]
-            plain = torch.optim.AdamW(masters, lr=1e-2, foreach=False)
-            ours = zeroshard.ShardedOptimizer(
-                models[1].parameters(), torch.optim.AdamW, lr=1e-2, foreach=False, loss_scale=1.0
-            )
-            for step in range(4):
-                for ddp in ddps:
-                    ddp.zero_grad()
-                    loss_of_tokens(ddp, rank, 0, step).backward()
+    for dtype in (torch.bfloat16, torch.float16):
+        models = [make(Net).to(dtype) for _ in range(2)]
+        ddps = [DistributedDataParallel(model) for model in models]
+        masters = [nn.Parameter(p.detach().float()) for p in models[0].parameters()]
+        plain = torch.optim.AdamW(masters, lr=1e-2, foreach=False)
+        ours = zeroshard.ShardedOptimizer(
+            models[1].parameters(), torch.optim.AdamW, lr=1e-2, foreach=False, loss_scale=1.0
+        )
+        for step in range(4):
+            for ddp in ddps:
+                ddp.zero_grad()
+                loss_of_tokens(ddp, rank, 0, step).backward()
+            for master, parameter in zip(masters, models[0].parameters(), strict=True):
+                master.grad = parameter.grad.float()
+            plain.step()
+            with torch.no_grad():
                 for master, parameter in zip(masters, models[0].parameters(), strict=True):
-                    master.grad = parameter.grad.float()
-                plain.step()
-                with torch.no_grad():
-                    for master, parameter in zip(masters, models[0].parameters(), strict=True):
-                        parameter.copy_(master)
-                assert ours.step().applied
-            assert same_bits(dict(models[0].state_dict()), dict(models[1].state_dict()))
-
-    run_ranks(check, 2)
+                    parameter.copy_(master)
+            assert ours.step().applied
+        assert same_bits(dict(models[0].state_dict()), dict(models[1].state_dict()))
 
 
-def test_overflows_are_agreed_on_and_skipped() -> None:
+@on_ranks(2)
+def test_overflows_are_agreed_on_and_skipped(rank: int) -> None:
     """torch DDP's reduction spreads an inf to all ranks. Every rank skips; gradients stay until `zero_grad`, as in
     torch."""
-
-    def check(rank: int) -> None:
-        model = make(Net)
-        ddp = DistributedDataParallel(model)
-        optimizer = zeroshard.ShardedOptimizer(
-            model.parameters(), torch.optim.AdamW, lr=1e-2, loss_scale=DynamicScale(init=2.0**8, growth_interval=2)
-        )
-        scales = []
-        for step in range(6):
-            optimizer.zero_grad()
-            before = {name: value.clone() for name, value in model.state_dict().items()}
-            bad = step == 2
-            loss = loss_of_tokens(ddp, rank, 0, step)
-            optimizer.backward(loss * torch.inf if bad and rank == 1 else loss)
-            result = optimizer.step()
-            scales.append(result.loss_scale)
-            assert result.applied is not bad
-            assert same_bits(before, dict(model.state_dict())) is bad
-        assert scales == [2.0**8, 2.0**8, 2.0**9, 2.0**8, 2.0**8, 2.0**9]
-
-    run_ranks(check, 2)
+    model = make(Net)
+    ddp = DistributedDataParallel(model)
+    optimizer = zeroshard.ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, loss_scale=DynamicScale(init=2.0**8, growth_interval=2)
+    )
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        bad = step == 2
+        loss = loss_of_tokens(ddp, rank, 0, step)
+        optimizer.backward(loss * torch.inf if bad and rank == 1 else loss)
+        result = optimizer.step()
+        scales.append(result.loss_scale)
+        assert result.applied is not bad
+        assert same_bits(before, dict(model.state_dict())) is bad
+    assert scales == [2.0**8, 2.0**8, 2.0**9, 2.0**8, 2.0**8, 2.0**9]
 
 
 def test_weights_by_token_are_means_over_all_tokens() -> None:
@@ -218,36 +205,30 @@ def test_weights_by_token_are_means_over_all_tokens() -> None:
     run_ranks(check, 3)
 
 
-def test_losses_with_different_scales_would_mix_and_are_refused() -> None:
+@on_ranks(2)
+def test_losses_with_different_scales_would_mix_and_are_refused(rank: int) -> None:
     """Gradients of both add up in p.grad: the second one's once counted 16 times."""
-
-    def check(rank: int) -> None:
-        model = make(lambda: nn.Linear(4, 1, bias=False))
-        ddp = DistributedDataParallel(model)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-        scalers = [LossScaler(ConstantScale(4.0)), LossScaler(ConstantScale(64.0))]
-        with ddp.no_sync():
-            optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[0])
-        with pytest.raises(ValueError, match="use one scaler"):
-            optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[1])
+    model = make(lambda: nn.Linear(4, 1, bias=False))
+    ddp = DistributedDataParallel(model)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    scalers = [LossScaler(ConstantScale(4.0)), LossScaler(ConstantScale(64.0))]
+    with ddp.no_sync():
         optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[0])
-        before = model.weight.detach().clone()
-        optimizer.step()
-        assert torch.equal(before - model.weight.detach(), torch.full((1, 4), 2.0))
+    with pytest.raises(ValueError, match="use one scaler"):
+        optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[1])
+    optimizer.backward(ddp(torch.ones(1, 4)).sum(), scaler=scalers[0])
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(before - model.weight.detach(), torch.full((1, 4), 2.0))
 
-    run_ranks(check, 2)
 
-
-def test_a_backward_after_the_norm_was_taken_counts() -> None:
+@on_ranks(2)
+def test_a_backward_after_the_norm_was_taken_counts(rank: int) -> None:
     """The ranks agree on norm and found-inf once per step; a later backward must make them agree again."""
-
-    def check(rank: int) -> None:
-        model = make(lambda: nn.Linear(4, 1, bias=False))
-        ddp = DistributedDataParallel(model)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, non_finite="skip")
-        optimizer.backward(ddp(torch.ones(1, 4)).sum())
-        assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(2.0)
-        optimizer.backward(ddp(torch.ones(1, 4)).sum() * torch.inf)
-        assert not optimizer.step().applied
-
-    run_ranks(check, 2)
+    model = make(lambda: nn.Linear(4, 1, bias=False))
+    ddp = DistributedDataParallel(model)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, non_finite="skip")
+    optimizer.backward(ddp(torch.ones(1, 4)).sum())
+    assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(2.0)
+    optimizer.backward(ddp(torch.ones(1, 4)).sum() * torch.inf)
+    assert not optimizer.step().applied

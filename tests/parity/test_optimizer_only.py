@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.kit import VOCAB, Net, State, largest_difference, make, same_bits
+from tests.together import on_ranks
 from zeroshard.testing import expect_same_logs, run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}
@@ -102,70 +103,63 @@ def test_state_is_sharded_and_weights_are_gathered_once_per_step() -> None:
     assert states[0][1] <= sum(state for state, _ in states) < states[0][1] + 8 * 256 * 3 * 3
 
 
-def test_a_16_bit_model_gets_an_fp32_master() -> None:
+@on_ranks(3)
+def test_a_16_bit_model_gets_an_fp32_master(rank: int) -> None:
     """With updates that bf16 without fp32 main would lose: 2^-9 of a weight and less."""
-
-    def check(rank: int) -> None:
-        model = nn.Linear(5, 3, bias=False).bfloat16()
-        nn.init.ones_(model.weight)
-        ddp = DistributedDataParallel(model)
-        optimizer = zeroshard.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=2.0**-10)
-        for _ in range(8):
-            optimizer.zero_grad()
-            ddp(torch.full((1, 5), rank * 1.0, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-        assert model.weight.dtype == torch.bfloat16
-        assert model.weight.eq(1 - 8 * 2.0**-10).all()  # the mean over ranks 0, 1, 2 of the gradient is 1
-
-    run_ranks(check, 3)
-
-
-def test_state_goes_back_and_forth() -> None:
-    def check(rank: int) -> None:
-        weights, plain = train(rank, False, ADAMW)
-        model = make(Net, 1)
-        model.load_state_dict(weights)
-        ddp = DistributedDataParallel(model)
-        sharded = zeroshard.ShardedOptimizer(split(ddp), torch.optim.AdamW, **ADAMW)
-        sharded.load_state_dict(plain.state_dict())
-        loss(ddp, rank, 9).backward()
-        sharded.step()
-
-        other = make(Net, 2)
-        other.load_state_dict(weights)
-        twin = DistributedDataParallel(other)
-        optimizer = torch.optim.AdamW(split(twin), **ADAMW)
-        optimizer.load_state_dict(plain.state_dict())
-        loss(twin, rank, 9).backward()
+    model = nn.Linear(5, 3, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    ddp = DistributedDataParallel(model)
+    optimizer = zeroshard.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=2.0**-10)
+    for _ in range(8):
+        optimizer.zero_grad()
+        ddp(torch.full((1, 5), rank * 1.0, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-        assert same_bits(dict(model.state_dict()), dict(other.state_dict()))
-        optimizer.load_state_dict(sharded.state_dict())
-        assert all(value.shape == p.shape for p, s in optimizer.state.items() for value in s.values() if value.dim())
-
-    run_ranks(check, 3)
+    assert model.weight.dtype == torch.bfloat16
+    assert model.weight.eq(1 - 8 * 2.0**-10).all()  # the mean over ranks 0, 1, 2 of the gradient is 1
 
 
-def test_what_is_wrong_is_said_on_every_rank() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        assert not optimizer.step().applied
-        with pytest.raises(ValueError, match=r"param.* is sharded already|belongs to another ShardedOptimizer"):
-            zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match=r"built before shard\(\): call shard\(\) first"):
-            zeroshard.shard(model, "zero1")
-        for p in model.parameters():
-            assert torch.isfinite(p).all()
-        frozen = nn.Linear(2, 2).requires_grad_(False)
-        assert not zeroshard.ShardedOptimizer(frozen.parameters(), torch.optim.SGD).step().applied
-        different = nn.Linear(2, 3 if rank == 1 else 2)
-        before = different.weight.data_ptr()
-        with pytest.raises(ValueError, match="the ranks have different"):
-            zeroshard.ShardedOptimizer(different.parameters(), torch.optim.SGD)
-        assert different.weight.data_ptr() == before
-        loss(model, rank, 0).backward()
-        for p in model.parameters():
-            torch.distributed.all_reduce(p.grad)
-        optimizer.step()
+@on_ranks(3)
+def test_state_goes_back_and_forth(rank: int) -> None:
+    weights, plain = train(rank, False, ADAMW)
+    model = make(Net, 1)
+    model.load_state_dict(weights)
+    ddp = DistributedDataParallel(model)
+    sharded = zeroshard.ShardedOptimizer(split(ddp), torch.optim.AdamW, **ADAMW)
+    sharded.load_state_dict(plain.state_dict())
+    loss(ddp, rank, 9).backward()
+    sharded.step()
 
-    run_ranks(check, 3)
+    other = make(Net, 2)
+    other.load_state_dict(weights)
+    twin = DistributedDataParallel(other)
+    optimizer = torch.optim.AdamW(split(twin), **ADAMW)
+    optimizer.load_state_dict(plain.state_dict())
+    loss(twin, rank, 9).backward()
+    optimizer.step()
+    assert same_bits(dict(model.state_dict()), dict(other.state_dict()))
+    optimizer.load_state_dict(sharded.state_dict())
+    assert all(value.shape == p.shape for p, s in optimizer.state.items() for value in s.values() if value.dim())
+
+
+@on_ranks(3)
+def test_what_is_wrong_is_said_on_every_rank(rank: int) -> None:
+    model = make(Net)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    assert not optimizer.step().applied
+    with pytest.raises(ValueError, match=r"param.* is sharded already|belongs to another ShardedOptimizer"):
+        zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"built before shard\(\): call shard\(\) first"):
+        zeroshard.shard(model, "zero1")
+    for p in model.parameters():
+        assert torch.isfinite(p).all()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert not zeroshard.ShardedOptimizer(frozen.parameters(), torch.optim.SGD).step().applied
+    different = nn.Linear(2, 3 if rank == 1 else 2)
+    before = different.weight.data_ptr()
+    with pytest.raises(ValueError, match="the ranks have different"):
+        zeroshard.ShardedOptimizer(different.parameters(), torch.optim.SGD)
+    assert different.weight.data_ptr() == before
+    loss(model, rank, 0).backward()
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad)
+    optimizer.step()

@@ -38,6 +38,7 @@ from tests.parity.common import (
     expect_identical,
     expect_logs_of_ranks,
 )
+from tests.together import on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.layout import cuts
 from zeroshard.optim import Lamb
@@ -130,21 +131,19 @@ class Stubborn(torch.optim.Optimizer):
 # Unknown classes ------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_classes_are_told_apart_by_trial() -> None:
-    def check(rank: int) -> None:
-        assert granularity_of(Lion, {"lr": 0.1}, None) is Granularity.ELEMENT
-        assert granularity_of(RowNormed, {}, None) is Granularity.PARAMETER
-        assert granularity_of(RowNormed, {}, True) is Granularity.ELEMENT, "a declaration is believed"
-        with pytest.raises(ValueError, match="GloballyNormed cannot be sharded"):
-            granularity_of(GloballyNormed, {}, None)
-        with pytest.raises(ValueError, match=r"Stubborn is unknown.*elementwise=True"):
-            granularity_of(Stubborn, {"table": 1}, None)
-        with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
-            granularity_of(torch.optim.LBFGS, {}, None)
-        with pytest.raises(ValueError, match="SparseAdam cannot be sharded"):
-            granularity_of(torch.optim.SparseAdam, {}, None)
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_unknown_classes_are_told_apart_by_trial(rank: int) -> None:
+    assert granularity_of(Lion, {"lr": 0.1}, None) is Granularity.ELEMENT
+    assert granularity_of(RowNormed, {}, None) is Granularity.PARAMETER
+    assert granularity_of(RowNormed, {}, True) is Granularity.ELEMENT, "a declaration is believed"
+    with pytest.raises(ValueError, match="GloballyNormed cannot be sharded"):
+        granularity_of(GloballyNormed, {}, None)
+    with pytest.raises(ValueError, match=r"Stubborn is unknown.*elementwise=True"):
+        granularity_of(Stubborn, {"table": 1}, None)
+    with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
+        granularity_of(torch.optim.LBFGS, {}, None)
+    with pytest.raises(ValueError, match="SparseAdam cannot be sharded"):
+        granularity_of(torch.optim.SparseAdam, {}, None)
 
 
 def test_a_number_that_is_computed_from_all_parameters_needs_them_all() -> None:
@@ -170,18 +169,15 @@ def test_a_number_that_is_computed_from_all_parameters_needs_them_all() -> None:
             assert "Distanced cannot be sharded: it computes 'distance' of a param group" in found[0]
 
 
-def test_the_trial_agrees_with_what_is_listed() -> None:
+@on_ranks(1)
+def test_the_trial_agrees_with_what_is_listed(rank: int) -> None:
     """Subclasses are not in the list of known classes. The trial finds for each of them what the list says of its
     parent."""
-
-    def check(rank: int) -> None:
-        for optimizer_class, defaults in ELEMENTWISE.values():
-            unknown = type("Unknown", (optimizer_class,), {})
-            assert granularity_of(unknown, defaults, None) is Granularity.ELEMENT
-        for optimizer_class in (torch.optim.Adafactor, torch.optim.Muon, Lamb):
-            assert granularity_of(type("Unknown", (optimizer_class,), {}), {"lr": 0.1}, None) is Granularity.PARAMETER
-
-    run_ranks(check, 1)
+    for optimizer_class, defaults in ELEMENTWISE.values():
+        unknown = type("Unknown", (optimizer_class,), {})
+        assert granularity_of(unknown, defaults, None) is Granularity.ELEMENT
+    for optimizer_class in (torch.optim.Adafactor, torch.optim.Muon, Lamb):
+        assert granularity_of(type("Unknown", (optimizer_class,), {}), {"lr": 0.1}, None) is Granularity.PARAMETER
 
 
 UNKNOWN = grid((Lion, RowNormed), ("fp32", "bf16-remainder"), PLANS, (2, 3))
@@ -305,27 +301,25 @@ def test_a_param_group_added_after_the_start() -> None:
         expect_equal_logs([log for _, log in of_ranks])
 
 
-def test_a_group_of_another_class_added_after_the_start() -> None:
-    def check(rank: int) -> None:
-        results = []
-        for plan in plans_of(1):
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-            optimizer = zeroshard.ShardedOptimizer(matrices, torch.optim.Muon, lr=0.02)
-            for step in range(3):
-                if step == 1:
-                    optimizer.add_param_group(
-                        {"params": list(model.head.parameters()), "optimizer_class": torch.optim.AdamW, **ADAMW}
-                    )
-                optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                optimizer.step()
-            steps = {float(s["step"]) for s in optimizer.state_dict()["state"].values() if "step" in s}
-            assert steps == {2.0}
-            results.append(handle.full_state_dict())
-        assert all(same_bits(results[0], other) for other in results)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_group_of_another_class_added_after_the_start(rank: int) -> None:
+    results = []
+    for plan in plans_of(1):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        optimizer = zeroshard.ShardedOptimizer(matrices, torch.optim.Muon, lr=0.02)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group(
+                    {"params": list(model.head.parameters()), "optimizer_class": torch.optim.AdamW, **ADAMW}
+                )
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            optimizer.step()
+        steps = {float(s["step"]) for s in optimizer.state_dict()["state"].values() if "step" in s}
+        assert steps == {2.0}
+        results.append(handle.full_state_dict())
+    assert all(same_bits(results[0], other) for other in results)
 
 
 # Freezing -------------------------------------------------------------------------------------------------------------
@@ -484,21 +478,18 @@ def test_what_begins_to_train_at_the_wrong_time_is_refused() -> None:
     assert len(set(run_ranks(check, 2))) == 1
 
 
-def test_a_group_of_another_models_parameters_is_refused() -> None:
+@on_ranks(2)
+def test_a_group_of_another_models_parameters_is_refused(rank: int) -> None:
     """Such parameters once were accepted and never stepped."""
-
-    def check(rank: int) -> None:
-        first, second, plain = (make(lambda: nn.Linear(4, 4)) for _ in range(3))
-        for model in (first, second):
-            zeroshard.shard(model, "zero2")
-        optimizer = zeroshard.ShardedOptimizer([first.weight], torch.optim.SGD, lr=1.0)
-        for other in (second, plain):
-            with pytest.raises(ValueError, match="not of this optimizer's model"):
-                optimizer.add_param_group({"params": [other.bias]})
-        optimizer.add_param_group({"params": first.bias})
-        assert len(optimizer.param_groups) == 2
-
-    run_ranks(check, 2)
+    first, second, plain = (make(lambda: nn.Linear(4, 4)) for _ in range(3))
+    for model in (first, second):
+        zeroshard.shard(model, "zero2")
+    optimizer = zeroshard.ShardedOptimizer([first.weight], torch.optim.SGD, lr=1.0)
+    for other in (second, plain):
+        with pytest.raises(ValueError, match="not of this optimizer's model"):
+            optimizer.add_param_group({"params": [other.bias]})
+    optimizer.add_param_group({"params": first.bias})
+    assert len(optimizer.param_groups) == 2
 
 
 # torch's interface ----------------------------------------------------------------------------------------------------
@@ -516,43 +507,41 @@ def test_options_of_the_classes() -> None:
     assert not same_bits(up.weights, down.weights)
 
 
-def test_step_and_state_hooks_run_once_each() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        zeroshard.shard(model, "zero3", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
-        seen: list[str] = []
+@on_ranks(2)
+def test_step_and_state_hooks_run_once_each(rank: int) -> None:
+    model = make(Net)
+    zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    seen: list[str] = []
 
-        def before(opt: Any, args: Any, kwargs: Any) -> None:
-            assert opt is optimizer
-            opt.param_groups[0]["lr"] = 0.0
-            seen.append("before")
+    def before(opt: Any, args: Any, kwargs: Any) -> None:
+        assert opt is optimizer
+        opt.param_groups[0]["lr"] = 0.0
+        seen.append("before")
 
-        def after(opt: Any, args: Any, kwargs: Any) -> None:
-            assert opt is optimizer
-            seen.append("after")
+    def after(opt: Any, args: Any, kwargs: Any) -> None:
+        assert opt is optimizer
+        seen.append("after")
 
-        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-        weights = model.blocks[0].up.bias.shape
-        assert weights == (37,)
-        loss_of_tokens(model, rank, 0, 0).backward()
-        optimizer.step()
-        assert seen == ["before", "after"]
-        for handle in handles:
-            handle.remove()
-        loss_of_tokens(model, rank, 0, 1).backward()
-        optimizer.step()
-        assert seen == ["before", "after"]
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    weights = model.blocks[0].up.bias.shape
+    assert weights == (37,)
+    loss_of_tokens(model, rank, 0, 0).backward()
+    optimizer.step()
+    assert seen == ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    loss_of_tokens(model, rank, 0, 1).backward()
+    optimizer.step()
+    assert seen == ["before", "after"]
 
-        def on_state(opt: Any, *args: Any) -> None:
-            seen.append("state")
+    def on_state(opt: Any, *args: Any) -> None:
+        seen.append("state")
 
-        optimizer.register_state_dict_pre_hook(on_state)
-        optimizer.register_load_state_dict_post_hook(on_state)
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert seen[2:] == ["state", "state"]
-
-    run_ranks(check, 2)
+    optimizer.register_state_dict_pre_hook(on_state)
+    optimizer.register_load_state_dict_post_hook(on_state)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen[2:] == ["state", "state"]
 
 
 # State in torch's layout ----------------------------------------------------------------------------------------------
@@ -649,21 +638,19 @@ def expect_same_state(found: dict[str, Any], expected: dict[str, Any], what: str
     assert [group["params"] for group in found["param_groups"]] == [g["params"] for g in expected["param_groups"]]
 
 
-def test_a_state_of_another_shape_or_other_groups_is_refused() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        zeroshard.shard(model, "zero2", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
-        loss_of_tokens(model, rank, 0, 0).backward()
-        optimizer.step()
-        state = optimizer.state_dict()
-        with pytest.raises(ValueError, match="param groups"):
-            optimizer.load_state_dict({**state, "param_groups": state["param_groups"] * 2})
-        state["state"][3]["exp_avg"] = torch.zeros(2, 2)
-        with pytest.raises(ValueError, match="exp_avg"):
-            optimizer.load_state_dict(state)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_state_of_another_shape_or_other_groups_is_refused(rank: int) -> None:
+    model = make(Net)
+    zeroshard.shard(model, "zero2", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    loss_of_tokens(model, rank, 0, 0).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="param groups"):
+        optimizer.load_state_dict({**state, "param_groups": state["param_groups"] * 2})
+    state["state"][3]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.load_state_dict(state)
 
 
 # Low-bit state --------------------------------------------------------------------------------------------------------

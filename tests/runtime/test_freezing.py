@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, State, make, plans_of, same_bits
+from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
@@ -97,78 +98,70 @@ def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str
         expect_same_logs(logs)
 
 
-def test_it_takes_what_nobody_else_has() -> None:
+@on_ranks(2)
+def test_it_takes_what_nobody_else_has(rank: int) -> None:
     """Param groups and a second optimizer keep their parameters; newly unfrozen ones join the first group."""
+    for plan in plans_of(0):
+        model = frozen()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        first = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model[1].requires_grad_(True)
+        second = zeroshard.ShardedOptimizer([{"params": model[1].parameters(), "lr": 0.2}], torch.optim.SGD)
+        model.requires_grad_(True)
+        before = handle.full_state_dict()
+        first.backward(model(batch(rank, 0)).square().mean())
+        gradients = {name: handle.gradient(name) for name in before}
+        first.step(), second.step()
+        for name, value in handle.full_state_dict().items():
+            lr = 0.2 if name[0] == "1" else 0.1
+            torch.testing.assert_close(value, before[name] - lr * gradients[name])
+        assert [p.shape for p in first.param_groups[0]["params"]] == [(24, 40), (24,), (8, 16), (8,)]
+        # added to its own group before a call of the model
+        model = frozen()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model.requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.5})
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        assert sizes == [4, 2], sizes  # the rest of the backbone is in the first group
+        # the user has chosen the parameters: as in torch, others are not trained
+        model = frozen()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(model[2].parameters(), torch.optim.SGD, lr=0.1)
+        model.requires_grad_(True)
+        before = handle.full_state_dict()
+        train_step(model, optimizer, rank, 0)
+        after = handle.full_state_dict()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == ["2.weight", "2.bias"]
 
-    def check(rank: int) -> None:
-        for plan in plans_of(0):
-            model = frozen()
+
+@on_ranks(2)
+def test_all_frozen_at_shard_and_some_let_go_before_the_optimizer_is_built(rank: int) -> None:
+    for plan in plans_of(1):
+        for of_handle in (True, False):
+            model = build().requires_grad_(False)
             handle = zeroshard.shard(model, plan, units=nn.Linear)
-            first = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
             model[1].requires_grad_(True)
-            second = zeroshard.ShardedOptimizer([{"params": model[1].parameters(), "lr": 0.2}], torch.optim.SGD)
-            model.requires_grad_(True)
-            before = handle.full_state_dict()
-            first.backward(model(batch(rank, 0)).square().mean())
-            gradients = {name: handle.gradient(name) for name in before}
-            first.step(), second.step()
-            for name, value in handle.full_state_dict().items():
-                lr = 0.2 if name[0] == "1" else 0.1
-                torch.testing.assert_close(value, before[name] - lr * gradients[name])
-            assert [p.shape for p in first.param_groups[0]["params"]] == [(24, 40), (24,), (8, 16), (8,)]
-            # added to its own group before a call of the model
-            model = frozen()
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            model.requires_grad_(True)
-            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.5})
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            assert sizes == [4, 2], sizes  # the rest of the backbone is in the first group
-            # the user has chosen the parameters: as in torch, others are not trained
-            model = frozen()
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(model[2].parameters(), torch.optim.SGD, lr=0.1)
-            model.requires_grad_(True)
+            source = handle if of_handle else model.parameters()
+            optimizer = zeroshard.ShardedOptimizer(source, torch.optim.SGD, lr=0.1)
             before = handle.full_state_dict()
             train_step(model, optimizer, rank, 0)
             after = handle.full_state_dict()
-            assert [name for name in before if not torch.equal(before[name], after[name])] == ["2.weight", "2.bias"]
-
-    run_ranks(check, 2)
+            assert [name for name in before if not torch.equal(before[name], after[name])] == ["1.weight", "1.bias"]
 
 
-def test_all_frozen_at_shard_and_some_let_go_before_the_optimizer_is_built() -> None:
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            for of_handle in (True, False):
-                model = build().requires_grad_(False)
-                handle = zeroshard.shard(model, plan, units=nn.Linear)
-                model[1].requires_grad_(True)
-                source = handle if of_handle else model.parameters()
-                optimizer = zeroshard.ShardedOptimizer(source, torch.optim.SGD, lr=0.1)
-                before = handle.full_state_dict()
-                train_step(model, optimizer, rank, 0)
-                after = handle.full_state_dict()
-                assert [name for name in before if not torch.equal(before[name], after[name])] == ["1.weight", "1.bias"]
-
-    run_ranks(check, 2)
-
-
-def test_a_part_of_the_model_that_is_called_alone_does_not_lose_gradients() -> None:
+@on_ranks(2)
+def test_a_part_of_the_model_that_is_called_alone_does_not_lose_gradients(rank: int) -> None:
     """Only a call of the model notices unfrozen parameters. A gradient that arises without such a call raises an
     error."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(0):
-            model = frozen()
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            model.requires_grad_(True)
-            model[2](model[1](torch.ones(1, 24))).sum().backward()
-            with pytest.raises(RuntimeError, match="a parameter has a gradient that was frozen"):
-                optimizer.step()
-
-    run_ranks(check, 2)
+    for plan in plans_of(0):
+        model = frozen()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model.requires_grad_(True)
+        model[2](model[1](torch.ones(1, 24))).sum().backward()
+        with pytest.raises(RuntimeError, match="a parameter has a gradient that was frozen"):
+            optimizer.step()
 
 
 def test_checkpoints_before_and_after(tmp_path: Path) -> None:
@@ -268,36 +261,33 @@ def test_what_is_frozen_is_not_reduced() -> None:
         expect_same_logs(logs)
 
 
-def test_frozen_between_two_micro_batches() -> None:
+@on_ranks(2)
+def test_frozen_between_two_micro_batches(rank: int) -> None:
     """As in torch, the next step still uses gradients from before the freezing; after that the unit is not reduced."""
-
-    def check(rank: int) -> None:
-        for plan, reduced in itertools.product(PLANS, (True, False)):
-            model = build()
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            with nullcontext() if reduced else handle.no_sync():
-                model(batch(rank, 0)).square().mean().backward()
-            model[0].requires_grad_(False)
-            model(batch(rank, 1)).square().mean().backward()
-            assert optimizer.step().applied
-            handle.comm_log.clear()
-            train_step(model, optimizer, rank, 2)
-            assert [e.unit for e in handle.comm_log.entries if e.op == "reduce_scatter"] == ["2", "1"]
-            expected = build()
-            plain_optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-            for numbers in ((0, 1), (2,)):
-                for number in numbers:
-                    expected[0].requires_grad_(number == 0)
-                    for of_rank in range(2):
-                        (expected(batch(of_rank, number)).square().mean() / 2).backward()
-                plain_optimizer.step()
-                plain_optimizer.zero_grad()
-            state = handle.full_state_dict()
-            for name, value in expected.state_dict().items():
-                torch.testing.assert_close(state[name], value)
-
-    run_ranks(check, 2)
+    for plan, reduced in itertools.product(PLANS, (True, False)):
+        model = build()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        with nullcontext() if reduced else handle.no_sync():
+            model(batch(rank, 0)).square().mean().backward()
+        model[0].requires_grad_(False)
+        model(batch(rank, 1)).square().mean().backward()
+        assert optimizer.step().applied
+        handle.comm_log.clear()
+        train_step(model, optimizer, rank, 2)
+        assert [e.unit for e in handle.comm_log.entries if e.op == "reduce_scatter"] == ["2", "1"]
+        expected = build()
+        plain_optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for numbers in ((0, 1), (2,)):
+            for number in numbers:
+                expected[0].requires_grad_(number == 0)
+                for of_rank in range(2):
+                    (expected(batch(of_rank, number)).square().mean() / 2).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        state = handle.full_state_dict()
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(state[name], value)
 
 
 @pytest.mark.by_gloo  # its messages say what they belong to; other ranks wait until the timeout
@@ -326,22 +316,20 @@ def test_ranks_must_agree_in_what_requires_grad() -> None:
             run_ranks(one_alone, 2, plan)
 
 
-def test_forward_alone_inside_unsharded_needs_no_agreement() -> None:
-    def check(rank: int) -> None:
-        model = build()
-        handle = zeroshard.shard(model, "zero3", units=nn.Linear)
-        model[0].requires_grad_(False)
-        with handle.unsharded():
-            if rank == 1:
-                model(batch(rank, 0))
-        with torch.no_grad():
+@on_ranks(2)
+def test_forward_alone_inside_unsharded_needs_no_agreement(rank: int) -> None:
+    model = build()
+    handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+    model[0].requires_grad_(False)
+    with handle.unsharded():
+        if rank == 1:
             model(batch(rank, 0))
-        model(batch(rank, 0)).sum().backward()
-        model[0].requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"parameter 0\.bias has a gradient, and did not require grad"):
-            model[0](batch(rank, 0)).sum().backward()
-
-    run_ranks(check, 2)
+    with torch.no_grad():
+        model(batch(rank, 0))
+    model(batch(rank, 0)).sum().backward()
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"parameter 0\.bias has a gradient, and did not require grad"):
+        model[0](batch(rank, 0)).sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])

@@ -14,7 +14,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
@@ -54,7 +54,8 @@ def test_on_rank_0_alone_and_on_the_cpu() -> None:
         expect_same_logs(logs)
 
 
-def test_what_rank_0_has_becomes_everyones() -> None:
+@on_ranks(2)
+def test_what_rank_0_has_becomes_everyones(rank: int) -> None:
     def check(rank: int, precision: str) -> None:
         for plan in plans_of(1):
             _, source, kept = start(plan, rank, precision)
@@ -75,10 +76,11 @@ def test_what_rank_0_has_becomes_everyones() -> None:
             assert same_bits(handle.full_state_dict(), state), plan
             del kept, optimizer
 
-    run_ranks(in_turn(check, ["bf16", "bf16-remainder"]), 2)
+    in_turn(check, ["bf16", "bf16-remainder"])(rank)
 
 
-def test_a_part_with_strict_off() -> None:
+@on_ranks(2)
+def test_a_part_with_strict_off(rank: int) -> None:
     """Missing parameters keep their values, unexpected names are ignored, and both are returned, as in torch."""
 
     def check(rank: int, from_rank0: bool) -> None:
@@ -103,7 +105,7 @@ def test_a_part_with_strict_off() -> None:
             assert same_bits(handle.full_state_dict(main=True), {**before, **part}), plan
             del optimizer
 
-    run_ranks(in_turn(check, [False, True]), 2)
+    in_turn(check, [False, True])(rank)
 
 
 def test_the_optimizers_state_on_rank_0_alone() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.grids import EVERYTHING, grid
 from tests.kit import NUM_RANKS, PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
+from tests.together import on_ranks
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -105,24 +106,22 @@ def test_a_gan_is_two_plain_optimizers_bit_for_bit() -> None:
         expect_same_logs(logs)
 
 
-def test_what_cannot_be_joined_together() -> None:
-    def check(rank: int) -> None:
-        first, second = (zeroshard.shard(make(Net), "zero2", units=Block) for _ in range(2))
-        with pytest.raises(ValueError, match="the same handle twice"), first.join(first):
-            pass
-        with pytest.raises(RuntimeError, match="inside of another"), first.join(second), second.join():
-            pass
-        optimizer = zeroshard.ShardedOptimizer(first, torch.optim.SGD)
-        optimizer.param_groups[0]["of mine"] = object()
-        with pytest.raises(ValueError, match="join: the hyper-parameter 'of mine' is a object"), first.join():
-            pass
-        del optimizer.param_groups[0]["of mine"]
-        groups = [torch.distributed.new_group([one]) for one in range(2)]
-        alone = zeroshard.shard(make(Net), "zero2", mesh=groups[rank])
-        with pytest.raises(ValueError, match="different ranks"), first.join(alone):
-            pass
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_what_cannot_be_joined_together(rank: int) -> None:
+    first, second = (zeroshard.shard(make(Net), "zero2", units=Block) for _ in range(2))
+    with pytest.raises(ValueError, match="the same handle twice"), first.join(first):
+        pass
+    with pytest.raises(RuntimeError, match="inside of another"), first.join(second), second.join():
+        pass
+    optimizer = zeroshard.ShardedOptimizer(first, torch.optim.SGD)
+    optimizer.param_groups[0]["of mine"] = object()
+    with pytest.raises(ValueError, match="join: the hyper-parameter 'of mine' is a object"), first.join():
+        pass
+    del optimizer.param_groups[0]["of mine"]
+    groups = [torch.distributed.new_group([one]) for one in range(2)]
+    alone = zeroshard.shard(make(Net), "zero2", mesh=groups[rank])
+    with pytest.raises(ValueError, match="different ranks"), first.join(alone):
+        pass
 
 
 # Scaled losses --------------------------------------------------------------------------------------------------------
@@ -187,32 +186,9 @@ def test_fp16_under_every_plan() -> None:
     assert all(same_bits(weights, found[0][0]) and state == found[0][1] for weights, state in found)
 
 
-def test_a_scaler_of_the_loss_alone_is_refused() -> None:
+@on_ranks(2)
+def test_a_scaler_of_the_loss_alone_is_refused(rank: int) -> None:
     """A scaler that is passed to `backward` only is refused if a rank has run out of inputs, and accepted otherwise."""
-
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero2", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        scaler = LossScaler(DynamicScale())
-        with handle.join():
-            optimizer.backward(loss_of_tokens(model, rank, 0, 0), scaler=scaler)
-            optimizer.step()
-
-        def uneven() -> None:
-            with handle.join():
-                if rank == 0:
-                    optimizer.backward(loss_of_tokens(model, rank, 0, 1), scaler=scaler)
-                    try:
-                        optimizer.step()
-                    finally:
-                        store.set("refused", "1")
-                orders = handle.engine.collectives.orders._orders  # type: ignore[union-attr]
-                orders.take = partial(until_refused, orders.take, orders)
-
-        store = torch.distributed.distributed_c10d._get_default_store()
-        with pytest.raises(RuntimeError, match=["a scaler of its own", "the other one has raised"][rank]):
-            uneven()
 
     def until_refused(take: Any, orders: Any) -> Any:
         while not orders._store.check([orders._key(orders._next)]):
@@ -220,7 +196,28 @@ def test_a_scaler_of_the_loss_alone_is_refused() -> None:
                 raise RuntimeError("the other one has raised")
         return take()
 
-    run_ranks(check, 2)
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero2", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    scaler = LossScaler(DynamicScale())
+    with handle.join():
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0), scaler=scaler)
+        optimizer.step()
+
+    def uneven() -> None:
+        with handle.join():
+            if rank == 0:
+                optimizer.backward(loss_of_tokens(model, rank, 0, 1), scaler=scaler)
+                try:
+                    optimizer.step()
+                finally:
+                    store.set("refused", "1")
+            orders = handle.engine.collectives.orders._orders  # type: ignore[union-attr]
+            orders.take = partial(until_refused, orders.take, orders)
+
+    store = torch.distributed.distributed_c10d._get_default_store()
+    with pytest.raises(RuntimeError, match=["a scaler of its own", "the other one has raised"][rank]):
+        uneven()
 
 
 SCALE = 2.0**8

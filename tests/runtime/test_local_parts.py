@@ -13,6 +13,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import Counting, loss_of_integers, make, plans_of, same_bits
+from tests.together import on_ranks
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
@@ -65,33 +66,28 @@ def test_a_part_is_reduced_when_it_is_asked_for() -> None:
         expect_same_logs(logs)
 
 
-def test_a_step_needs_all_of_them() -> None:
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model, handle, optimizer = start(plan)
-            with handle.no_sync("left"):
-                loss_of_integers(model, rank, 0, 0).backward()
-            with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\) and never reduced"):
-                optimizer.step()
-            with pytest.raises(ValueError, match=r"set_requires_gradient_sync: .* no module of the name 'middle'"):
-                handle.set_requires_gradient_sync(False, "middle")
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_step_needs_all_of_them(rank: int) -> None:
+    for plan in plans_of(1):
+        model, handle, optimizer = start(plan)
+        with handle.no_sync("left"):
+            loss_of_integers(model, rank, 0, 0).backward()
+        with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\) and never reduced"):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"set_requires_gradient_sync: .* no module of the name 'middle'"):
+            handle.set_requires_gradient_sync(False, "middle")
 
 
-def test_what_is_let_go_inside_no_sync_is_accumulated_too() -> None:
+@on_ranks(2)
+def test_what_is_let_go_inside_no_sync_is_accumulated_too(rank: int) -> None:
     """A parameter that was frozen at `shard` may be unfrozen inside the scope; this once ended the scope."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(0):
-            model: Any = make(Counting)
-            model.left.requires_grad_(False)
-            handle = zeroshard.shard(model, plan, units=(nn.Linear, nn.Embedding))
-            with handle.no_sync():
-                model.left.requires_grad_(True)
-                loss_of_integers(model, rank, 0, 0).backward()
-            assert reduced(handle) == []
-            loss_of_integers(model, rank, 1, 0).backward()
-            assert reduced(handle) == ["right", "left", "table"]
-
-    run_ranks(check, 2)
+    for plan in plans_of(0):
+        model: Any = make(Counting)
+        model.left.requires_grad_(False)
+        handle = zeroshard.shard(model, plan, units=(nn.Linear, nn.Embedding))
+        with handle.no_sync():
+            model.left.requires_grad_(True)
+            loss_of_integers(model, rank, 0, 0).backward()
+        assert reduced(handle) == []
+        loss_of_integers(model, rank, 1, 0).backward()
+        assert reduced(handle) == ["right", "left", "table"]

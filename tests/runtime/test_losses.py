@@ -12,6 +12,7 @@ import zeroshard
 from tests.grids import grid
 from tests.kit import CANCELLED, NUM_RANKS, PLANS, State, largest_difference, make, plans_of, same_bits
 from tests.parity.common import FP16, FP32, expect_equal_logs
+from tests.together import on_ranks
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
@@ -114,70 +115,61 @@ def test_each_scaler_adjusts_on_its_own_overflow(num_ranks: int) -> None:
         expect_equal_logs(logs)
 
 
-def test_with_one_scaler_for_both_an_overflow_is_everybodys() -> None:
+@on_ranks(2)
+def test_with_one_scaler_for_both_an_overflow_is_everybodys(rank: int) -> None:
     """The negative control: with one scaler for both losses, an overflow of either lowers their common scale."""
-
-    def check(rank: int) -> None:
-        model = make(TwoHeads)
-        zeroshard.shard(model, "zero2", units=nn.Linear)
-        shared = scaler(2.0**8)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, **SGD)
-        a, b = model(batch(rank, 0))
-        backward_both(optimizer, (a * torch.inf, b), [shared, shared])
-        assert not optimizer.step().applied
-        assert shared.scale == 2.0**7
-
-    run_ranks(check, 2)
+    model = make(TwoHeads)
+    zeroshard.shard(model, "zero2", units=nn.Linear)
+    shared = scaler(2.0**8)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, **SGD)
+    a, b = model(batch(rank, 0))
+    backward_both(optimizer, (a * torch.inf, b), [shared, shared])
+    assert not optimizer.step().applied
+    assert shared.scale == 2.0**7
 
 
-def test_a_scaler_gives_up_on_its_own_overflows_alone() -> None:
+@on_ranks(2)
+def test_a_scaler_gives_up_on_its_own_overflows_alone(rank: int) -> None:
     """An overflow of the first loss and then one of the second are not two overflows in a row of the same loss."""
-
-    def check(rank: int) -> None:
-        model = make(TwoHeads)
-        zeroshard.shard(model, "zero2", units=nn.Linear)
-        scalers = [scaler(2.0**8, max_skips=2), scaler(2.0**8, max_skips=2)]
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, **SGD)
-        for step, guilty in enumerate([0, 1, 0, 1, 1]):
-            losses = list(model(batch(rank, step)))
-            losses[guilty] = losses[guilty] * torch.inf
-            backward_both(optimizer, tuple(losses), scalers)
-            if step < 4:
-                assert not optimizer.step().applied
-        with pytest.raises(RuntimeError, match="2 times in a row"):
-            optimizer.step()
-        assert [one.skips_in_a_row for one in scalers] == [0, 1]
-
-    run_ranks(check, 2)
+    model = make(TwoHeads)
+    zeroshard.shard(model, "zero2", units=nn.Linear)
+    scalers = [scaler(2.0**8, max_skips=2), scaler(2.0**8, max_skips=2)]
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, **SGD)
+    for step, guilty in enumerate([0, 1, 0, 1, 1]):
+        losses = list(model(batch(rank, step)))
+        losses[guilty] = losses[guilty] * torch.inf
+        backward_both(optimizer, tuple(losses), scalers)
+        if step < 4:
+            assert not optimizer.step().applied
+    with pytest.raises(RuntimeError, match="2 times in a row"):
+        optimizer.step()
+    assert [one.skips_in_a_row for one in scalers] == [0, 1]
 
 
-def test_a_pure_fp16_multi_task_run_with_two_scalers_follows_fp32() -> None:
+@on_ranks(2)
+def test_a_pure_fp16_multi_task_run_with_two_scalers_follows_fp32(rank: int) -> None:
     """The first task's loss is 256 times as large, and overflows at a smaller scale. A skipped batch is repeated; after
     15 applied steps both losses are within 5% of the fp32 run's."""
-
-    def check(rank: int) -> None:
-        finals = {}
-        for precision in ("fp32", PURE_FP16):
-            model = make(TwoHeads)
-            handle = zeroshard.shard(model, "zero3", units=nn.Linear, precision=precision)
-            scalers = [LossScaler(DynamicScale(init=2.0**12, growth_interval=2, max_skips=None)) for _ in range(2)]
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, foreach=False, loss_scale=1.0)
-            scales, skipped, applied = [], 0, 0
-            while applied < 15:
-                a, b = model(batch(rank, applied))
-                backward_both(optimizer, (256 * a, b), scalers)
-                done = optimizer.step().applied
-                applied, skipped = applied + done, skipped + (not done)
-                scales.append(tuple(one.scale for one in scalers))
-            assert (skipped > 0) is (precision == PURE_FP16)
-            if precision == PURE_FP16:
-                assert scales[-1][0] < scales[-1][1], "each went its own way"
-            with torch.no_grad():
-                finals[str(precision)] = [float(loss) for loss in model(batch(0, 999))]
-        full, half = finals.values()
-        assert all(abs(a - b) < 0.05 * a for a, b in zip(full, half, strict=True)), (full, half)
-
-    run_ranks(check, 2)
+    finals = {}
+    for precision in ("fp32", PURE_FP16):
+        model = make(TwoHeads)
+        handle = zeroshard.shard(model, "zero3", units=nn.Linear, precision=precision)
+        scalers = [LossScaler(DynamicScale(init=2.0**12, growth_interval=2, max_skips=None)) for _ in range(2)]
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, foreach=False, loss_scale=1.0)
+        scales, skipped, applied = [], 0, 0
+        while applied < 15:
+            a, b = model(batch(rank, applied))
+            backward_both(optimizer, (256 * a, b), scalers)
+            done = optimizer.step().applied
+            applied, skipped = applied + done, skipped + (not done)
+            scales.append(tuple(one.scale for one in scalers))
+        assert (skipped > 0) is (precision == PURE_FP16)
+        if precision == PURE_FP16:
+            assert scales[-1][0] < scales[-1][1], "each went its own way"
+        with torch.no_grad():
+            finals[str(precision)] = [float(loss) for loss in model(batch(0, 999))]
+    full, half = finals.values()
+    assert all(abs(a - b) < 0.05 * a for a, b in zip(full, half, strict=True)), (full, half)
 
 
 # Several optimizers over one model ------------------------------------------------------------------------------------
@@ -234,73 +226,65 @@ def test_two_optimizers_over_disjoint_parameters(units: Any) -> None:
         expect_equal_logs(logs)
 
 
-def test_one_of_two_optimizers_steps_twice_as_often() -> None:
+@on_ranks(2)
+def test_one_of_two_optimizers_steps_twice_as_often(rank: int) -> None:
     """Gradients of the slower optimizer are kept until its step, or discarded by its `zero_grad`."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = make(TwoHeads)
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            trunk, heads = two_optimizers(model)
-            reference = make(TwoHeads)
-            plain = torch.optim.SGD([*reference.a.parameters(), *reference.b.parameters()], **SGD)
-            plain_trunk = torch.optim.AdamW(reference.trunk.parameters(), lr=0.01, foreach=False)
-            for step in range(4):
-                sum(model(batch(0, step))).backward()  # the same batch on both ranks: their mean is exact
-                sum(reference(batch(0, step))).backward()
-                heads.step()
-                plain.step()
-                plain.zero_grad()
-                if step % 2:
-                    trunk.step()
-                    plain_trunk.step()
-                    plain_trunk.zero_grad()
-            assert largest_difference(handle.full_state_dict(), reference.state_dict()) < CANCELLED, plan
-
-    run_ranks(check, 2)
+    for plan in plans_of(1):
+        model = make(TwoHeads)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        trunk, heads = two_optimizers(model)
+        reference = make(TwoHeads)
+        plain = torch.optim.SGD([*reference.a.parameters(), *reference.b.parameters()], **SGD)
+        plain_trunk = torch.optim.AdamW(reference.trunk.parameters(), lr=0.01, foreach=False)
+        for step in range(4):
+            sum(model(batch(0, step))).backward()  # the same batch on both ranks: their mean is exact
+            sum(reference(batch(0, step))).backward()
+            heads.step()
+            plain.step()
+            plain.zero_grad()
+            if step % 2:
+                trunk.step()
+                plain_trunk.step()
+                plain_trunk.zero_grad()
+        assert largest_difference(handle.full_state_dict(), reference.state_dict()) < CANCELLED, plan
 
 
-def test_a_weighted_loss_counts_for_both_optimizers() -> None:
+@on_ranks(2)
+def test_a_weighted_loss_counts_for_both_optimizers(rank: int) -> None:
     """The loss is passed to the backward of one optimizer; its weight counts for both."""
     weights = [3.0, 5.0]
 
-    def check(rank: int) -> None:
-        expected = plain_two(2, 2, weights)
-        for plan in plans_of(0):
-            model = make(TwoHeads)
-            handle = zeroshard.shard(model, plan, units=nn.Linear)
-            trunk, heads = two_optimizers(model)
-            for step in range(2):
-                trunk.backward(sum(model(batch(rank, step))), weight=weights[rank])
-                trunk.step()
-                heads.step()
-            assert largest_difference(handle.full_state_dict(), expected) < CANCELLED, plan
-
-    run_ranks(check, 2)
+    expected = plain_two(2, 2, weights)
+    for plan in plans_of(0):
+        model = make(TwoHeads)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        trunk, heads = two_optimizers(model)
+        for step in range(2):
+            trunk.backward(sum(model(batch(rank, step))), weight=weights[rank])
+            trunk.step()
+            heads.step()
+        assert largest_difference(handle.full_state_dict(), expected) < CANCELLED, plan
 
 
-def test_two_optimizers_over_one_fp16_model_share_the_scale_of_a_loss() -> None:
+@on_ranks(2)
+def test_two_optimizers_over_one_fp16_model_share_the_scale_of_a_loss(rank: int) -> None:
     """An overflow in the parameters of either optimizer lowers the scale of the loss once."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = make(TwoHeads)
-            handle = zeroshard.shard(model, plan, units=nn.Linear, precision="fp16")
-            trunk, heads = two_optimizers(model)
-            shared = scaler(2.0**8)
-            for step in range(4):
-                hook = None
-                if step == 2 and rank == 1:
-                    hook = model.a.weight.register_hook(lambda grad: grad * torch.inf)
-                trunk.backward(sum(model(batch(rank, step))), scaler=shared)
-                if hook is not None:
-                    hook.remove()
-                results = [trunk.step().applied, heads.step().applied]
-                assert results == [True, step != 2], (plan, step)
-                assert shared.scale == (2.0**8 if step < 2 else 2.0**7)
-            assert all(torch.isfinite(value).all() for value in handle.full_state_dict(main=True).values())
-
-    run_ranks(check, 2)
+    for plan in plans_of(1):
+        model = make(TwoHeads)
+        handle = zeroshard.shard(model, plan, units=nn.Linear, precision="fp16")
+        trunk, heads = two_optimizers(model)
+        shared = scaler(2.0**8)
+        for step in range(4):
+            hook = None
+            if step == 2 and rank == 1:
+                hook = model.a.weight.register_hook(lambda grad: grad * torch.inf)
+            trunk.backward(sum(model(batch(rank, step))), scaler=shared)
+            if hook is not None:
+                hook.remove()
+            results = [trunk.step().applied, heads.step().applied]
+            assert results == [True, step != 2], (plan, step)
+            assert shared.scale == (2.0**8 if step < 2 else 2.0**7)
+        assert all(torch.isfinite(value).all() for value in handle.full_state_dict(main=True).values())
 
 
 # Two models in one loop -----------------------------------------------------------------------------------------------
@@ -413,39 +397,34 @@ def test_a_pure_fp16_gan_with_a_scaler_each() -> None:
         expect_equal_logs(logs)
 
 
-def test_forgetting_to_discard_is_seen() -> None:
+@on_ranks(2)
+def test_forgetting_to_discard_is_seen(rank: int) -> None:
     """The negative control: if the discriminator's gradients from the generator's loss are not discarded, results
     differ."""
-
-    def check(rank: int) -> None:
-        g, d = make(Generator, 1), make(Discriminator, 2)
-        zeroshard.shard(g, "zero2", units=nn.Linear)
-        handle = zeroshard.shard(d, "zero2", units=nn.Linear)
-        opt_g = zeroshard.ShardedOptimizer(g.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
-        opt_d = zeroshard.ShardedOptimizer(d.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
-        for step in range(4):
-            z, real = gan_data(rank, step)
-            (softplus(-d(real)) + softplus(d(g(z).detach()))).backward()
-            opt_d.step()
-            softplus(-d(g(z))).backward()
-            opt_g.step()
-        expected = plain_gan(2, 4)
-        found = {f"d.{key}": value for key, value in handle.full_state_dict().items()}
-        assert not same_bits(found, {key: value for key, value in expected.items() if key.startswith("d.")})
-
-    run_ranks(check, 2)
+    g, d = make(Generator, 1), make(Discriminator, 2)
+    zeroshard.shard(g, "zero2", units=nn.Linear)
+    handle = zeroshard.shard(d, "zero2", units=nn.Linear)
+    opt_g = zeroshard.ShardedOptimizer(g.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
+    opt_d = zeroshard.ShardedOptimizer(d.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
+    for step in range(4):
+        z, real = gan_data(rank, step)
+        (softplus(-d(real)) + softplus(d(g(z).detach()))).backward()
+        opt_d.step()
+        softplus(-d(g(z))).backward()
+        opt_g.step()
+    expected = plain_gan(2, 4)
+    found = {f"d.{key}": value for key, value in handle.full_state_dict().items()}
+    assert not same_bits(found, {key: value for key, value in expected.items() if key.startswith("d.")})
 
 
-def test_a_constant_scaler_never_moves() -> None:
-    def check(rank: int) -> None:
-        model = make(TwoHeads)
-        zeroshard.shard(model, "zero1", units=nn.Linear)
-        constant = LossScaler(ConstantScale(2.0**5))
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, **SGD)
-        for bad in (False, True, False):
-            a, b = model(batch(rank, 0))
-            optimizer.backward(a * (torch.inf if bad else 1.0) + b, scaler=constant)
-            assert optimizer.step().applied is not bad
-            assert constant.scale == 2.0**5
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_constant_scaler_never_moves(rank: int) -> None:
+    model = make(TwoHeads)
+    zeroshard.shard(model, "zero1", units=nn.Linear)
+    constant = LossScaler(ConstantScale(2.0**5))
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, **SGD)
+    for bad in (False, True, False):
+        a, b = model(batch(rank, 0))
+        optimizer.backward(a * (torch.inf if bad else 1.0) + b, scaler=constant)
+        assert optimizer.step().applied is not bad
+        assert constant.scale == 2.0**5

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
 from tests.kit import PLANS, State, plans_of, same_bits, travelling
+from tests.together import on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.messages import Messages
 from zeroshard.layout.interval import round_up
@@ -276,63 +277,57 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
     run_ranks(check, RANKS)
 
 
-def test_a_gradient_that_waits_is_in_p_grad_once_its_parameter_is_frozen() -> None:
+@on_ranks(RANKS)
+def test_a_gradient_that_waits_is_in_p_grad_once_its_parameter_is_frozen(rank: int) -> None:
     """Once it was no longer in `p.grad` after the next backward, so `p.grad = None` and clipping had no effect on it,
     although the step used it."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(0):
-            for discarded in (True, False):
-                model = build()
-                handle = zeroshard.shard(model, plan, units=Part)
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
-                loss_of(model, rank, 0).backward()
-                let_train(BIASES, model)
-                loss_of(model, rank, 1).backward()
-                weight, before = model[0].up.weight, handle.full_state_dict()["0.up.weight"]
-                assert weight.grad is not None and not weight.requires_grad
-                gradient = handle.gradient("0.up.weight")
-                if discarded:
-                    weight.grad = None
-                else:
-                    nn.utils.clip_grad_value_(weight, 1e-3)
-                optimizer.step()
-                wanted = before - 0.5 * (0 if discarded else gradient.clamp(-1e-3, 1e-3))
-                torch.testing.assert_close(handle.full_state_dict()["0.up.weight"], wanted)
-                assert discarded or float(gradient.abs().max()) > 1e-3
-
-    run_ranks(check, RANKS)
+    for plan in plans_of(0):
+        for discarded in (True, False):
+            model = build()
+            handle = zeroshard.shard(model, plan, units=Part)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+            loss_of(model, rank, 0).backward()
+            let_train(BIASES, model)
+            loss_of(model, rank, 1).backward()
+            weight, before = model[0].up.weight, handle.full_state_dict()["0.up.weight"]
+            assert weight.grad is not None and not weight.requires_grad
+            gradient = handle.gradient("0.up.weight")
+            if discarded:
+                weight.grad = None
+            else:
+                nn.utils.clip_grad_value_(weight, 1e-3)
+            optimizer.step()
+            wanted = before - 0.5 * (0 if discarded else gradient.clamp(-1e-3, 1e-3))
+            torch.testing.assert_close(handle.full_state_dict()["0.up.weight"], wanted)
+            assert discarded or float(gradient.abs().max()) > 1e-3
 
 
-def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped() -> None:
+@on_ranks(RANKS)
+def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_stepped(rank: int) -> None:
     """As in plain torch. The gradient may be set before or after a backward, which does not change it. Ranks set their
     own values, and the step uses the mean."""
-
-    def check(rank: int) -> None:
-        for before in (True, False):
-            for plan in plans_of(before):
-                model = build()
-                handle = zeroshard.shard(model, plan, units=Part)
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
-                let_train(BIASES, model)
-                start = handle.full_state_dict()["0.up.weight"]
-                by_hand = torch.full((HIDDEN, WIDTH), 1.0 + rank)
-                if before:
-                    model[0].up.weight.grad = by_hand
-                loss_of(model, rank, 0).backward()
-                if not before:
-                    model[0].up.weight.grad = by_hand
-                    optimizer.clip_grad_norm_(1e9)  # reduces the gradient
-                    loss_of(model, rank, 1).backward()
-                assert optimizer.step().applied
-                assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
-                handle.comm_log.clear()
-                loss_of(model, rank, 2).backward()
-                optimizer.step()
-                assert found_events(handle) == expected_events(handle, rank)
-                assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
-
-    run_ranks(check, RANKS)
+    for before in (True, False):
+        for plan in plans_of(before):
+            model = build()
+            handle = zeroshard.shard(model, plan, units=Part)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+            let_train(BIASES, model)
+            start = handle.full_state_dict()["0.up.weight"]
+            by_hand = torch.full((HIDDEN, WIDTH), 1.0 + rank)
+            if before:
+                model[0].up.weight.grad = by_hand
+            loss_of(model, rank, 0).backward()
+            if not before:
+                model[0].up.weight.grad = by_hand
+                optimizer.clip_grad_norm_(1e9)  # reduces the gradient
+                loss_of(model, rank, 1).backward()
+            assert optimizer.step().applied
+            assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
+            handle.comm_log.clear()
+            loss_of(model, rank, 2).backward()
+            optimizer.step()
+            assert found_events(handle) == expected_events(handle, rank)
+            assert torch.equal(handle.full_state_dict()["0.up.weight"], start - 1.0)
 
 
 def test_two_optimizers_over_one_unit() -> None:
@@ -370,58 +365,50 @@ def test_two_optimizers_over_one_unit() -> None:
     run_ranks(expect_alike, RANKS, run)
 
 
-def test_owners_of_frozen_parameters_get_and_give_nothing() -> None:
+@on_ranks(RANKS)
+def test_owners_of_frozen_parameters_get_and_give_nothing(rank: int) -> None:
     """An optimizer of whole parameters sends gradients to owners, and main back, only for parameters that train. (With
     DDP each rank steps all of them.)"""
-
-    def check(rank: int) -> None:
-        for plan in filter(zeroshard.DDP.__ne__, plans_of(1)):
-            sent = {}
-            for phase in (ALL, LAST):
-                model = build()
-                handle = zeroshard.shard(model, plan, units=Part)
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adafactor, lr=0.01)
-                let_train(phase, model)
-                loss_of(model, rank, 0).backward()
-                optimizer.step()
-                handle.comm_log.clear()
-                loss_of(model, rank, 1).backward()
-                optimizer.step()
-                rows = handle.engine.collectives.exchange_objects(handle.comm_log.bytes("all_to_all"))
-                sent[phase] = sum(rows)
-            trained = sum(p.numel() for name, p in model.named_parameters() if LAST(name))
-            assert 0 < sent[LAST] <= 2 * 4 * trained < sent[ALL]
-
-    run_ranks(check, RANKS)
-
-
-def test_a_parameter_that_is_frozen_on_one_rank_alone_is_refused() -> None:
-    def check(rank: int) -> None:
-        for plan in (zeroshard.DDP, zeroshard.ZERO3):
+    for plan in filter(zeroshard.DDP.__ne__, plans_of(1)):
+        sent = {}
+        for phase in (ALL, LAST):
             model = build()
-            zeroshard.shard(model, plan, units=Part)
-            let_train(lambda name: "bias" in name or (rank == 1 and name == "1.up.weight"), model)
-            with pytest.raises(ValueError, match=r"parameter 1\.up\.weight requires grad on rank 1 alone"):
-                loss_of(model, rank, 0)
+            handle = zeroshard.shard(model, plan, units=Part)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adafactor, lr=0.01)
+            let_train(phase, model)
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+            handle.comm_log.clear()
+            loss_of(model, rank, 1).backward()
+            optimizer.step()
+            rows = handle.engine.collectives.exchange_objects(handle.comm_log.bytes("all_to_all"))
+            sent[phase] = sum(rows)
+        trained = sum(p.numel() for name, p in model.named_parameters() if LAST(name))
+        assert 0 < sent[LAST] <= 2 * 4 * trained < sent[ALL]
 
-    run_ranks(check, 2)
+
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_on_one_rank_alone_is_refused(rank: int) -> None:
+    for plan in (zeroshard.DDP, zeroshard.ZERO3):
+        model = build()
+        zeroshard.shard(model, plan, units=Part)
+        let_train(lambda name: "bias" in name or (rank == 1 and name == "1.up.weight"), model)
+        with pytest.raises(ValueError, match=r"parameter 1\.up\.weight requires grad on rank 1 alone"):
+            loss_of(model, rank, 0)
 
 
-def test_let_go_where_only_a_part_of_the_model_is_called() -> None:
+@on_ranks(2)
+def test_let_go_where_only_a_part_of_the_model_is_called(rank: int) -> None:
     """Ranks notice unfrozen parameters in a call of the model. A gradient that would be missing in the sum raises an
     error."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = build()
-            zeroshard.shard(model, plan, units=Part)
-            let_train(BIASES, model)
-            loss_of(model, rank, 0).backward()
-            model.requires_grad_(True)
-            with pytest.raises(RuntimeError, match=r"parameter .*weight has a gradient, and did not require grad when"):
-                model[2](torch.ones(1, WIDTH)).sum().backward()
-
-    run_ranks(check, 2)
+    for plan in plans_of(1):
+        model = build()
+        zeroshard.shard(model, plan, units=Part)
+        let_train(BIASES, model)
+        loss_of(model, rank, 0).backward()
+        model.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"parameter .*weight has a gradient, and did not require grad when"):
+            model[2](torch.ones(1, WIDTH)).sum().backward()
 
 
 def test_ranks_that_have_run_out_of_inputs_follow() -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import Block, Job, Net, State, loss_of_tokens, make, plans_of, same_bits, train
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
 
@@ -101,7 +101,8 @@ def expect_read(read: Callable[[], object], name: object = "") -> None:
     assert "blocks[1].up" in line_of(error.value), name
 
 
-def test_a_forward_that_reads_what_is_not_there_raises_at_its_line() -> None:
+@on_ranks(2)
+def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(rank: int) -> None:
     """In the first call, and on a branch that only a later call takes."""
 
     def check(rank: int, how: str) -> None:
@@ -116,7 +117,7 @@ def test_a_forward_that_reads_what_is_not_there_raises_at_its_line() -> None:
                 assert model(TOKENS).isfinite().all()
         assert same_bits(handle.full_state_dict(), before)
 
-    run_ranks(in_turn(check, ["training", "evaluation", "inference"]), 2)
+    in_turn(check, ["training", "evaluation", "inference"])(rank)
 
 
 def test_so_does_a_read_outside_of_forward() -> None:
@@ -159,30 +160,29 @@ def test_what_is_here_is_read_as_in_plain_torch() -> None:
     run_ranks(check, 2)
 
 
-def test_descriptions_are_those_of_the_plain_model() -> None:
-    def check(rank: int) -> None:
-        plain = make(Reads)
-        expected = {name: float(describes(plain)) for name, describes in DESCRIPTIONS.items()}
-        model = make(Reads)
-        zeroshard.shard(model.eval(), "zero3", units=Block)
-        assert {name: float(describes(model)) for name, describes in DESCRIPTIONS.items()} == expected
-        weight = model.blocks[1].up.weight
-        first, own, *others = repr(model).splitlines()
-        assert own.startswith("  sharded by zeroshard: zero3")
-        assert [first, *others] == repr(plain.eval()).splitlines()
-        text = r"parameter blocks.1.up.weight: shape \(37, 19\), torch.float32, on cpu; its values are not here"
-        for shown in (repr(weight), str(weight), f"{weight}", str([weight])):
-            assert re.search(text, shown), shown
-        for describes in DESCRIPTIONS.values():
-            model.reads = describes
-            assert model(TOKENS).isfinite().all()
-        model.reads = lambda model: torch.tensor(torch.nan)  # NaN of the user's own is no error
-        assert model(TOKENS).isnan().all()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_descriptions_are_those_of_the_plain_model(rank: int) -> None:
+    plain = make(Reads)
+    expected = {name: float(describes(plain)) for name, describes in DESCRIPTIONS.items()}
+    model = make(Reads)
+    zeroshard.shard(model.eval(), "zero3", units=Block)
+    assert {name: float(describes(model)) for name, describes in DESCRIPTIONS.items()} == expected
+    weight = model.blocks[1].up.weight
+    first, own, *others = repr(model).splitlines()
+    assert own.startswith("  sharded by zeroshard: zero3")
+    assert [first, *others] == repr(plain.eval()).splitlines()
+    text = r"parameter blocks.1.up.weight: shape \(37, 19\), torch.float32, on cpu; its values are not here"
+    for shown in (repr(weight), str(weight), f"{weight}", str([weight])):
+        assert re.search(text, shown), shown
+    for describes in DESCRIPTIONS.values():
+        model.reads = describes
+        assert model(TOKENS).isfinite().all()
+    model.reads = lambda model: torch.tensor(torch.nan)  # NaN of the user's own is no error
+    assert model(TOKENS).isnan().all()
 
 
-def test_what_would_move_cast_or_replace_a_model_raises() -> None:
+@on_ranks(2)
+def test_what_would_move_cast_or_replace_a_model_raises(rank: int) -> None:
     """For example `model.half()` after `shard`, which would replace the values by NaN."""
     changes: dict[str, Callable[[Any], object]] = {
         "half": lambda part: part.half(),
@@ -195,17 +195,14 @@ def test_what_would_move_cast_or_replace_a_model_raises() -> None:
         "load": lambda part: part.load_state_dict({"weight": torch.ones(37, 19), "bias": torch.ones(37)}),
     }
 
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        before = handle.full_state_dict()
-        for change in changes.values():
-            with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.\w+ are not here"):
-                change(model.blocks[1].up)
-        assert model(TOKENS).isfinite().all()
-        assert same_bits(handle.full_state_dict(), before)
-
-    run_ranks(check, 2)
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    before = handle.full_state_dict()
+    for change in changes.values():
+        with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.\w+ are not here"):
+            change(model.blocks[1].up)
+    assert model(TOKENS).isfinite().all()
+    assert same_bits(handle.full_state_dict(), before)
 
 
 class Weights(Dataset[Tensor]):
@@ -220,77 +217,70 @@ class Weights(Dataset[Tensor]):
         return weight.detach().mean()
 
 
-def test_averages_threads_and_workers() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        averaged = AveragedModel(model)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        with pytest.raises(RuntimeError, match=r"the values of parameter .* are not here"):
-            averaged.update_parameters(model)
-        with handle.unsharded():
-            averaged.update_parameters(model)
-        assert averaged.module.head.bias.isfinite().all()
-        with pytest.raises(TypeError, match="cannot be copied"):
-            AveragedModel(model)
+@on_ranks(2)
+def test_averages_threads_and_workers(rank: int) -> None:
+    model = make(Net)
+    averaged = AveragedModel(model)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    with pytest.raises(RuntimeError, match=r"the values of parameter .* are not here"):
+        averaged.update_parameters(model)
+    with handle.unsharded():
+        averaged.update_parameters(model)
+    assert averaged.module.head.bias.isfinite().all()
+    with pytest.raises(TypeError, match="cannot be copied"):
+        AveragedModel(model)
 
-        errors: list[BaseException] = []
+    errors: list[BaseException] = []
 
-        def watch() -> None:
-            try:
-                READS["norm"](model)
-            except RuntimeError as error:
-                errors.append(error)
+    def watch() -> None:
+        try:
+            READS["norm"](model)
+        except RuntimeError as error:
+            errors.append(error)
 
-        thread = threading.Thread(target=watch)
-        thread.start()
-        thread.join()
-        assert "parameter blocks.1.up.weight" in str(errors[0])
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert "parameter blocks.1.up.weight" in str(errors[0])
 
-        for workers in (0, 1):
-            with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
-                list(DataLoader(Weights(model), num_workers=workers))
-
-    run_ranks(check, 2)
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
+            list(DataLoader(Weights(model), num_workers=workers))
 
 
-def test_gradients_may_be_asked_for_by_parameters_that_are_not_here() -> None:
+@on_ranks(2)
+def test_gradients_may_be_asked_for_by_parameters_that_are_not_here(rank: int) -> None:
     """`torch.autograd.grad` and `backward(inputs=...)` use a parameter's position in the graph, not its values."""
-
-    def check(rank: int) -> None:
-        plain, model = make(Net), make(Net)
-        names = ["blocks.1.up.weight", "head.bias"]
-        wanted = torch.autograd.grad(loss_of_tokens(plain, rank, 0, 0), [plain.get_parameter(name) for name in names])
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        inputs = [model.get_parameter(name) for name in names]
-        loss = loss_of_tokens(model, rank, 0, 0)
-        assert is_absent(inputs[0])
-        found = torch.autograd.grad(loss, inputs)
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-        loss_of_tokens(model, rank, 0, 0).backward(inputs=inputs)
-        assert handle.gradient("head.bias").any()
-
-    run_ranks(check, 2)
+    plain, model = make(Net), make(Net)
+    names = ["blocks.1.up.weight", "head.bias"]
+    wanted = torch.autograd.grad(loss_of_tokens(plain, rank, 0, 0), [plain.get_parameter(name) for name in names])
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    inputs = [model.get_parameter(name) for name in names]
+    loss = loss_of_tokens(model, rank, 0, 0)
+    assert is_absent(inputs[0])
+    found = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    loss_of_tokens(model, rank, 0, 0).backward(inputs=inputs)
+    assert handle.gradient("head.bias").any()
 
 
 class Marked(nn.Parameter):
     """A subclass of the user."""
 
 
-def test_a_class_of_the_users_stays_what_it_is() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        model.head.bias = Marked(model.head.bias.detach())
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        assert isinstance(model.head.bias, Marked) and is_absent(model.head.bias)
-        with pytest.raises(RuntimeError, match=r"parameter head\.bias are not here"):
-            model.head.bias.sum()
-        with handle.unsharded():
-            assert type(model.head.bias) is Marked
-        handle.close()
+@on_ranks(2)
+def test_a_class_of_the_users_stays_what_it_is(rank: int) -> None:
+    model = make(Net)
+    model.head.bias = Marked(model.head.bias.detach())
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    assert isinstance(model.head.bias, Marked) and is_absent(model.head.bias)
+    with pytest.raises(RuntimeError, match=r"parameter head\.bias are not here"):
+        model.head.bias.sum()
+    with handle.unsharded():
         assert type(model.head.bias) is Marked
-
-    run_ranks(check, 2)
+    handle.close()
+    assert type(model.head.bias) is Marked
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -320,7 +310,8 @@ def test_compiled_models_raise_as_well() -> None:
     run_ranks(in_turn(check, ["function", "model"] if EVERYTHING else ["function"]), 2)
 
 
-def test_find_reads_sees_those_that_python_does_not() -> None:
+@on_ranks(2)
+def test_find_reads_sees_those_that_python_does_not(rank: int) -> None:
     """C++ code and transforms of `torch.func` that get such a parameter read NaN without an error; `find_reads` detects
     it."""
     unseen: dict[str, Callable[[Tensor], object]] = {
@@ -328,35 +319,30 @@ def test_find_reads_sees_those_that_python_does_not() -> None:
         "vmap": lambda weight: torch.vmap(torch.sum)(weight),
     }
 
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        for read in unseen.values():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch recommends a clone
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    for read in unseen.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch recommends a clone
+            read(model.blocks[1].up.weight)
+            with handle.find_reads(), pytest.raises(RuntimeError, match=MESSAGE):
                 read(model.blocks[1].up.weight)
-                with handle.find_reads(), pytest.raises(RuntimeError, match=MESSAGE):
-                    read(model.blocks[1].up.weight)
-                with handle.unsharded(), handle.find_reads():
-                    read(model.blocks[1].up.weight)
-
-    run_ranks(check, 2)
+            with handle.unsharded(), handle.find_reads():
+                read(model.blocks[1].up.weight)
 
 
-def test_being_watched_changes_nothing() -> None:
-    def check(rank: int) -> Any:
-        results: list[State] = []
-        for plan in plans_of(1):
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
-            for step in range(2):
-                with handle.find_reads():
-                    loss = loss_of_tokens(model, rank, 0, step)
-                    loss.backward()
-                optimizer.step()
-            results.append(handle.full_state_dict())
-            assert same_bits(results[-1], train(Job(steps=2), plan, rank).weights)
-            assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_being_watched_changes_nothing(rank: int) -> None:
+    results: list[State] = []
+    for plan in plans_of(1):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        for step in range(2):
+            with handle.find_reads():
+                loss = loss_of_tokens(model, rank, 0, step)
+                loss.backward()
+            optimizer.step()
+        results.append(handle.full_state_dict())
+        assert same_bits(results[-1], train(Job(steps=2), plan, rank).weights)
+        assert not torch.utils._python_dispatch._len_torch_dispatch_stack()

@@ -17,6 +17,7 @@ import zeroshard
 from tests.kit import PLANS, loss_of_tokens, make, same_bits, with_plans
 from tests.kit import Block as KitBlock
 from tests.kit import Net as KitNet
+from tests.together import on_ranks
 from zeroshard.runtime import single_uses
 from zeroshard.storage.gradients import Gradients
 from zeroshard.testing import RankError, run_ranks
@@ -154,21 +155,19 @@ def test_what_is_used_once_is_not_cast_and_the_bits_are_those_of_casting_everyth
     run_ranks(check, 2)
 
 
-def test_micro_batches_with_a_loss_scale() -> None:
-    def check(rank: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            seen = Seen.watching(patch)
-            for precision, plan in with_plans(("fp16", "bf16")):
-                arguments = rank, plan, ["twice", "once"], DIRECT, seen, precision, 3
-                found, cast = trained(*arguments)
-                assert cast == [SHARED, set()]
-                with pytest.MonkeyPatch.context() as everything:
-                    everything.setattr(single_uses, "_used_once", lambda root: [])
-                    expected, cast = trained(*arguments)
-                assert cast == [EVERYTHING] * 2
-                assert same_bits(found, expected), (precision, plan)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_micro_batches_with_a_loss_scale(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Seen.watching(patch)
+        for precision, plan in with_plans(("fp16", "bf16")):
+            arguments = rank, plan, ["twice", "once"], DIRECT, seen, precision, 3
+            found, cast = trained(*arguments)
+            assert cast == [SHARED, set()]
+            with pytest.MonkeyPatch.context() as everything:
+                everything.setattr(single_uses, "_used_once", lambda root: [])
+                expected, cast = trained(*arguments)
+            assert cast == [EVERYTHING] * 2
+            assert same_bits(found, expected), (precision, plan)
 
 
 def test_edges_that_are_not_counted_are_seen() -> None:
@@ -192,126 +191,113 @@ def test_edges_that_are_not_counted_are_seen() -> None:
             test_what_is_used_once_is_not_cast_and_the_bits_are_those_of_casting_everything()
 
 
-def test_a_weight_in_the_loss_and_a_tied_one() -> None:
-    def check(rank: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            seen = Seen.watching(patch)
-            for plan in PLANS[:3:2]:  # under ZERO3 weights are absent outside of the model's call
-                mains = []
-                for backward in (DIRECT, PLAIN):
-                    model = make(partial(KitNet, tied=True))
-                    handle = zeroshard.shard(model, plan, units=KitBlock, precision="bf16")
-                    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
-                    for step in range(2):
-                        optimizer.zero_grad()
-                        loss = loss_of_tokens(model, rank, 0, step)
-                        penalty = model.get_parameter("blocks.0.up.weight").square().sum()
-                        backward(optimizer, loss.float() + penalty.float())
-                        if backward is DIRECT:
-                            assert seen.cast() == {"embed.weight", "blocks.0.up.weight"}
-                        optimizer.step()
-                    mains.append(handle.full_state_dict(main=True))
-                assert same_bits(*mains)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_weight_in_the_loss_and_a_tied_one(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Seen.watching(patch)
+        for plan in PLANS[:3:2]:  # under ZERO3 weights are absent outside of the model's call
+            mains = []
+            for backward in (DIRECT, PLAIN):
+                model = make(partial(KitNet, tied=True))
+                handle = zeroshard.shard(model, plan, units=KitBlock, precision="bf16")
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+                for step in range(2):
+                    optimizer.zero_grad()
+                    loss = loss_of_tokens(model, rank, 0, step)
+                    penalty = model.get_parameter("blocks.0.up.weight").square().sum()
+                    backward(optimizer, loss.float() + penalty.float())
+                    if backward is DIRECT:
+                        assert seen.cast() == {"embed.weight", "blocks.0.up.weight"}
+                    optimizer.step()
+                mains.append(handle.full_state_dict(main=True))
+            assert same_bits(*mains)
 
 
-def test_rows_of_a_sparse_gradient_add_up_in_fp32() -> None:
-    def check(rank: int) -> None:
-        values = []
-        for backward in (DIRECT, PLAIN):
-            model = nn.Sequential(nn.Embedding(3, WIDTH, sparse=True))
-            with torch.no_grad():
-                model[0].weight.zero_()
-            handle = zeroshard.shard(model, "zero2", precision="bf16")
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-            parts = torch.tensor([1.0, *[1 / 512] * 4], dtype=BF16)
-            backward(optimizer, (model(torch.zeros(5, dtype=torch.int64)) * parts[:, None]).sum())
-            optimizer.step()
-            values.append(-handle.full_state_dict(main=True)["0.weight"][0, 0].item())
-        assert values == [1.0078125] * 2  # 1.0 if they are added in bf16
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_rows_of_a_sparse_gradient_add_up_in_fp32(rank: int) -> None:
+    values = []
+    for backward in (DIRECT, PLAIN):
+        model = nn.Sequential(nn.Embedding(3, WIDTH, sparse=True))
+        with torch.no_grad():
+            model[0].weight.zero_()
+        handle = zeroshard.shard(model, "zero2", precision="bf16")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        parts = torch.tensor([1.0, *[1 / 512] * 4], dtype=BF16)
+        backward(optimizer, (model(torch.zeros(5, dtype=torch.int64)) * parts[:, None]).sum())
+        optimizer.step()
+        values.append(-handle.full_state_dict(main=True)["0.weight"][0, 0].item())
+    assert values == [1.0078125] * 2  # 1.0 if they are added in bf16
 
 
-def test_hooks_of_the_user_see_fp32() -> None:
-    def check(rank: int) -> None:
-        torch.manual_seed(0)
-        model, kinds = Net(), dict[str, torch.dtype]()
-        handle = zeroshard.shard(model, "zero2", units=nn.Linear, precision="bf16")
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
-        model.first.weight.register_hook(lambda grad: kinds.update(tensor=grad.dtype))
-        model.last.weight.register_post_accumulate_grad_hook(lambda p: kinds.update(after=p.grad.dtype))
-        with pytest.MonkeyPatch.context() as patch:
-            seen = Seen.watching(patch)
-            optimizer.backward(loss_of(model, rank, 0, "once"))
-            assert kinds == {"tensor": FP32, "after": FP32}
-            assert seen.cast() == {"first.weight", "last.weight"}
-        assert all(p.grad is None or p.grad.dtype == FP32 for p in model.parameters())
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_hooks_of_the_user_see_fp32(rank: int) -> None:
+    torch.manual_seed(0)
+    model, kinds = Net(), dict[str, torch.dtype]()
+    handle = zeroshard.shard(model, "zero2", units=nn.Linear, precision="bf16")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+    model.first.weight.register_hook(lambda grad: kinds.update(tensor=grad.dtype))
+    model.last.weight.register_post_accumulate_grad_hook(lambda p: kinds.update(after=p.grad.dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Seen.watching(patch)
+        optimizer.backward(loss_of(model, rank, 0, "once"))
+        assert kinds == {"tensor": FP32, "after": FP32}
+        assert seen.cast() == {"first.weight", "last.weight"}
+    assert all(p.grad is None or p.grad.dtype == FP32 for p in model.parameters())
 
 
-def test_arguments_of_backward() -> None:
+@on_ranks(2)
+def test_arguments_of_backward(rank: int) -> None:
     """With `inputs` everything is cast as before; `retain_graph` changes nothing."""
-
-    def check(rank: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            seen = Seen.watching(patch)
-            model = Net()
-            handle = zeroshard.shard(model, "ddp", units=nn.Linear, precision="bf16")
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
-            every = {"inputs": list(model.parameters())}
-            for arguments, cast in (({"retain_graph": True}, set()), (every, EVERYTHING)):
-                seen.of.clear()
-                optimizer.backward(loss_of(model, rank, 0, "once"), **arguments)
-                assert seen.cast() == cast
-                optimizer.zero_grad()
-
-    run_ranks(check, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Seen.watching(patch)
+        model = Net()
+        handle = zeroshard.shard(model, "ddp", units=nn.Linear, precision="bf16")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+        every = {"inputs": list(model.parameters())}
+        for arguments, cast in (({"retain_graph": True}, set()), (every, EVERYTHING)):
+            seen.of.clear()
+            optimizer.backward(loss_of(model, rank, 0, "once"), **arguments)
+            assert seen.cast() == cast
+            optimizer.zero_grad()
 
 
 class Failing(RuntimeError):
     pass
 
 
-def test_a_backward_that_raises_leaves_parameters_as_they_were() -> None:
-    def check(rank: int) -> None:
-        model = Net()
-        handle = zeroshard.shard(model, "zero1", units=nn.Linear, precision="bf16")
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+@on_ranks(1)
+def test_a_backward_that_raises_leaves_parameters_as_they_were(rank: int) -> None:
+    model = Net()
+    handle = zeroshard.shard(model, "zero1", units=nn.Linear, precision="bf16")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
 
-        def fail(grad: Tensor) -> None:
-            raise Failing
+    def fail(grad: Tensor) -> None:
+        raise Failing
 
-        hidden = model.first(torch.zeros(2, WIDTH))
-        hidden.register_hook(fail)
-        with pytest.raises(Failing):
-            optimizer.backward(model.last(model.shared(hidden)).float().sum())
-        assert all(p.grad_dtype == FP32 for p in model.parameters())
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, rank, 0, "twice"))
-        optimizer.step()
-
-    run_ranks(check, 1)
+    hidden = model.first(torch.zeros(2, WIDTH))
+    hidden.register_hook(fail)
+    with pytest.raises(Failing):
+        optimizer.backward(model.last(model.shared(hidden)).float().sum())
+    assert all(p.grad_dtype == FP32 for p in model.parameters())
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, rank, 0, "twice"))
+    optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["backward", "grad"])
-def test_a_backward_inside_of_it_is_refused(kind: str) -> None:
-    def check(rank: int) -> None:
-        model = Net()
-        handle = zeroshard.shard(model, "ddp", units=nn.Linear, precision="bf16")
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
+@on_ranks(1)
+def test_a_backward_inside_of_it_is_refused(rank: int, kind: str) -> None:
+    model = Net()
+    handle = zeroshard.shard(model, "ddp", units=nn.Linear, precision="bf16")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5)
 
-        def inner(grad: Tensor) -> None:
-            with torch.enable_grad():
-                again = (model.first.weight * 3 + model.first.weight).sum()
-                again.backward() if kind == "backward" else torch.autograd.grad(again, model.first.weight)
+    def inner(grad: Tensor) -> None:
+        with torch.enable_grad():
+            again = (model.first.weight * 3 + model.first.weight).sum()
+            again.backward() if kind == "backward" else torch.autograd.grad(again, model.first.weight)
 
-        x = torch.tanh(model.first(torch.ones(2, WIDTH)))
-        x.register_hook(inner)
-        with pytest.raises(RuntimeError, match="inside of optimizer"):
-            optimizer.backward(model.last(x).float().sum())
-        assert all(p.grad_dtype == FP32 for p in model.parameters())
-
-    run_ranks(check, 1)
+    x = torch.tanh(model.first(torch.ones(2, WIDTH)))
+    x.register_hook(inner)
+    with pytest.raises(RuntimeError, match="inside of optimizer"):
+        optimizer.backward(model.last(x).float().sum())
+    assert all(p.grad_dtype == FP32 for p in model.parameters())

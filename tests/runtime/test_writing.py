@@ -17,6 +17,7 @@ from torch import nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
+from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -101,79 +102,68 @@ def test_the_values_of_one_rank_become_those_of_all() -> None:
         expect_same_logs(logs)
 
 
-def test_modifier_rank_alone_means_write() -> None:
+@on_ranks(2)
+def test_modifier_rank_alone_means_write(rank: int) -> None:
     """`modifier_rank` implies `write=True`, as in DeepSpeed."""
-
-    def check(rank: int) -> None:
-        model, handle, _ = start("zero3", rank)
-        with handle.unsharded("norm", modifier_rank=0), torch.no_grad():
-            if rank == 0:
-                model.norm.weight.fill_(3.0)
-        assert (handle.full_state_dict()["norm.weight"] == 3.0).all()
-        for wrong in (-1, 2, True, "0"):
-            with pytest.raises(ValueError, match="modifier_rank must be a rank from 0 to 1"):
-                with handle.unsharded(modifier_rank=wrong):
-                    pass
-        before = values(handle)
-        with pytest.raises(ValueError, match="ranks differ in modifier_rank"):
-            with handle.unsharded(write=True, modifier_rank=rank):
+    model, handle, _ = start("zero3", rank)
+    with handle.unsharded("norm", modifier_rank=0), torch.no_grad():
+        if rank == 0:
+            model.norm.weight.fill_(3.0)
+    assert (handle.full_state_dict()["norm.weight"] == 3.0).all()
+    for wrong in (-1, 2, True, "0"):
+        with pytest.raises(ValueError, match="modifier_rank must be a rank from 0 to 1"):
+            with handle.unsharded(modifier_rank=wrong):
                 pass
-        assert same_bits(values(handle), before)
+    before = values(handle)
+    with pytest.raises(ValueError, match="ranks differ in modifier_rank"):
+        with handle.unsharded(write=True, modifier_rank=rank):
+            pass
+    assert same_bits(values(handle), before)
 
-    run_ranks(check, 2)
 
-
-def test_what_is_not_written_keeps_its_main() -> None:
+@on_ranks(2)
+def test_what_is_not_written_keeps_its_main(rank: int) -> None:
     """Writing one element once replaced fp32 main of the whole model by the rounded weights."""
-
-    def check(rank: int) -> None:
-        for plan, precision in (case for case in CASES if case[1]):
-            model, handle, _ = start(plan, rank, precision)
-            before = handle.full_state_dict(main=True)
-            with handle.unsharded(write=True), torch.no_grad():
-                model.blocks[0].up.weight[2, 3] = 0.5
-            before["blocks.0.up.weight"][2, 3] = 0.5
-            assert same_bits(handle.full_state_dict(main=True), before), (plan, precision)
-
-    run_ranks(check, 2)
+    for plan, precision in (case for case in CASES if case[1]):
+        model, handle, _ = start(plan, rank, precision)
+        before = handle.full_state_dict(main=True)
+        with handle.unsharded(write=True), torch.no_grad():
+            model.blocks[0].up.weight[2, 3] = 0.5
+        before["blocks.0.up.weight"][2, 3] = 0.5
+        assert same_bits(handle.full_state_dict(main=True), before), (plan, precision)
 
 
-def test_an_error_inside_leaves_the_values_as_they_were() -> None:
+@on_ranks(2)
+def test_an_error_inside_leaves_the_values_as_they_were(rank: int) -> None:
     @torch.no_grad()
     def write(model: Any, rank: int) -> None:
         model.head.bias.add_(1.0 + rank)
         raise KeyError("half way")
 
-    def check(rank: int) -> None:
-        for plan, precision in CASES:
-            model, handle, optimizer = start(plan, rank, precision)
-            before = values(handle)
-            with pytest.raises(KeyError), handle.unsharded(write=True):
-                write(model, rank)
-            assert same_bits(values(handle), before), (plan, precision)
-            step(model, optimizer, rank, 1)
-
-    run_ranks(check, 2)
+    for plan, precision in CASES:
+        model, handle, optimizer = start(plan, rank, precision)
+        before = values(handle)
+        with pytest.raises(KeyError), handle.unsharded(write=True):
+            write(model, rank)
+        assert same_bits(values(handle), before), (plan, precision)
+        step(model, optimizer, rank, 1)
 
 
-def test_a_write_that_was_not_announced_is_told() -> None:
+@on_ranks(2)
+def test_a_write_that_was_not_announced_is_told(rank: int) -> None:
     """Such a write once was lost under ZERO3; under the other plans it changed the weights of this rank only, and not
     main."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model, handle, _ = start(plan, rank)
-            before = values(handle)
-            with pytest.raises(RuntimeError, match=r"head\.bias.*Pass write=True"):
-                with handle.unsharded(), torch.no_grad():
-                    model.head.bias.add_(1.0)
-            if plan is zeroshard.ZERO3:
-                assert same_bits(values(handle), before)
-            with handle.unsharded():  # control: reading and training raise nothing
-                model.head.bias.sum().item()
-                loss_of_tokens(model, rank, 0, 1).backward()
-
-    run_ranks(check, 2)
+    for plan in plans_of(1):
+        model, handle, _ = start(plan, rank)
+        before = values(handle)
+        with pytest.raises(RuntimeError, match=r"head\.bias.*Pass write=True"):
+            with handle.unsharded(), torch.no_grad():
+                model.head.bias.add_(1.0)
+        if plan is zeroshard.ZERO3:
+            assert same_bits(values(handle), before)
+        with handle.unsharded():  # control: reading and training raise nothing
+            model.head.bias.sum().item()
+            loss_of_tokens(model, rank, 0, 1).backward()
 
 
 class SetsItself(nn.Module):
@@ -193,27 +183,24 @@ class SetsItself(nn.Module):
         return out
 
 
-def test_a_write_in_a_forward_takes_effect_or_raises() -> None:
+@on_ranks(2)
+def test_a_write_in_a_forward_takes_effect_or_raises(rank: int) -> None:
     """A layer of gpytorch that sets its parameters in its first forward trained from other values under ZERO3, in
     silence: the write went to a borrowed buffer."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            for forward, through_data in ((1, False), (1, True), (2, False), (0, False)):
-                model = make(lambda forward=forward, through=through_data: SetsItself(forward, through))
-                handle = zeroshard.shard(model, plan)
-                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.0)
-                is_lost = plan is zeroshard.ZERO3 and forward > 0
-                for number in (1, 2):
-                    if is_lost and number == forward:
-                        name = "a parameter" if through_data else r"linear\.weight"
-                        with pytest.raises(RuntimeError, match=rf"{name} has been written to in a forward or backward"):
-                            model(torch.ones(2, 32))
-                        break
-                    model(torch.ones(2, 32)).sum().backward()
-                    optimizer.step()
-                else:
-                    weight = handle.full_state_dict()["linear.weight"]
-                    assert torch.equal(weight, torch.full((32, 32), 0.5)) is (forward > 0)
-
-    run_ranks(check, 2)
+    for plan in plans_of(1):
+        for forward, through_data in ((1, False), (1, True), (2, False), (0, False)):
+            model = make(lambda forward=forward, through=through_data: SetsItself(forward, through))
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.0)
+            is_lost = plan is zeroshard.ZERO3 and forward > 0
+            for number in (1, 2):
+                if is_lost and number == forward:
+                    name = "a parameter" if through_data else r"linear\.weight"
+                    with pytest.raises(RuntimeError, match=rf"{name} has been written to in a forward or backward"):
+                        model(torch.ones(2, 32))
+                    break
+                model(torch.ones(2, 32)).sum().backward()
+                optimizer.step()
+            else:
+                weight = handle.full_state_dict()["linear.weight"]
+                assert torch.equal(weight, torch.full((32, 32), 0.5)) is (forward > 0)

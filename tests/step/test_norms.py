@@ -19,6 +19,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import LAST_BITS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, plans_of, same_bits
 from tests.parity.common import expect_equal_logs
+from tests.together import on_ranks
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
 
@@ -151,83 +152,73 @@ def test_clipping_by_value_and_both_kinds_in_one(num_ranks: int, max_norms: list
     run_ranks(check, num_ranks)
 
 
-def test_a_clip_is_for_one_step() -> None:
-    def check(rank: int) -> None:
-        model = make(lambda: nn.Linear(3, 3, bias=False))
-        handle = zeroshard.shard(model, "zero2")
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-        moved = []
-        for clip in (True, False):
-            before = handle.full_state_dict()["weight"]
-            optimizer.backward(model(torch.ones(1, 3)).sum())
-            if clip:
-                optimizer.clip_grad_norm_(0.5)
-                optimizer.clip_grad_value_(0.01)
-            optimizer.step()
-            moved.append((before - handle.full_state_dict()["weight"]).abs().max().item())
-        assert moved == pytest.approx([0.01, 1.0], abs=1e-6)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_clip_is_for_one_step(rank: int) -> None:
+    model = make(lambda: nn.Linear(3, 3, bias=False))
+    handle = zeroshard.shard(model, "zero2")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+    moved = []
+    for clip in (True, False):
+        before = handle.full_state_dict()["weight"]
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+        if clip:
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.clip_grad_value_(0.01)
+        optimizer.step()
+        moved.append((before - handle.full_state_dict()["weight"]).abs().max().item())
+    assert moved == pytest.approx([0.01, 1.0], abs=1e-6)
 
 
-def test_group_norms_and_zeros_are_metrics() -> None:
+@on_ranks(3)
+def test_group_norms_and_zeros_are_metrics(rank: int) -> None:
     """Norms of param groups; and the number of gradient elements that are exactly zero, without padding."""
-
-    def check(rank: int) -> None:
-        reference = make(tied)
-        for group in by_kind(reference):
-            assert group["params"]
-        mean_gradients(reference, 3, 0)
-        expected = [float(torch.cat([p.grad.reshape(-1) for p in g["params"]]).norm()) for g in by_kind(reference)]
-        zeros = sum(int((p.grad == 0).sum()) for p in reference.parameters())
-        for plan in plans_of(0):
-            for optimizer_class in (torch.optim.SGD, Lamb):
-                model = make(tied)
-                zeroshard.shard(model, plan, units=Block)
-                groups = by_kind(model)
-                optimizer = zeroshard.ShardedOptimizer(groups, optimizer_class, lr=0.1)
-                optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-                assert optimizer.count_zero_gradients() == zeros, (plan, optimizer_class)
-                result = optimizer.step()
-                assert result.group_norms == pytest.approx(expected, rel=1e-5)
-                assert result.grad_norm == pytest.approx(math.hypot(*expected), rel=1e-5)
-
-    run_ranks(check, 3)
+    reference = make(tied)
+    for group in by_kind(reference):
+        assert group["params"]
+    mean_gradients(reference, 3, 0)
+    expected = [float(torch.cat([p.grad.reshape(-1) for p in g["params"]]).norm()) for g in by_kind(reference)]
+    zeros = sum(int((p.grad == 0).sum()) for p in reference.parameters())
+    for plan in plans_of(0):
+        for optimizer_class in (torch.optim.SGD, Lamb):
+            model = make(tied)
+            zeroshard.shard(model, plan, units=Block)
+            groups = by_kind(model)
+            optimizer = zeroshard.ShardedOptimizer(groups, optimizer_class, lr=0.1)
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+            assert optimizer.count_zero_gradients() == zeros, (plan, optimizer_class)
+            result = optimizer.step()
+            assert result.group_norms == pytest.approx(expected, rel=1e-5)
+            assert result.grad_norm == pytest.approx(math.hypot(*expected), rel=1e-5)
 
 
-def test_rows_that_no_rank_used_are_counted_as_zeros() -> None:
+@on_ranks(3)
+def test_rows_that_no_rank_used_are_counted_as_zeros(rank: int) -> None:
     """The negative control of the count: an embedding of which most rows are not used."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = make(lambda: nn.Embedding(50, 7))
-            zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-            optimizer.backward(model(torch.tensor([rank, 40])).sum())
-            assert optimizer.count_zero_gradients() == (50 - 4) * 7
-
-    run_ranks(check, 3)
+    for plan in plans_of(1):
+        model = make(lambda: nn.Embedding(50, 7))
+        zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        optimizer.backward(model(torch.tensor([rank, 40])).sum())
+        assert optimizer.count_zero_gradients() == (50 - 4) * 7
 
 
-def test_a_step_with_an_abnormal_norm_is_skipped() -> None:
-    def check(rank: int) -> None:
-        for plan in plans_of(0):
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, skip_norm_above=5.0)
-            for step, factor in enumerate((1.0, 1000.0, 1.0)):
-                before = handle.full_state_dict()
-                optimizer.backward(loss_of_tokens(model, rank, 0, step) * (factor if rank == 1 else 1.0))
-                result = optimizer.step()
-                assert result.applied is (factor == 1.0) and (result.grad_norm > 5.0) is (factor > 1.0)
-                assert same_bits(before, handle.full_state_dict()) is (factor > 1.0)
-            assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {2.0}
-            optimizer.backward(loss_of_tokens(model, rank, 0, 5) * torch.inf)
-            optimizer.clip_grad_norm_(1.0, torch.inf)  # inf exceeds the limit, but must raise instead of being skipped
-            with pytest.raises(RuntimeError, match="not finite"):
-                optimizer.step()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_step_with_an_abnormal_norm_is_skipped(rank: int) -> None:
+    for plan in plans_of(0):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, skip_norm_above=5.0)
+        for step, factor in enumerate((1.0, 1000.0, 1.0)):
+            before = handle.full_state_dict()
+            optimizer.backward(loss_of_tokens(model, rank, 0, step) * (factor if rank == 1 else 1.0))
+            result = optimizer.step()
+            assert result.applied is (factor == 1.0) and (result.grad_norm > 5.0) is (factor > 1.0)
+            assert same_bits(before, handle.full_state_dict()) is (factor > 1.0)
+        assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {2.0}
+        optimizer.backward(loss_of_tokens(model, rank, 0, 5) * torch.inf)
+        optimizer.clip_grad_norm_(1.0, torch.inf)  # inf exceeds the limit, but must raise instead of being skipped
+        with pytest.raises(RuntimeError, match="not finite"):
+            optimizer.step()
 
 
 # Weighted by tokens ---------------------------------------------------------------------------------------------------
@@ -292,16 +283,14 @@ def test_weights_by_token_are_the_mean_over_all_tokens(num_ranks: int, micro_bat
         expect_equal_logs(logs)
 
 
-def test_a_rank_without_tokens_weighs_nothing() -> None:
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            model = make(lambda: nn.Linear(4, 1, bias=False))
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-            before = handle.full_state_dict()["weight"]
-            optimizer.backward(model(torch.full((1, 4), rank + 1.0)).sum(), weight=[0.0, 1.0, 3.0][rank])
-            optimizer.step()
-            moved = before - handle.full_state_dict()["weight"]
-            assert torch.allclose(moved, torch.full((1, 4), (1 * 2 + 3 * 3) / 4))
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_a_rank_without_tokens_weighs_nothing(rank: int) -> None:
+    for plan in plans_of(1):
+        model = make(lambda: nn.Linear(4, 1, bias=False))
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        before = handle.full_state_dict()["weight"]
+        optimizer.backward(model(torch.full((1, 4), rank + 1.0)).sum(), weight=[0.0, 1.0, 3.0][rank])
+        optimizer.step()
+        moved = before - handle.full_state_dict()["weight"]
+        assert torch.allclose(moved, torch.full((1, 4), (1 * 2 + 3 * 3) / 4))

@@ -12,7 +12,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.parity.common import FP16, FP32, Job, expect_equal_logs
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.loss_scale import ConstantScale, DynamicScale
 from zeroshard.optim import Lamb
 from zeroshard.placement import Plan
@@ -140,100 +140,90 @@ def test_without_the_check_an_overflow_destroys_the_weights() -> None:
     run_ranks(check, 3)
 
 
-def test_random_numbers_are_not_drawn_by_a_skipped_step() -> None:
-    def check(rank: int) -> None:
-        model = make(WithEmptyShards)
-        zeroshard_handle = zeroshard.shard(model, "zero2", units=nn.Linear)
-        optimizer = zeroshard.ShardedOptimizer(zeroshard_handle, torch.optim.AdamW, loss_scale="dynamic", **ADAMW)
-        optimizer.backward(loss_of(model, rank, 0) * torch.inf)
-        state = torch.get_rng_state()
-        assert not optimizer.step().applied
-        assert torch.equal(state, torch.get_rng_state())
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_random_numbers_are_not_drawn_by_a_skipped_step(rank: int) -> None:
+    model = make(WithEmptyShards)
+    zeroshard_handle = zeroshard.shard(model, "zero2", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(zeroshard_handle, torch.optim.AdamW, loss_scale="dynamic", **ADAMW)
+    optimizer.backward(loss_of(model, rank, 0) * torch.inf)
+    state = torch.get_rng_state()
+    assert not optimizer.step().applied
+    assert torch.equal(state, torch.get_rng_state())
 
 
 # Growth, saving -------------------------------------------------------------------------------------------------------
 
 
-def test_the_scale_grows_and_backs_off_as_torchs_scaler_on_one_process() -> None:
+@on_ranks(2)
+def test_the_scale_grows_and_backs_off_as_torchs_scaler_on_one_process(rank: int) -> None:
     """Under fp16 the history of scales is that of GradScaler with the same sequence of overflows."""
-
-    def check(rank: int) -> None:
-        options = {"growth_interval": 3, "growth_factor": 2.0, "backoff_factor": 0.5}
-        for plan in PLANS if EVERYTHING else [zeroshard.ZERO2]:  # the scale is in the same code under all
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block, precision=MixedPrecision(FP16, FP16, None, FP32))
-            policy = DynamicScale(init=2.0**17, **options)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.01, loss_scale=policy)
-            found, applied = [], []
-            for step in range(24):
-                optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                result = optimizer.step()
-                found.append(result.loss_scale)
-                applied.append(result.applied)
-            assert not all(applied) and sum(applied) > 12
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, **options)
-            weight = nn.Parameter(torch.zeros(3))
-            plain = torch.optim.SGD([weight], lr=0.01)
-            expected = []
-            for ok in applied:
-                expected.append(scaler.get_scale())
-                scaler.scale((weight * (1.0 if ok else torch.inf)).sum()).backward()
-                scaler.step(plain)
-                scaler.update()
-                plain.zero_grad()
-            assert found == expected
-
-    run_ranks(check, 2)
+    options = {"growth_interval": 3, "growth_factor": 2.0, "backoff_factor": 0.5}
+    for plan in PLANS if EVERYTHING else [zeroshard.ZERO2]:  # the scale is in the same code under all
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block, precision=MixedPrecision(FP16, FP16, None, FP32))
+        policy = DynamicScale(init=2.0**17, **options)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.01, loss_scale=policy)
+        found, applied = [], []
+        for step in range(24):
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            result = optimizer.step()
+            found.append(result.loss_scale)
+            applied.append(result.applied)
+        assert not all(applied) and sum(applied) > 12
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, **options)
+        weight = nn.Parameter(torch.zeros(3))
+        plain = torch.optim.SGD([weight], lr=0.01)
+        expected = []
+        for ok in applied:
+            expected.append(scaler.get_scale())
+            scaler.scale((weight * (1.0 if ok else torch.inf)).sum()).backward()
+            scaler.step(plain)
+            scaler.update()
+            plain.zero_grad()
+        assert found == expected
 
 
-def test_the_scale_is_saved_with_the_optimizer_and_goes_on() -> None:
-    def check(rank: int) -> None:
-        def build() -> tuple[nn.Module, Any, Any]:
-            model = make(Net)
-            handle = zeroshard.shard(model, "zero3", units=Block, precision="fp16")
-            policy = DynamicScale(init=2.0**20, growth_interval=2)
-            return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, loss_scale=policy, **ADAMW)
+@on_ranks(2)
+def test_the_scale_is_saved_with_the_optimizer_and_goes_on(rank: int) -> None:
+    def build() -> tuple[nn.Module, Any, Any]:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block, precision="fp16")
+        policy = DynamicScale(init=2.0**20, growth_interval=2)
+        return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, loss_scale=policy, **ADAMW)
 
-        def run(model: nn.Module, optimizer: Any, steps: range) -> list[tuple[float, bool]]:
-            history = []
-            for step in steps:
-                optimizer.backward(loss_of_tokens(model, rank, 0, step))
-                result = optimizer.step()
-                history.append((result.loss_scale, result.applied))
-            return history
+    def run(model: nn.Module, optimizer: Any, steps: range) -> list[tuple[float, bool]]:
+        history = []
+        for step in steps:
+            optimizer.backward(loss_of_tokens(model, rank, 0, step))
+            result = optimizer.step()
+            history.append((result.loss_scale, result.applied))
+        return history
 
-        model, handle, optimizer = build()
-        run(model, optimizer, range(7))
-        weights, state = handle.full_state_dict(main=True), optimizer.state_dict()
-        assert set(state["loss_scale"]) == {"scale", "growth_tracker", "hysteresis_left", "skips_in_a_row"}
-        expected = run(model, optimizer, range(7, 14))
-        other, other_handle, resumed = build()
-        other_handle.load_full_state_dict(weights)
-        resumed.load_state_dict(state)
-        assert run(other, resumed, range(7, 14)) == expected
-        assert same_bits(other_handle.full_state_dict(main=True), handle.full_state_dict(main=True))
-        fresh, fresh_handle, forgot = build()
-        fresh_handle.load_full_state_dict(weights)
-        forgot.load_state_dict({key: value for key, value in state.items() if key != "loss_scale"})
-        assert run(fresh, forgot, range(7, 14)) != expected  # the negative control
-        torch.optim.AdamW(make(Net).parameters()).load_state_dict(state)  # a plain optimizer can load it, too
-
-    run_ranks(check, 2)
+    model, handle, optimizer = build()
+    run(model, optimizer, range(7))
+    weights, state = handle.full_state_dict(main=True), optimizer.state_dict()
+    assert set(state["loss_scale"]) == {"scale", "growth_tracker", "hysteresis_left", "skips_in_a_row"}
+    expected = run(model, optimizer, range(7, 14))
+    other, other_handle, resumed = build()
+    other_handle.load_full_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert run(other, resumed, range(7, 14)) == expected
+    assert same_bits(other_handle.full_state_dict(main=True), handle.full_state_dict(main=True))
+    fresh, fresh_handle, forgot = build()
+    fresh_handle.load_full_state_dict(weights)
+    forgot.load_state_dict({key: value for key, value in state.items() if key != "loss_scale"})
+    assert run(fresh, forgot, range(7, 14)) != expected  # the negative control
+    torch.optim.AdamW(make(Net).parameters()).load_state_dict(state)  # a plain optimizer can load it, too
 
 
-def test_powers_of_two_do_not_change_an_fp32_run() -> None:
+@on_ranks(2)
+def test_powers_of_two_do_not_change_an_fp32_run(rank: int) -> None:
     """Scaling by a power of two is exact; another scale rounds (the negative control)."""
-
-    def check(rank: int) -> None:
-        plain = train(Job(), zeroshard.ZERO2, rank)
-        for policy in (ConstantScale(2.0**10), DynamicScale(growth_interval=1)):
-            assert same_bits(train(Job(scale=policy), zeroshard.ZERO2, rank).weights, plain.weights)
-        odd = train(Job(scale=ConstantScale(1000.0)), zeroshard.ZERO2, rank)
-        assert not same_bits(odd.weights, plain.weights)
-
-    run_ranks(check, 2)
+    plain = train(Job(), zeroshard.ZERO2, rank)
+    for policy in (ConstantScale(2.0**10), DynamicScale(growth_interval=1)):
+        assert same_bits(train(Job(scale=policy), zeroshard.ZERO2, rank).weights, plain.weights)
+    odd = train(Job(scale=ConstantScale(1000.0)), zeroshard.ZERO2, rank)
+    assert not same_bits(odd.weights, plain.weights)
 
 
 # Giving up ------------------------------------------------------------------------------------------------------------
@@ -270,26 +260,25 @@ def test_too_many_skips_name_parameter_rank_and_micro_batch() -> None:
         assert "first" not in message and "on rank 0" not in message
 
 
-def test_a_finite_step_in_between_starts_the_count_anew() -> None:
-    def check(rank: int) -> None:
-        model = make(WithEmptyShards)
-        zeroshard.shard(model, "zero2", units=nn.Linear)
-        policy = ConstantScale(4.0, max_skips=2)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, loss_scale=policy, **ADAMW)
-        for bad in (True, False, True, False, True):
-            optimizer.backward(loss_of(model, rank, 0) * (torch.nan if bad else 1.0))
-            assert optimizer.step().applied is not bad
-        optimizer.backward(loss_of(model, rank, 0) * torch.nan)
-        with pytest.raises(RuntimeError, match="2 times in a row"):
-            optimizer.step()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_finite_step_in_between_starts_the_count_anew(rank: int) -> None:
+    model = make(WithEmptyShards)
+    zeroshard.shard(model, "zero2", units=nn.Linear)
+    policy = ConstantScale(4.0, max_skips=2)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, loss_scale=policy, **ADAMW)
+    for bad in (True, False, True, False, True):
+        optimizer.backward(loss_of(model, rank, 0) * (torch.nan if bad else 1.0))
+        assert optimizer.step().applied is not bad
+    optimizer.backward(loss_of(model, rank, 0) * torch.nan)
+    with pytest.raises(RuntimeError, match="2 times in a row"):
+        optimizer.step()
 
 
 # Without a scale ------------------------------------------------------------------------------------------------------
 
 
-def test_raise_skip_and_ignore_without_a_scale() -> None:
+@on_ranks(2)
+def test_raise_skip_and_ignore_without_a_scale(rank: int) -> None:
     def check(rank: int, precision: str, plan: Plan) -> None:
         for choice in (None, "raise", "skip", "ignore"):
             model = make(WithEmptyShards)
@@ -308,86 +297,74 @@ def test_raise_skip_and_ignore_without_a_scale() -> None:
             same = same_bits(before, snapshot(handle, optimizer))
             assert same is (choice != "ignore") or rank > 0
 
-    run_ranks(in_turn(check, with_plans(["fp32", "bf16", "bf16-remainder"])), 2)
+    in_turn(check, with_plans(["fp32", "bf16", "bf16-remainder"]))(rank)
 
 
-def test_a_step_after_the_error_goes_on() -> None:
-    def check(rank: int) -> None:
-        model = make(WithEmptyShards)
-        zeroshard.shard(model, "zero3", units=nn.Linear)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
-        optimizer.backward(loss_of(model, rank, 0) * torch.inf)
-        with pytest.raises(RuntimeError, match="not finite"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, rank, 1))
-        assert optimizer.step().applied
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_step_after_the_error_goes_on(rank: int) -> None:
+    model = make(WithEmptyShards)
+    zeroshard.shard(model, "zero3", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    optimizer.backward(loss_of(model, rank, 0) * torch.inf)
+    with pytest.raises(RuntimeError, match="not finite"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, rank, 1))
+    assert optimizer.step().applied
 
 
-def test_a_scheduler_can_tell() -> None:
+@on_ranks(2)
+def test_a_scheduler_can_tell(rank: int) -> None:
     """`step()` returns whether it was applied, so a scheduler can step only then."""
-
-    def check(rank: int) -> None:
-        model = make(WithEmptyShards)
-        zeroshard.shard(model, "zero2", units=nn.Linear)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, loss_scale="dynamic")
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for bad in (False, True, True, False):
-            optimizer.backward(loss_of(model, rank, 0) * (torch.inf if bad else 1.0))
-            if optimizer.step().applied:
-                scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.25
-
-    run_ranks(check, 2)
+    model = make(WithEmptyShards)
+    zeroshard.shard(model, "zero2", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, loss_scale="dynamic")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for bad in (False, True, True, False):
+        optimizer.backward(loss_of(model, rank, 0) * (torch.inf if bad else 1.0))
+        if optimizer.step().applied:
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 # torch.amp.GradScaler -------------------------------------------------------------------------------------------------
 
 
-def test_torchs_grad_scaler_is_refused_with_the_way_to_do_it() -> None:
-    def check(rank: int) -> None:
-        for unscale_first in (False, True):
-            model = make(WithEmptyShards)
-            zeroshard.shard(model, "zero2", units=nn.Linear)
-            optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-            scaler = torch.amp.GradScaler("cpu")
-            scaler.scale(loss_of(model, rank, 0)).backward()
-            with pytest.raises(RuntimeError, match=r"loss_scale='dynamic'.*optimizer.backward\(loss\)"):
-                scaler.unscale_(optimizer) if unscale_first else scaler.step(optimizer)
-            optimizer.zero_grad()
-        disabled = torch.amp.GradScaler("cpu", enabled=False)
-        disabled.scale(loss_of(model, rank, 0)).backward()
-        assert disabled.step(optimizer).applied
-
-    run_ranks(check, 2)
-
-
-def test_a_scaled_optimizer_wants_scaled_losses() -> None:
-    def check(rank: int) -> None:
+@on_ranks(2)
+def test_torchs_grad_scaler_is_refused_with_the_way_to_do_it(rank: int) -> None:
+    for unscale_first in (False, True):
         model = make(WithEmptyShards)
-        zeroshard.shard(model, "zero2", units=nn.Linear, precision="fp16")
+        zeroshard.shard(model, "zero2", units=nn.Linear)
         optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-        loss_of(model, rank, 0).backward()
-        with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):
-            optimizer.step()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, rank, 0)).backward()
+        with pytest.raises(RuntimeError, match=r"loss_scale='dynamic'.*optimizer.backward\(loss\)"):
+            scaler.unscale_(optimizer) if unscale_first else scaler.step(optimizer)
+        optimizer.zero_grad()
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(loss_of(model, rank, 0)).backward()
+    assert disabled.step(optimizer).applied
 
-    run_ranks(check, 2)
+
+@on_ranks(2)
+def test_a_scaled_optimizer_wants_scaled_losses(rank: int) -> None:
+    model = make(WithEmptyShards)
+    zeroshard.shard(model, "zero2", units=nn.Linear, precision="fp16")
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):
+        optimizer.step()
 
 
-def test_16_bit_losses_are_scaled_in_fp32() -> None:
+@on_ranks(2)
+def test_16_bit_losses_are_scaled_in_fp32(rank: int) -> None:
     """An fp16 loss of about 100 times a scale of 2^10 exceeds the range of fp16."""
-
-    def check(rank: int) -> None:
-        model = make(lambda: nn.Linear(4, 1, bias=False))
-        handle = zeroshard.shard(model, "zero2", precision=MixedPrecision(FP16, FP32, None, FP32))
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0, loss_scale=2.0**10)
-        before = handle.full_state_dict(main=True)["weight"]
-        loss = model(torch.full((1, 4), 8.0)).sum() + 100
-        assert loss.dtype == FP16 and not torch.isfinite(loss * 2.0**10)
-        optimizer.backward(loss)
-        assert optimizer.step().applied
-        assert torch.equal(before - handle.full_state_dict(main=True)["weight"], torch.full((1, 4), 8.0))
-
-    run_ranks(check, 2)
+    model = make(lambda: nn.Linear(4, 1, bias=False))
+    handle = zeroshard.shard(model, "zero2", precision=MixedPrecision(FP16, FP32, None, FP32))
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0, loss_scale=2.0**10)
+    before = handle.full_state_dict(main=True)["weight"]
+    loss = model(torch.full((1, 4), 8.0)).sum() + 100
+    assert loss.dtype == FP16 and not torch.isfinite(loss * 2.0**10)
+    optimizer.backward(loss)
+    assert optimizer.step().applied
+    assert torch.equal(before - handle.full_state_dict(main=True)["weight"], torch.full((1, 4), 8.0))

@@ -16,7 +16,7 @@ import torch
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -78,7 +78,8 @@ def test_it_reads_as_the_state_dict_says() -> None:
         expect_same_logs(logs)
 
 
-def test_clearing_begins_anew() -> None:
+@on_ranks(2)
+def test_clearing_begins_anew(rank: int) -> None:
     def check(rank: int, optimizer_class: Any) -> None:
         options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}
         for plan in (*plans_of(CLASSES.index(optimizer_class)), None):
@@ -94,10 +95,11 @@ def test_clearing_begins_anew() -> None:
             optimizer.state = dict(zip(params, first.values(), strict=True))
             assert all(same_bits(dict(optimizer.state[p]), first[i]) for i, p in enumerate(params))
 
-    run_ranks(in_turn(check, CLASSES), 2)
+    in_turn(check, CLASSES)(rank)
 
 
-def test_one_parameters_state_is_set_and_deleted() -> None:
+@on_ranks(2)
+def test_one_parameters_state_is_set_and_deleted(rank: int) -> None:
     """Training continues with the same bits under every plan."""
 
     def check(rank: int, optimizer_class: Any) -> None:
@@ -125,38 +127,33 @@ def test_one_parameters_state_is_set_and_deleted() -> None:
             found.append(optimizer.handle.full_state_dict())
         assert all(same_bits(one, found[0]) for one in found)
 
-    run_ranks(in_turn(check, CLASSES), 2)
+    in_turn(check, CLASSES)(rank)
 
 
-def test_the_state_of_what_is_frozen_waits_until_it_trains() -> None:
+@on_ranks(2)
+def test_the_state_of_what_is_frozen_waits_until_it_trains(rank: int) -> None:
     """As in torch, state that was loaded for a frozen parameter is used once the parameter requires grad."""
-
-    def check(rank: int) -> None:
-        model, optimizer = build("zero1")
-        train(model, optimizer, rank, range(2))
-        saved, weights = optimizer.state_dict(), optimizer.handle.full_state_dict()
-        train(model, optimizer, rank, range(2, 4))
-        for plan in (*plans_of(1), None):
-            again = make(model_of_two)
-            again.load_state_dict(weights)
-            again.blocks[1].requires_grad_(False)
-            handle = zeroshard.shard(again, plan, units=Block) if plan else None
-            other = zeroshard.ShardedOptimizer(list(again.parameters()), torch.optim.AdamW, **ADAM)
-            other.load_state_dict(saved)
-            frozen = again.blocks[1].up.weight
-            index = next(i for i, p in enumerate(again.parameters()) if p is frozen)
-            assert same_bits(dict(other.state[frozen]), saved["state"][index]) and len(other.state) == len(
-                saved["state"]
-            )
-            assert same_bits(other.state_dict()["state"][index], saved["state"][index])
-            again.blocks[1].requires_grad_(True)
-            train(again, other, rank, range(2, 4))
-            found = handle.full_state_dict() if handle else dict(again.state_dict())
-            expected = optimizer.handle.full_state_dict()
-            assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-6
-            assert other.state[frozen]["step"] == 4
-
-    run_ranks(check, 2)
+    model, optimizer = build("zero1")
+    train(model, optimizer, rank, range(2))
+    saved, weights = optimizer.state_dict(), optimizer.handle.full_state_dict()
+    train(model, optimizer, rank, range(2, 4))
+    for plan in (*plans_of(1), None):
+        again = make(model_of_two)
+        again.load_state_dict(weights)
+        again.blocks[1].requires_grad_(False)
+        handle = zeroshard.shard(again, plan, units=Block) if plan else None
+        other = zeroshard.ShardedOptimizer(list(again.parameters()), torch.optim.AdamW, **ADAM)
+        other.load_state_dict(saved)
+        frozen = again.blocks[1].up.weight
+        index = next(i for i, p in enumerate(again.parameters()) if p is frozen)
+        assert same_bits(dict(other.state[frozen]), saved["state"][index]) and len(other.state) == len(saved["state"])
+        assert same_bits(other.state_dict()["state"][index], saved["state"][index])
+        again.blocks[1].requires_grad_(True)
+        train(again, other, rank, range(2, 4))
+        found = handle.full_state_dict() if handle else dict(again.state_dict())
+        expected = optimizer.handle.full_state_dict()
+        assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-6
+        assert other.state[frozen]["step"] == 4
 
 
 def test_an_optimizer_is_not_copied() -> None:

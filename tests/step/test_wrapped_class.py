@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, largest_difference, loss_of_tokens, make, plans_of, same_bits
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.placement import Plan
 from zeroshard.reference import nearest_bf16_ties_away
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -132,102 +132,93 @@ def test_methods_of_the_class_reach_the_weights() -> None:
                 expect_same_logs(logs)
 
 
-def test_what_is_not_a_method_and_what_comes_at_the_wrong_time() -> None:
-    def check(rank: int) -> None:
-        for plan in (*PLANS, None):
-            model = make(Net)
-            params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
-            optimizer = zeroshard.ShardedOptimizer(params, ScheduleFree)
-            assert optimizer.answer() == 42 and optimizer.answer(twice=True) == 84
-            assert hasattr(optimizer, "train") and not hasattr(optimizer, "mode")
-            with pytest.raises(AttributeError, match=r"no attribute 'mode'. ScheduleFree has.*optimizer.steppers"):
-                optimizer.mode  # noqa: B018
-            with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'first_step'"):
-                optimizer.first_step()
-            if plan:
-                loss_of_tokens(model, rank, 0, 0).backward()
-                with pytest.raises(ValueError, match=r"train: gradients are waiting for a step: call it between"):
-                    optimizer.train()
-                optimizer.zero_grad()
-            optimizer.train()
-            for name in ("nothing", "grads"):
-                with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}', which ScheduleFree"):
-                    optimizer.step(**{name: 1})
-            with pytest.raises(ValueError, match=r"step\(boost=...\) holds tensors of many elements"):
-                optimizer.step(boost=[torch.zeros(3)])
-        plain = zeroshard.ShardedOptimizer(zeroshard.shard(make(Net), "zero2"), torch.optim.SGD)
-        assert not hasattr(plain, "train")
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_what_is_not_a_method_and_what_comes_at_the_wrong_time(rank: int) -> None:
+    for plan in (*PLANS, None):
+        model = make(Net)
+        params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
+        optimizer = zeroshard.ShardedOptimizer(params, ScheduleFree)
+        assert optimizer.answer() == 42 and optimizer.answer(twice=True) == 84
+        assert hasattr(optimizer, "train") and not hasattr(optimizer, "mode")
+        with pytest.raises(AttributeError, match=r"no attribute 'mode'. ScheduleFree has.*optimizer.steppers"):
+            optimizer.mode  # noqa: B018
+        with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'first_step'"):
+            optimizer.first_step()
+        if plan:
+            loss_of_tokens(model, rank, 0, 0).backward()
+            with pytest.raises(ValueError, match=r"train: gradients are waiting for a step: call it between"):
+                optimizer.train()
+            optimizer.zero_grad()
+        optimizer.train()
+        for name in ("nothing", "grads"):
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}', which ScheduleFree"):
+                optimizer.step(**{name: 1})
+        with pytest.raises(ValueError, match=r"step\(boost=...\) holds tensors of many elements"):
+            optimizer.step(boost=[torch.zeros(3)])
+    plain = zeroshard.ShardedOptimizer(zeroshard.shard(make(Net), "zero2"), torch.optim.SGD)
+    assert not hasattr(plain, "train")
 
 
-def test_hooks_run_once_around_the_whole_step() -> None:
+@on_ranks(2)
+def test_hooks_run_once_around_the_whole_step(rank: int) -> None:
     """Also for an optimizer class that inherits `step`."""
 
     class Child(torch.optim.AdamW):
         pass
 
-    def check(rank: int) -> None:
-        seen: list[tuple[str, str]] = []
-        hooks = [
-            register_optimizer_step_pre_hook(lambda o, args, kwargs: seen.append(("before", type(o).__name__))),
-            register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append(("after", type(o).__name__))),
-        ]
-        try:
-            for plan in (*PLANS, None):
-                for of_class in (Child, zeroshard.optim.Lamb):
-                    model = make(Net)
-                    params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
-                    optimizer = zeroshard.ShardedOptimizer(params, of_class)
-                    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("mine", type(o).__name__)))
-                    loss_of_tokens(model, 0, 0, 0).backward()
-                    assert not seen  # no hook ran in a trial step either
-                    optimizer.step()
-                    names = ["before", "mine", "after"]
-                    assert seen == [(name, "ShardedOptimizer") for name in names]
-                    assert optimizer.load_state_dict(optimizer.state_dict()) is None
-                    assert len(seen) == 3
-                    seen.clear()
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    run_ranks(check, 2)
+    seen: list[tuple[str, str]] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda o, args, kwargs: seen.append(("before", type(o).__name__))),
+        register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append(("after", type(o).__name__))),
+    ]
+    try:
+        for plan in (*PLANS, None):
+            for of_class in (Child, zeroshard.optim.Lamb):
+                model = make(Net)
+                params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
+                optimizer = zeroshard.ShardedOptimizer(params, of_class)
+                optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("mine", type(o).__name__)))
+                loss_of_tokens(model, 0, 0, 0).backward()
+                assert not seen  # no hook ran in a trial step either
+                optimizer.step()
+                names = ["before", "mine", "after"]
+                assert seen == [(name, "ShardedOptimizer") for name in names]
+                assert optimizer.load_state_dict(optimizer.state_dict()) is None
+                assert len(seen) == 3
+                seen.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused() -> None:
+@on_ranks(2)
+def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused(rank: int) -> None:
     class Sharpness(torch.optim.SGD):
         def step(self, closure: Callable[[], Any]) -> None:
             closure()
 
-    def check(rank: int) -> None:
-        handle = zeroshard.shard(make(Net), "zero1")
-        for elementwise in (None, True, False):
-            with pytest.raises(ValueError, match=r"Sharpness cannot be sharded: its step\(\) needs arguments"):
-                zeroshard.ShardedOptimizer(handle, Sharpness, elementwise=elementwise)
-
-    run_ranks(check, 2)
+    handle = zeroshard.shard(make(Net), "zero1")
+    for elementwise in (None, True, False):
+        with pytest.raises(ValueError, match=r"Sharpness cannot be sharded: its step\(\) needs arguments"):
+            zeroshard.ShardedOptimizer(handle, Sharpness, elementwise=elementwise)
 
 
-def test_a_closure_may_be_called_again_and_again() -> None:
+@on_ranks(2)
+def test_a_closure_may_be_called_again_and_again(rank: int) -> None:
     """`step(closure)` may be called repeatedly; the closure computes the gradients."""
+    found = []
+    for plan in plans_of(0):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
 
-    def check(rank: int) -> None:
-        found = []
-        for plan in plans_of(0):
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+        def closure(optimizer: Any = optimizer, model: Any = model) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of_tokens(model, rank, 0, 0)
+            loss.backward()
+            return loss
 
-            def closure(optimizer: Any = optimizer, model: Any = model) -> Tensor:
-                optimizer.zero_grad()
-                loss = loss_of_tokens(model, rank, 0, 0)
-                loss.backward()
-                return loss
-
-            losses = [float(optimizer.step(closure)) for _ in range(4)]
-            assert losses == sorted(losses, reverse=True)
-            found.append(handle.full_state_dict())
-        assert all(same_bits(one, found[0]) for one in found)
-
-    run_ranks(check, 2)
+        losses = [float(optimizer.step(closure)) for _ in range(4)]
+        assert losses == sorted(losses, reverse=True)
+        found.append(handle.full_state_dict())
+    assert all(same_bits(one, found[0]) for one in found)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, train_reference
+from tests.together import on_ranks
 from zeroshard.layout.layout import SLOT_ALIGNMENT
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
@@ -116,42 +117,39 @@ def run(rank: int, plan: Plan, job: Job, *, spoiled: bool) -> tuple[Any, list[fl
 
 
 @pytest.mark.parametrize(("precision", "plans"), [("fp32", plans_of(1)), ("bf16-remainder", plans_of(0))])
-def test_padding_is_zero_whatever_was_there_before_and_does_not_count(precision: str, plans: Sequence[Plan]) -> None:
+@on_ranks(2)
+def test_padding_is_zero_whatever_was_there_before_and_does_not_count(
+    rank: int, precision: str, plans: Sequence[Plan]
+) -> None:
     """A bucket that another unit used before, or gradients after unparking, may hold any values in the padding."""
     job = Job(precision=precision, defaults={"lr": 1e-2, "weight_decay": 0.1, "foreach": False})
 
-    def check(rank: int) -> None:
-        model = make(Net)
-        loss = sum(loss_of_tokens(model, other, 0, 0) for other in range(2)) / 2
-        loss.backward()
-        absent = sum(int((p.grad == 0).sum()) for p in model.parameters())
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        results = [run(rank, plan, job, spoiled=spoiled) for plan in plans for spoiled in (False, True)]
-        for weights, norms, zeros in results:
-            assert same_bits(weights, results[0][0]) and norms == results[0][1] and zeros == results[0][2]
-        if precision == "fp32":
-            assert results[0][2][0] == absent
-            torch.testing.assert_close(torch.tensor(results[0][1][0]), norm)
-
-    run_ranks(check, 2)
+    model = make(Net)
+    loss = sum(loss_of_tokens(model, other, 0, 0) for other in range(2)) / 2
+    loss.backward()
+    absent = sum(int((p.grad == 0).sum()) for p in model.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    results = [run(rank, plan, job, spoiled=spoiled) for plan in plans for spoiled in (False, True)]
+    for weights, norms, zeros in results:
+        assert same_bits(weights, results[0][0]) and norms == results[0][1] and zeros == results[0][2]
+    if precision == "fp32":
+        assert results[0][2][0] == absent
+        torch.testing.assert_close(torch.tensor(results[0][1][0]), norm)
 
 
-def test_gradients_that_come_back_from_being_parked_hold_no_old_padding() -> None:
+@on_ranks(2)
+def test_gradients_that_come_back_from_being_parked_hold_no_old_padding(rank: int) -> None:
     """Storages that were freed are allocated again with arbitrary values."""
-
-    def check(rank: int) -> None:
-        job = Job(model=Net, steps=1)
-        truth = train_reference(job, 2)[0].weights
-        for plan in plans_of(0):
-            assert same_bits(train(job, plan, rank).weights, truth)
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
-            optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, **job.defaults)
-            handle.park()
-            handle.unpark()
-            spoil(handle)
-            optimizer.backward(job.loss(model, rank, 0, 0))
-            optimizer.step()
-            assert same_bits(handle.full_state_dict(), truth)
-
-    run_ranks(check, 2)
+    job = Job(model=Net, steps=1)
+    truth = train_reference(job, 2)[0].weights
+    for plan in plans_of(0):
+        assert same_bits(train(job, plan, rank).weights, truth)
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, job.optimizer, **job.defaults)
+        handle.park()
+        handle.unpark()
+        spoil(handle)
+        optimizer.backward(job.loss(model, rank, 0, 0))
+        optimizer.step()
+        assert same_bits(handle.full_state_dict(), truth)

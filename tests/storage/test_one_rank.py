@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.storage.slot_buffer import SlotBuffer
 from zeroshard.testing import run_ranks
 
@@ -47,7 +47,8 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach", "clip", "micro-batches", "no_sync"])
-def test_the_bits_of_plain_torch(kind: str) -> None:
+@on_ranks(1)
+def test_the_bits_of_plain_torch(rank: int, kind: str) -> None:
     def check(rank: int, plan: Any) -> None:
         options: dict[str, Any] = {"lr": 1e-2, "fused": kind == "fused", "foreach": kind == "foreach"}
         reference = Odd()
@@ -74,27 +75,24 @@ def test_the_bits_of_plain_torch(kind: str) -> None:
         for name, value in reference.state_dict().items():
             assert torch.equal(full[name], value), (name, plan, kind)
 
-    run_ranks(in_turn(check, PLANS), 1)
+    in_turn(check, PLANS)(rank)
 
 
-def test_tensors_are_taken_and_not_copied() -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = nn.Linear(33, 7)
-            handle = zeroshard.shard(model, plan)
-            seen: dict[str, int] = {}
-            for name, parameter in model.named_parameters():
-                parameter.register_hook(partial(_note, seen, name))
-            model(torch.randn(5, 33)).square().mean().backward()
-            (unit,) = handle.engine.units
-            assert isinstance(unit.grads.buffer, SlotBuffer)
-            held = {
-                slot.name: view.data_ptr()
-                for slot, view in zip(unit.layout.slots, unit.grads.buffer.views(), strict=True)
-            }
-            assert held == seen, plan
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_tensors_are_taken_and_not_copied(rank: int) -> None:
+    for plan in PLANS:
+        model = nn.Linear(33, 7)
+        handle = zeroshard.shard(model, plan)
+        seen: dict[str, int] = {}
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(partial(_note, seen, name))
+        model(torch.randn(5, 33)).square().mean().backward()
+        (unit,) = handle.engine.units
+        assert isinstance(unit.grads.buffer, SlotBuffer)
+        held = {
+            slot.name: view.data_ptr() for slot, view in zip(unit.layout.slots, unit.grads.buffer.views(), strict=True)
+        }
+        assert held == seen, plan
 
 
 def _note(seen: dict[str, int], name: str, grad: Tensor) -> None:
@@ -115,7 +113,8 @@ class Joined(nn.Module):
         return out @ x
 
 
-def test_memory_that_is_also_anothers_is_not_written_to() -> None:
+@on_ranks(1)
+def test_memory_that_is_also_anothers_is_not_written_to(rank: int) -> None:
     """A step with a clip multiplies gradients in place. (Without the copy of such gradients, this changes what the user
     keeps.)"""
 
@@ -141,7 +140,7 @@ def test_memory_that_is_also_anothers_is_not_written_to() -> None:
             assert parameter.grad is not None
             assert torch.equal(full[name], parameter.detach() - parameter.grad * factor), name
 
-    run_ranks(in_turn(check, PLANS), 1)
+    in_turn(check, PLANS)(rank)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:

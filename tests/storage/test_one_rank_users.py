@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS
 from tests.storage.test_one_rank import Odd, loss_of, tokens
-from tests.together import in_turn
-from zeroshard.testing import run_ranks
+from tests.together import in_turn, on_ranks
 
 DDP = PLANS[0]
 
@@ -88,60 +87,57 @@ AFTER: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("name", [*BEFORE, *AFTER])
-def test_as_in_plain_torch(name: str) -> None:
-    def check(rank: int) -> None:
-        # Of gradients that no rank holds in full only some edits are allowed: under DDP all of them are.
-        for plan in PLANS if name not in ("edited, then another backward",) else (DDP,):
-            fused = name != "hook replaces"  # torch's fused kernel ignores the strides of a gradient
-            before, after = BEFORE.get(name, _nothing), AFTER.get(name, _nothing)
-            reference = Odd()
-            plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=fused)
-            model = Odd()
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, fused=fused)
-            before(reference)
-            before(model)
-            for step in range(3):
-                loss_of(reference, tokens(step)).backward()
-                loss_of(model, tokens(step)).backward()
-                after(reference)
-                after(model)
-                plain.step()
-                optimizer.step()
-                plain.zero_grad()
-                optimizer.zero_grad()
-            full = handle.full_state_dict()
-            for key, value in reference.state_dict().items():
-                assert torch.equal(full[key], value), (key, plan, name)
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_as_in_plain_torch(rank: int, name: str) -> None:
+    # Of gradients that no rank holds in full only some edits are allowed: under DDP all of them are.
+    for plan in PLANS if name not in ("edited, then another backward",) else (DDP,):
+        fused = name != "hook replaces"  # torch's fused kernel ignores the strides of a gradient
+        before, after = BEFORE.get(name, _nothing), AFTER.get(name, _nothing)
+        reference = Odd()
+        plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=fused)
+        model = Odd()
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, fused=fused)
+        before(reference)
+        before(model)
+        for step in range(3):
+            loss_of(reference, tokens(step)).backward()
+            loss_of(model, tokens(step)).backward()
+            after(reference)
+            after(model)
+            plain.step()
+            optimizer.step()
+            plain.zero_grad()
+            optimizer.zero_grad()
+        full = handle.full_state_dict()
+        for key, value in reference.state_dict().items():
+            assert torch.equal(full[key], value), (key, plan, name)
 
 
-def test_gradients_are_shown_and_gone_after_the_step() -> None:
-    def check(rank: int) -> None:
-        reference, model = Odd(), Odd()
-        handle = zeroshard.shard(model, DDP)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        loss_of(reference, tokens(0)).backward()
-        loss_of(model, tokens(0)).backward()
-        kept: dict[str, Tensor] = {}
-        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None), name
-            if mine.grad is not None and theirs.grad is not None:
-                assert torch.equal(mine.grad, theirs.grad)
-                kept[name] = mine.grad
-        assert handle.memory()["grads"] > 0
-        optimizer.step()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert handle.memory()["grads"] == 0
-        loss_of(model, tokens(1)).backward()
-        for (name, _), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert name not in kept or torch.equal(kept[name], theirs.grad), name  # type: ignore[arg-type]
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_gradients_are_shown_and_gone_after_the_step(rank: int) -> None:
+    reference, model = Odd(), Odd()
+    handle = zeroshard.shard(model, DDP)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    loss_of(reference, tokens(0)).backward()
+    loss_of(model, tokens(0)).backward()
+    kept: dict[str, Tensor] = {}
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None and theirs.grad is not None:
+            assert torch.equal(mine.grad, theirs.grad)
+            kept[name] = mine.grad
+    assert handle.memory()["grads"] > 0
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert handle.memory()["grads"] == 0
+    loss_of(model, tokens(1)).backward()
+    for (name, _), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert name not in kept or torch.equal(kept[name], theirs.grad), name  # type: ignore[arg-type]
 
 
-def test_the_origin_of_a_nan_is_named_and_nothing_is_updated() -> None:
+@on_ranks(1)
+def test_the_origin_of_a_nan_is_named_and_nothing_is_updated(rank: int) -> None:
     def check(rank: int, plan: Any) -> None:
         model = Odd()
         handle = zeroshard.shard(model, plan)
@@ -161,28 +157,26 @@ def test_the_origin_of_a_nan_is_named_and_nothing_is_updated() -> None:
         with pytest.raises(RuntimeError, match="the previous step has consumed the gradients"):
             optimizer.step()
 
-    run_ranks(in_turn(check, PLANS), 1)
+    in_turn(check, PLANS)(rank)
 
 
-def test_gradients_set_by_the_handle_and_parked() -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = Odd()
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-            start = handle.full_state_dict()
-            handle.set_gradient("norm.bias", torch.arange(13.0))
-            optimizer.step()
-            end = handle.full_state_dict()
-            assert torch.equal(end["norm.bias"], start["norm.bias"] - torch.arange(13.0))
-            assert all(torch.equal(end[name], start[name]) for name in start if name != "norm.bias")
-            handle.park()
-            handle.unpark()
-            loss_of(model, tokens(0)).backward()
-            gradient = handle.gradient("norm.weight")
-            optimizer.step()
-            expected = end["norm.weight"] - gradient
-            assert torch.equal(handle.full_state_dict()["norm.weight"], expected)
-            handle.close()
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_gradients_set_by_the_handle_and_parked(rank: int) -> None:
+    for plan in PLANS:
+        model = Odd()
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        start = handle.full_state_dict()
+        handle.set_gradient("norm.bias", torch.arange(13.0))
+        optimizer.step()
+        end = handle.full_state_dict()
+        assert torch.equal(end["norm.bias"], start["norm.bias"] - torch.arange(13.0))
+        assert all(torch.equal(end[name], start[name]) for name in start if name != "norm.bias")
+        handle.park()
+        handle.unpark()
+        loss_of(model, tokens(0)).backward()
+        gradient = handle.gradient("norm.weight")
+        optimizer.step()
+        expected = end["norm.weight"] - gradient
+        assert torch.equal(handle.full_state_dict()["norm.weight"], expected)
+        handle.close()
