@@ -496,7 +496,7 @@ def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
     shutil.copytree(fsdp / "nested", folder)
     outcomes = {"refused": 0, "step": 0}
     originals = {path: path.read_bytes() for path in sorted(folder.iterdir())}
-    for trial in range(3000 if FULL else 75):
+    for trial in range(3000 if FULL else 40):
         path = rng.choice(list(originals))
         data = bytearray(originals[path])
         for _ in range(rng.randrange(1, 4)):
@@ -511,7 +511,7 @@ def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
             outcomes["refused"] += 1
         path.write_bytes(originals[path])
     print(outcomes)
-    assert outcomes["refused"] > (20 if FULL else 10)
+    assert outcomes["refused"] > (20 if FULL else 5)
 
 
 def test_weights_of_a_step_without_an_optimizer(fsdp: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from torch import nn
 
 import zeroshard
 from tests.grids import EVERYTHING, grid, pairs_of
-from tests.kit import PLANS, SCHEDULES, Block, Net, make
+from tests.kit import PLANS, Block, Net, make
 from tests.planning.models import MODELS
-from tests.planning.test_plan import LOW_BIT, PRECISIONS, accumulate, expect_measured, without_phase
+from tests.planning.test_plan import LOW_BIT, PRECISIONS, SCHEDULES, accumulate, expect_measured, without_phase
 from tests.together import in_turn
 from zeroshard.layout import pool_plan
 from zeroshard.planning import Configuration, dry_run
