@@ -48,8 +48,9 @@ def train(
     chained: bool,
     follow: str = "weights",
     side: Callable[..., Any] = Side,
+    steps: int = 2,
 ) -> Streams:
-    """Two steps with all that surrounds them, as one rank in a dry run.
+    """Some steps with all that surrounds them, as one rank in a dry run.
 
     Args:
         chained: whether what follows a reduction is queued on a side stream, as on an accelerator.
@@ -65,7 +66,7 @@ def train(
         handle = zeroshard.shard(model, plan, units=Block, precision=PRECISIONS[precision], mesh=device_mesh)
         handle.engine.collectives.beside = side(streams) if chained else None
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", loss_scale=1.0)
-        for step in range(2):
+        for step in range(steps):
             with handle.no_sync():
                 optimizer.backward(loss_of_tokens(model, 1, 0, step))
             for number in (1, 2):
@@ -129,6 +130,18 @@ CHAINED_WAITS = [
     (PLANS[2], "fp32", "reduce_scatter of unit root"),
     (PLANS[2], "wide wire", "sum over replicas of unit blocks.1"),  # its scratch
 ]
+
+
+def test_each_wait_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        cases = [(*case, (3, 1), False) for case in WAITS] + [(*case, (4, 2), True) for case in CHAINED_WAITS]
+        for plan, precision, text, mesh, chained in cases:
+            with monkeypatch.context() as patch:
+                dropped = drop_waits(patch, text)
+                races = train(plan, precision, mesh, False, chained, steps=1).races
+            assert dropped and races, (plan, precision, text, dropped[:1])
+
+    alone(check)
 
 
 def test_a_side_stream_that_does_not_wait_for_the_computation_is_found() -> None:
