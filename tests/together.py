@@ -115,14 +115,18 @@ def in_turn(check: Callable[..., Any], cases: Iterable[Any]) -> Callable[[int], 
     return run
 
 
-def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(num_ranks: int | str) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """A test that is a function of the rank, and of its parameters if it is parametrized; it is called on each of the
-    ranks. The tests of a file that follow it, that are selected and that have the same number of ranks are run by the
-    same start. A test that needs ranks of its own (it ends one, destroys the group, or measures what there is in the
-    process) calls `run_ranks`."""
+    ranks. If it returns communication logs, those of all ranks must be the same. The tests of a file that follow it,
+    that are selected and that have the same number of ranks are run by the same start. A test that needs ranks of its
+    own (it ends one, destroys the group, or measures what there is in the process) calls `run_ranks`.
 
-    def decorate(check: Callable[..., None]) -> Callable[..., None]:
-        start = _STARTS.setdefault((check.__module__, num_ranks), _Start(num_ranks))
+    Args:
+        num_ranks: their number, or the name of the parameter that is the number.
+    """
+
+    def decorate(check: Callable[..., object]) -> Callable[..., None]:
+        start = _STARTS.setdefault(check.__module__, _Starts())
         parameters = [*inspect.signature(check).parameters.values()][1:]
 
         @wraps(check)
@@ -131,53 +135,73 @@ def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., No
 
         request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([request, *parameters])  # type: ignore[attr-defined]
-        start.checks[test] = check
+        start.tests[test] = check, num_ranks
         return test
 
     return decorate
 
 
 @dataclass
-class _Start:
-    """The tests of a file on one number of ranks. `outcomes`: by test, the error of a rank, or None."""
+class _Starts:
+    """The tests of a file, with the numbers of their ranks. `outcomes`: by test, its error, or None."""
 
-    num_ranks: int
-    checks: dict[object, Callable[..., None]] = field(default_factory=dict)
-    outcomes: dict[str, RankError | None] = field(default_factory=dict)
+    tests: dict[object, tuple[Callable[..., object], int | str]] = field(default_factory=dict)
+    outcomes: dict[str, Exception | None] = field(default_factory=dict)
 
     def expect(self, item: pytest.Item, every: Sequence[Any]) -> None:
         if item.nodeid not in self.outcomes:
-            mine = [one for one in every if one.function in self.checks and not one.get_closest_marker("skip")]
-            first = mine.index(item)
-            self._run(mine[first : first + AT_ONCE])
+            ours = [one for one in every if one.function in self.tests and not one.get_closest_marker("skip")]
+            alike = [one for one in ours if self._ranks_of(one) == self._ranks_of(item)]
+            first = alike.index(item)
+            self._run(alike[first : first + AT_ONCE], self._ranks_of(item))
         error = self.outcomes[item.nodeid]
         if error is not None:
             raise error
 
-    def _run(self, items: Sequence[Any]) -> None:
-        """After a failure, a new start runs the tests that not all ranks have passed."""
-        while items:
-            passed = mmap.mmap(-1, self.num_ranks)  # shared with the ranks: the number of tests that each has passed
+    def _run(self, items: Sequence[Any], num_ranks: int) -> None:
+        """After a failure, a new start runs the others."""
+        passed = mmap.mmap(-1, num_ranks)  # shared with the ranks: the number of tests that each has passed
 
-            def in_turn(rank: int, items: Sequence[Any] = items, passed: mmap.mmap = passed) -> None:
-                for item in items:
-                    self.checks[item.function](rank, **_parameters_of(item))
-                    torch.set_default_dtype(torch.float32)
-                    passed[rank] += 1
+        def in_turn(rank: int) -> list[Any]:
+            found = []
+            for item in items:
+                found.append(self.tests[item.function][0](rank, **_parameters_of(item)))
+                torch.set_default_dtype(torch.float32)
+                passed[rank] += 1
+            return found
 
+        try:
+            results = run_ranks(in_turn, num_ranks)
+        except RankError as error:
+            failed = items[passed[error.rank]]
+            self.outcomes[failed.nodeid] = error
+            others = [item for item in items if item is not failed]
+            if others:
+                self._run(others, num_ranks)
+            return
+        for item, of_ranks in zip(items, zip(*results, strict=True), strict=True):
             try:
-                run_ranks(in_turn, self.num_ranks)
-                by_all = len(items)
-            except RankError as error:
-                failed = items[passed[error.rank]]
-                self.outcomes[failed.nodeid] = error
-                by_all = min(passed[:])
-            self.outcomes.update((item.nodeid, None) for item in items[:by_all])
-            items = [item for item in items[by_all:] if item.nodeid not in self.outcomes]
+                _expect_same(of_ranks)
+                self.outcomes[item.nodeid] = None
+            except AssertionError as error:
+                self.outcomes[item.nodeid] = error
+
+    def _ranks_of(self, item: Any) -> int:
+        number = self.tests[item.function][1]
+        return _parameters_of(item)[number] if isinstance(number, str) else number
 
 
-_STARTS: dict[tuple[str, int], _Start] = {}
+_STARTS: dict[str, _Starts] = {}
 
 
 def _parameters_of(item: Any) -> dict[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _expect_same(of_ranks: Sequence[Any]) -> None:
+    """What a test returned on each rank: a log, or several, or nothing."""
+    if isinstance(of_ranks[0], list):
+        for logs in zip(*of_ranks, strict=True):
+            expect_same_logs(logs)
+    elif of_ranks[0] is not None:
+        expect_same_logs(of_ranks)
