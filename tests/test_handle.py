@@ -37,7 +37,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.model.absent import as_tensors, is_absent
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import run_ranks
 
 
 class WithBuffers(Net):
@@ -109,24 +109,21 @@ def test_rank_0_gives_the_first_values() -> None:
 # Weights in and out ---------------------------------------------------------------------------------------------------
 
 
-def test_full_state_dict_has_the_plain_models_names_and_values() -> None:
-    def check(rank: int) -> list[Any]:
-        logs = []
-        for plan in plans_of(0):
-            model = make(WithBuffers)
-            plain = {name: value.clone() for name, value in model.state_dict().items()}
-            handle = zeroshard.shard(model, plan, units=Block)
-            found = handle.full_state_dict()
-            assert list(found) == list(plain) and "hidden" not in found
-            assert same_bits(found, plain)
-            found["head.weight"].zero_()  # a copy
-            assert same_bits(handle.full_state_dict(), plain)
-            model(torch.zeros(1, 2, dtype=torch.long))
-            logs.append(handle.comm_log)
-        return logs
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
+@on_ranks(3)
+def test_full_state_dict_has_the_plain_models_names_and_values(rank: int) -> list[Any]:
+    logs = []
+    for plan in plans_of(0):
+        model = make(WithBuffers)
+        plain = {name: value.clone() for name, value in model.state_dict().items()}
+        handle = zeroshard.shard(model, plan, units=Block)
+        found = handle.full_state_dict()
+        assert list(found) == list(plain) and "hidden" not in found
+        assert same_bits(found, plain)
+        found["head.weight"].zero_()  # a copy
+        assert same_bits(handle.full_state_dict(), plain)
+        model(torch.zeros(1, 2, dtype=torch.long))
+        logs.append(handle.comm_log)
+    return logs
 
 
 def test_main_values_are_the_references() -> None:
@@ -170,39 +167,37 @@ def test_loaded_weights_are_what_training_goes_on_with(rank: int) -> None:
         assert not same_bits(handle.full_state_dict(main=True), main), what
 
 
-def test_unsharded_shows_everything_and_writes_only_when_asked() -> None:
-    def check(rank: int) -> Any:
-        log = []
-        for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
-            model = make(Net)
-            handle, optimizer = started(plan, rank, model, precision, steps=1)
-            weights = handle.full_state_dict()
-            with handle.unsharded():
-                inside = {name: value.clone() for name, value in model.state_dict().items()}
-                loss_of_tokens(model, rank, 0, 3)
-            assert same_bits(inside, weights)
-            assert same_bits(handle.full_state_dict(), weights)
-            with handle.unsharded(write=True), torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(2.0)
-            doubled = {name: 2 * value for name, value in weights.items()}
-            assert same_bits(handle.full_state_dict(), doubled)
-            main = handle.full_state_dict(main=True)
-            assert all(torch.equal(main[name], doubled[name].float()) for name in main)
-            with pytest.raises(KeyError), handle.unsharded():
-                raise KeyError("in the user's code")
-            optimizer.backward(loss_of_tokens(model, rank, 0, 3))
-            assert optimizer.step().applied
-            if plan is zeroshard.ZERO3:
-                assert is_absent(next(model.parameters()))
-            log.append(handle.comm_log)
-        return log
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
+@on_ranks(3)
+def test_unsharded_shows_everything_and_writes_only_when_asked(rank: int) -> Any:
+    log = []
+    for precision, plan in with_plans((None, "bf16", "bf16-remainder")):
+        model = make(Net)
+        handle, optimizer = started(plan, rank, model, precision, steps=1)
+        weights = handle.full_state_dict()
+        with handle.unsharded():
+            inside = {name: value.clone() for name, value in model.state_dict().items()}
+            loss_of_tokens(model, rank, 0, 3)
+        assert same_bits(inside, weights)
+        assert same_bits(handle.full_state_dict(), weights)
+        with handle.unsharded(write=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        doubled = {name: 2 * value for name, value in weights.items()}
+        assert same_bits(handle.full_state_dict(), doubled)
+        main = handle.full_state_dict(main=True)
+        assert all(torch.equal(main[name], doubled[name].float()) for name in main)
+        with pytest.raises(KeyError), handle.unsharded():
+            raise KeyError("in the user's code")
+        optimizer.backward(loss_of_tokens(model, rank, 0, 3))
+        assert optimizer.step().applied
+        if plan is zeroshard.ZERO3:
+            assert is_absent(next(model.parameters()))
+        log.append(handle.comm_log)
+    return log
 
 
-def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
+@on_ranks(3)
+def test_inside_unsharded_ranks_may_run_what_each_likes(rank: int) -> Any:
     """A forward inside the scope used to hide the weights at its end: they were absent for the rest of the scope."""
 
     def run(rank: int, model: nn.Module, handle: Any) -> None:
@@ -218,28 +213,24 @@ def test_inside_unsharded_ranks_may_run_what_each_likes() -> None:
             assert not any(parameter.isnan().any() for parameter in model.parameters())
             model.state_dict()
 
-    def check(rank: int) -> Any:
-        log = []
-        for plan in plans_of(1):
-            model = make(Net)
-            handle, optimizer = started(plan, rank, model, steps=1)
-            expected = handle.full_state_dict()
-            before = len(handle.comm_log.entries)
-            run(rank, model, handle)
-            events = list(handle.comm_log.entries)[before:]
-            gathers = [event for event in events if event.op == "all_gather" and event.phase == "unshard"]
-            assert len(gathers) == (len(handle.engine.units) if plan is zeroshard.ZERO3 else 0)
-            optimizer.zero_grad()
-            assert same_bits(handle.full_state_dict(), {**expected, "norm.weight": 2 * expected["norm.weight"]})
-            optimizer.backward(loss_of_tokens(model, rank, 0, 3))
-            assert optimizer.step().applied
-            if plan is zeroshard.ZERO3:
-                assert is_absent(next(model.parameters()))
-            log.append(handle.comm_log)
-        return log
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
+    log = []
+    for plan in plans_of(1):
+        model = make(Net)
+        handle, optimizer = started(plan, rank, model, steps=1)
+        expected = handle.full_state_dict()
+        before = len(handle.comm_log.entries)
+        run(rank, model, handle)
+        events = list(handle.comm_log.entries)[before:]
+        gathers = [event for event in events if event.op == "all_gather" and event.phase == "unshard"]
+        assert len(gathers) == (len(handle.engine.units) if plan is zeroshard.ZERO3 else 0)
+        optimizer.zero_grad()
+        assert same_bits(handle.full_state_dict(), {**expected, "norm.weight": 2 * expected["norm.weight"]})
+        optimizer.backward(loss_of_tokens(model, rank, 0, 3))
+        assert optimizer.step().applied
+        if plan is zeroshard.ZERO3:
+            assert is_absent(next(model.parameters()))
+        log.append(handle.comm_log)
+    return log
 
 
 def test_without_unsharded_a_rank_that_runs_more_waits_and_says_so(tmp_path: Path) -> None:
@@ -394,32 +385,29 @@ def test_a_rank_that_is_done_and_lets_go_leaves_a_slower_one_alone(rank: int) ->
 # Local accumulation ---------------------------------------------------------------------------------------------------
 
 
-def test_no_sync_communicates_nothing_and_ends_with_its_block() -> None:
-    def check(rank: int) -> Any:
-        logs = []
-        for plan in plans_of(1):
-            model = make(Net)
-            handle, optimizer = started(plan, rank, model, steps=1)
+@on_ranks(3)
+def test_no_sync_communicates_nothing_and_ends_with_its_block(rank: int) -> Any:
+    logs = []
+    for plan in plans_of(1):
+        model = make(Net)
+        handle, optimizer = started(plan, rank, model, steps=1)
+        handle.engine.gatherer.settle()
+        for _ in range(2):
+            handle.comm_log.clear()
+            with handle.no_sync(), handle.no_sync():
+                optimizer.backward(loss_of_tokens(model, rank, 0, 3))
+                with pytest.raises(KeyError), handle.no_sync():
+                    raise KeyError("in the user's code")
+                optimizer.backward(loss_of_tokens(model, rank, 1, 3))
+            assert handle.comm_log.bytes("reduce_scatter") == 0
+            if plan is not zeroshard.ZERO3:
+                assert not handle.comm_log.entries
+            optimizer.backward(loss_of_tokens(model, rank, 2, 3))
+            assert [e.op for e in handle.comm_log.entries].count("reduce_scatter") == len(handle.engine.units)
+            optimizer.step()
             handle.engine.gatherer.settle()
-            for _ in range(2):
-                handle.comm_log.clear()
-                with handle.no_sync(), handle.no_sync():
-                    optimizer.backward(loss_of_tokens(model, rank, 0, 3))
-                    with pytest.raises(KeyError), handle.no_sync():
-                        raise KeyError("in the user's code")
-                    optimizer.backward(loss_of_tokens(model, rank, 1, 3))
-                assert handle.comm_log.bytes("reduce_scatter") == 0
-                if plan is not zeroshard.ZERO3:
-                    assert not handle.comm_log.entries
-                optimizer.backward(loss_of_tokens(model, rank, 2, 3))
-                assert [e.op for e in handle.comm_log.entries].count("reduce_scatter") == len(handle.engine.units)
-                optimizer.step()
-                handle.engine.gatherer.settle()
-            logs.append(handle.comm_log)
-        return logs
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
+        logs.append(handle.comm_log)
+    return logs
 
 
 # Transports -----------------------------------------------------------------------------------------------------------

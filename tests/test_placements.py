@@ -13,8 +13,9 @@ import torch
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import Block, Job, Net, largest_difference, make, same_bits, train, train_reference
+from tests.together import on_ranks
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement, Plan
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import run_ranks
 
 POSSIBLE = [
     (REPLICATED, REPLICATED, REPLICATED),
@@ -29,26 +30,23 @@ POSSIBLE = [
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_every_combination_trains_or_is_refused(precision: str | None) -> None:
+@on_ranks(3)
+def test_every_combination_trains_or_is_refused(rank: int, precision: str | None) -> list[object]:
     small = partial(Net, blocks=1)
     job = Job(precision=precision, model=small, steps=2)
 
-    def check(rank: int) -> list[object]:
-        reference = train_reference(job, 3)[rank].weights
-        possible = POSSIBLE if precision is None or EVERYTHING else POSSIBLE[1::2]
-        found = [train(job, Plan("mine", *placements), rank) for placements in possible]
-        for placements in set(product(Placement, repeat=3)).difference(POSSIBLE) if precision is None else ():
-            plan = Plan("mine", *placements)
-            model = make(small)
-            with pytest.raises(ValueError, match=r"plan 'mine' \(weights .*, gradients .*, main .*\) is impossible"):
-                zeroshard.shard(model, plan, units=Block)
-            zeroshard.shard(model, "zero1")  # the refused model can still be sharded
-        assert all(same_bits(one.weights, found[0].weights) for one in found)
-        assert largest_difference(found[0].weights, reference) < (1e-6 if precision is None else 1e-2)
-        return [one.log for one in found]
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
+    reference = train_reference(job, 3)[rank].weights
+    possible = POSSIBLE if precision is None or EVERYTHING else POSSIBLE[1::2]
+    found = [train(job, Plan("mine", *placements), rank) for placements in possible]
+    for placements in set(product(Placement, repeat=3)).difference(POSSIBLE) if precision is None else ():
+        plan = Plan("mine", *placements)
+        model = make(small)
+        with pytest.raises(ValueError, match=r"plan 'mine' \(weights .*, gradients .*, main .*\) is impossible"):
+            zeroshard.shard(model, plan, units=Block)
+        zeroshard.shard(model, "zero1")  # the refused model can still be sharded
+    assert all(same_bits(one.weights, found[0].weights) for one in found)
+    assert largest_difference(found[0].weights, reference) < (1e-6 if precision is None else 1e-2)
+    return [one.log for one in found]
 
 
 def test_parameters_that_no_flat_buffer_can_hold_are_named() -> None:

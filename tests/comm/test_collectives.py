@@ -28,6 +28,7 @@ from tests.kit import (
     same_bits,
     train,
 )
+from tests.together import on_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
@@ -79,25 +80,23 @@ def reduce_scatter(
 
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_reduce_scatter_is_the_sum_in_rank_order_bit_for_bit(num_ranks: int) -> None:
-    def check(rank: int) -> CommLog:
-        collectives = Collectives(Mesh.of(None), CommLog())
-        for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
-            numel = num_ranks * 264
-            of_ranks = [terms(r, numel, dtype) for r in range(num_ranks)]
-            mine = slice(rank * 264, (rank + 1) * 264)
-            full = of_ranks[rank].clone()
-            out = reduce_scatter(collectives, full, wire, in_place=in_place)
-            assert torch.equal(out, sum_by_hand(rank, of_ranks, wire)[mine]), (dtype, wire, in_place)
-            untouched = of_ranks[rank].clone()
-            if in_place:
-                untouched[mine] = out
-            assert torch.equal(full, untouched)
-            if num_ranks > 1:
-                assert collectives.log.entries[-1].bytes == (num_ranks - 1) * 264 * wire.itemsize
-        return collectives.log
-
-    expect_same_logs(run_ranks(check, num_ranks))
+@on_ranks("num_ranks")
+def test_reduce_scatter_is_the_sum_in_rank_order_bit_for_bit(rank: int, num_ranks: int) -> CommLog:
+    collectives = Collectives(Mesh.of(None), CommLog())
+    for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
+        numel = num_ranks * 264
+        of_ranks = [terms(r, numel, dtype) for r in range(num_ranks)]
+        mine = slice(rank * 264, (rank + 1) * 264)
+        full = of_ranks[rank].clone()
+        out = reduce_scatter(collectives, full, wire, in_place=in_place)
+        assert torch.equal(out, sum_by_hand(rank, of_ranks, wire)[mine]), (dtype, wire, in_place)
+        untouched = of_ranks[rank].clone()
+        if in_place:
+            untouched[mine] = out
+        assert torch.equal(full, untouched)
+        if num_ranks > 1:
+            assert collectives.log.entries[-1].bytes == (num_ranks - 1) * 264 * wire.itemsize
+    return collectives.log
 
 
 def test_order_and_dtype_of_the_sum_are_visible_in_its_bits() -> None:
@@ -112,89 +111,82 @@ def test_order_and_dtype_of_the_sum_are_visible_in_its_bits() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_the_backends_own_collectives_give_the_same_sums_where_they_are_exact(rank: int, num_ranks: int) -> CommLog:
     """The native transport, which NCCL uses, on gloo's collectives (which add up in another order)."""
-
-    def check(rank: int) -> CommLog:
-        collectives = Collectives(Mesh.of(None), CommLog())
-        collectives.transport = NativeTransport(collectives.messages, collectives.log)
-        for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
-            of_ranks = [terms(r, num_ranks * 256, dtype, exact=True) for r in range(num_ranks)]
-            out = reduce_scatter(collectives, of_ranks[rank].clone(), wire, in_place=in_place)
-            expected = sum_by_hand(rank, of_ranks, wire)[rank * 256 : (rank + 1) * 256]
-            assert torch.equal(out, expected), (dtype, wire, in_place)
-            full = torch.zeros(num_ranks * 256, dtype=dtype)
-            full[rank * 256 : (rank + 1) * 256] = out
-            collectives.all_gather(full, unit="u", phase="test").wait()
-            assert torch.equal(full[:256], sum_by_hand(0, of_ranks, wire)[:256])
-        return collectives.log
-
-    expect_same_logs(run_ranks(check, num_ranks))
+    collectives = Collectives(Mesh.of(None), CommLog())
+    collectives.transport = NativeTransport(collectives.messages, collectives.log)
+    for (dtype, wire), in_place in itertools.product(DTYPES, (True, False)):
+        of_ranks = [terms(r, num_ranks * 256, dtype, exact=True) for r in range(num_ranks)]
+        out = reduce_scatter(collectives, of_ranks[rank].clone(), wire, in_place=in_place)
+        expected = sum_by_hand(rank, of_ranks, wire)[rank * 256 : (rank + 1) * 256]
+        assert torch.equal(out, expected), (dtype, wire, in_place)
+        full = torch.zeros(num_ranks * 256, dtype=dtype)
+        full[rank * 256 : (rank + 1) * 256] = out
+        collectives.all_gather(full, unit="u", phase="test").wait()
+        assert torch.equal(full[:256], sum_by_hand(0, of_ranks, wire)[:256])
+    return collectives.log
 
 
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(rank: int, num_ranks: int) -> CommLog:
     """With the shared, pairwise and native transports; also with portions of which some shards have nothing."""
     numel = num_ranks * 512
     cases = [[(64, 128)], [(0, 64), (448, 1024)], [(576, 640), (704, 768)], [(0, 320), (384, numel)], []]
 
-    def check(rank: int) -> CommLog:
-        collectives = Collectives(Mesh.of(None), CommLog())
-        shared, mine = collectives.transport, slice(rank * 512, (rank + 1) * 512)
-        native = NativeTransport(collectives.messages, collectives.log)
-        ways = {"shared": shared, "pairwise": shared.fallback, "native": native}
-        for way, (dtype, wire), in_place, case in itertools.product(ways, DTYPES, (True, False), cases):
-            collectives.transport = ways[way]
-            assert collectives.transport.name == way
-            moved = Portions.of([Interval(*one) for one in case], numel, num_ranks)
-            chosen = torch.zeros(numel, dtype=torch.bool)
-            for one in case:
-                chosen[slice(*one)] = True
-            of_ranks = [terms(r, numel, dtype, exact=way == "native") for r in range(num_ranks)]
-            full = collectives.allocate(numel * dtype.itemsize, torch.device("cpu")).view(dtype)
-            full.copy_(of_ranks[rank])
-            out = reduce_scatter(collectives, full, wire, in_place=in_place, portions=moved)
-            untouched = of_ranks[rank][mine] if in_place else torch.full_like(out, 99)
-            expected = torch.where(chosen[mine], sum_by_hand(rank, of_ranks, wire)[mine], untouched)
-            assert torch.equal(out, expected), (way, dtype, wire, in_place, case)
-            per_shard = chosen.view(num_ranks, -1).sum(1).tolist()
-            assert collectives.log.entries[-1].bytes == (sum(per_shard) - per_shard[rank]) * wire.itemsize
-            if way != "native":
-                outside = [~chosen] if in_place else [slice(None)]
-                assert all(torch.equal(full[part], of_ranks[rank][part]) for part in outside)
-            if wire == dtype and in_place:
-                full.copy_(torch.full_like(full, 5))
-                full[mine] = rank
-                collectives.all_gather(full, unit="u", phase="test", acknowledge=True, portions=moved).release()
-                owners = torch.arange(num_ranks).repeat_interleave(512).to(dtype)
-                gathered = torch.where(chosen, owners, torch.full_like(full, 5))
-                gathered[mine] = rank
-                assert torch.equal(full, gathered), (way, dtype, case)
-                assert collectives.log.entries[-1].bytes == (num_ranks - 1) * per_shard[rank] * dtype.itemsize
-        return collectives.log
-
-    expect_same_logs(run_ranks(check, num_ranks))
+    collectives = Collectives(Mesh.of(None), CommLog())
+    shared, mine = collectives.transport, slice(rank * 512, (rank + 1) * 512)
+    native = NativeTransport(collectives.messages, collectives.log)
+    ways = {"shared": shared, "pairwise": shared.fallback, "native": native}
+    for way, (dtype, wire), in_place, case in itertools.product(ways, DTYPES, (True, False), cases):
+        collectives.transport = ways[way]
+        assert collectives.transport.name == way
+        moved = Portions.of([Interval(*one) for one in case], numel, num_ranks)
+        chosen = torch.zeros(numel, dtype=torch.bool)
+        for one in case:
+            chosen[slice(*one)] = True
+        of_ranks = [terms(r, numel, dtype, exact=way == "native") for r in range(num_ranks)]
+        full = collectives.allocate(numel * dtype.itemsize, torch.device("cpu")).view(dtype)
+        full.copy_(of_ranks[rank])
+        out = reduce_scatter(collectives, full, wire, in_place=in_place, portions=moved)
+        untouched = of_ranks[rank][mine] if in_place else torch.full_like(out, 99)
+        expected = torch.where(chosen[mine], sum_by_hand(rank, of_ranks, wire)[mine], untouched)
+        assert torch.equal(out, expected), (way, dtype, wire, in_place, case)
+        per_shard = chosen.view(num_ranks, -1).sum(1).tolist()
+        assert collectives.log.entries[-1].bytes == (sum(per_shard) - per_shard[rank]) * wire.itemsize
+        if way != "native":
+            outside = [~chosen] if in_place else [slice(None)]
+            assert all(torch.equal(full[part], of_ranks[rank][part]) for part in outside)
+        if wire == dtype and in_place:
+            full.copy_(torch.full_like(full, 5))
+            full[mine] = rank
+            collectives.all_gather(full, unit="u", phase="test", acknowledge=True, portions=moved).release()
+            owners = torch.arange(num_ranks).repeat_interleave(512).to(dtype)
+            gathered = torch.where(chosen, owners, torch.full_like(full, 5))
+            gathered[mine] = rank
+            assert torch.equal(full, gathered), (way, dtype, case)
+            assert collectives.log.entries[-1].bytes == (num_ranks - 1) * per_shard[rank] * dtype.itemsize
+    return collectives.log
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_all_gather_fills_in_what_others_have(num_ranks: int) -> None:
-    def check(rank: int) -> CommLog:
-        collectives = Collectives(Mesh.of(None), CommLog())
-        for dtype in (FP32, BF16, FP16, torch.uint8, torch.int64):
-            expected = torch.cat([torch.arange(5).add(10 * r).to(dtype) for r in range(num_ranks)])
-            full = torch.zeros_like(expected)
-            own = full[5 * rank : 5 * rank + 5]
-            own.copy_(expected[5 * rank : 5 * rank + 5])
-            collectives.all_gather(full, unit="u", phase="test").wait()
-            assert torch.equal(full, expected)
-            assert own.data_ptr() == full.data_ptr() + 5 * rank * dtype.itemsize
-        empty = torch.empty(0)
-        collectives.all_gather(empty, unit="u", phase="test").wait()
-        reduce_scatter(collectives, empty, FP32, in_place=True)
-        return collectives.log
-
-    expect_same_logs(run_ranks(check, num_ranks))
+@on_ranks("num_ranks")
+def test_all_gather_fills_in_what_others_have(rank: int, num_ranks: int) -> CommLog:
+    collectives = Collectives(Mesh.of(None), CommLog())
+    for dtype in (FP32, BF16, FP16, torch.uint8, torch.int64):
+        expected = torch.cat([torch.arange(5).add(10 * r).to(dtype) for r in range(num_ranks)])
+        full = torch.zeros_like(expected)
+        own = full[5 * rank : 5 * rank + 5]
+        own.copy_(expected[5 * rank : 5 * rank + 5])
+        collectives.all_gather(full, unit="u", phase="test").wait()
+        assert torch.equal(full, expected)
+        assert own.data_ptr() == full.data_ptr() + 5 * rank * dtype.itemsize
+    empty = torch.empty(0)
+    collectives.all_gather(empty, unit="u", phase="test").wait()
+    reduce_scatter(collectives, empty, FP32, in_place=True)
+    return collectives.log
 
 
 def test_several_collectives_under_way_do_not_mix() -> None:

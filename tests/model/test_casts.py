@@ -19,7 +19,7 @@ from tests.together import in_turn, on_ranks
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -103,23 +103,19 @@ def test_one_bucket_stays_although_the_last_two_units_are_open_at_once(rank: int
 
 
 @pytest.mark.parametrize("precision", ["bf16", PATTERNS], ids=["bf16", "patterns"])
-def test_inputs_are_cast_at_units_and_around_patterns(precision: Any) -> None:
-
-    def check(rank: int) -> list[Any]:
-        expected, logs = reference(2, precision), []
-        for plan in plans_of(precision is PATTERNS):
-            state, model, (memory, handle) = train(rank, plan, precision)
-            assert same_bits(state, expected), plan
-            inside = FP32 if precision is PATTERNS else BF16
-            for block in model.blocks:
-                assert block.seen == {"x": BF16, "hidden": BF16, "gate": BF16, "weight": inside}, plan
-            options = {"units": Block, "precision": precision, "transport": transport_of(handle)}
-            assert memory == plan_memory(make(Model), plan, 2, rank=rank, **options), (plan, options)
-            logs.append(handle.comm_log)
-        return logs
-
-    for logs in zip(*run_ranks(check, 2), strict=True):
-        expect_same_logs(logs)
+@on_ranks(2)
+def test_inputs_are_cast_at_units_and_around_patterns(rank: int, precision: Any) -> list[Any]:
+    expected, logs = reference(2, precision), []
+    for plan in plans_of(precision is PATTERNS):
+        state, model, (memory, handle) = train(rank, plan, precision)
+        assert same_bits(state, expected), plan
+        inside = FP32 if precision is PATTERNS else BF16
+        for block in model.blocks:
+            assert block.seen == {"x": BF16, "hidden": BF16, "gate": BF16, "weight": inside}, plan
+        options = {"units": Block, "precision": precision, "transport": transport_of(handle)}
+        assert memory == plan_memory(make(Model), plan, 2, rank=rank, **options), (plan, options)
+        logs.append(handle.comm_log)
+    return logs
 
 
 @on_ranks(1)
@@ -139,24 +135,22 @@ def test_a_recomputed_block_sees_the_same_casts(rank: int, reentrant: bool) -> N
         assert same_bits(state, expected), plan
 
 
-def test_classes_and_names_the_first_that_matches_counts() -> None:
+@on_ranks(1)
+def test_classes_and_names_the_first_that_matches_counts(rank: int) -> None:
     def dtypes(rank: int, precision: Any) -> dict[str, torch.dtype]:
         model = make(Model)
         zeroshard.shard(model, "zero3", precision=precision)
         return {name: p.dtype for name, p in model.named_parameters() if "bias" in name and "blocks.0" in name}
 
-    def check(rank: int) -> None:
-        router = {"blocks.0.router.0.bias", "blocks.0.router.1.bias"}
-        for precision, expected in (
-            ({"*.router": "fp32", nn.Linear: "bf16"}, router),  # modules inside a router keep its precision
-            ({nn.Linear: "bf16", "*.router": "fp32"}, set()),
-            ({"*.router.0": "bf16", nn.Sequential: "fp32", "*": "bf16"}, {"blocks.0.router.1.bias"}),
-            ({"blocks.?.up": "bf16"}, router | {"blocks.0.down.bias"}),  # other modules keep the model's dtype
-        ):
-            found = dtypes(rank, precision)
-            assert {name for name, dtype in found.items() if dtype == FP32} == expected, precision
-
-    run_ranks(check, 1)
+    router = {"blocks.0.router.0.bias", "blocks.0.router.1.bias"}
+    for precision, expected in (
+        ({"*.router": "fp32", nn.Linear: "bf16"}, router),  # modules inside a router keep its precision
+        ({nn.Linear: "bf16", "*.router": "fp32"}, set()),
+        ({"*.router.0": "bf16", nn.Sequential: "fp32", "*": "bf16"}, {"blocks.0.router.1.bias"}),
+        ({"blocks.?.up": "bf16"}, router | {"blocks.0.down.bias"}),  # other modules keep the model's dtype
+    ):
+        found = dtypes(rank, precision)
+        assert {name for name, dtype in found.items() if dtype == FP32} == expected, precision
 
 
 @on_ranks(2)

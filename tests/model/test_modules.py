@@ -328,7 +328,8 @@ def test_gradients_of_gradients_are_refused_where_places_are_taken_in_turns() ->
 # A teacher ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_without_gradients_beside_a_student() -> None:
+@on_ranks(2)
+def test_a_teacher_without_gradients_beside_a_student(rank: int) -> None:
     """The teacher is sharded only to save memory: its weights never change, and no gradient is reduced for it."""
 
     def distil(student: Any, teacher: Any, rank: int, step: int) -> Tensor:
@@ -356,12 +357,9 @@ def test_a_teacher_without_gradients_beside_a_student() -> None:
         assert not zeroshard.ShardedOptimizer(of_teacher, torch.optim.SGD, lr=0.1).step().applied  # as in torch
         return handle.full_state_dict(), losses
 
-    def check(rank: int) -> None:
-        results = [run(rank, plan) for plan in (PLANS if EVERYTHING else PLANS[::3])]
-        for weights, losses in results[1:]:
-            assert same_bits(weights, results[0][0]) and losses == results[0][1]
-
-    run_ranks(check, 2)
+    results = [run(rank, plan) for plan in (PLANS if EVERYTHING else PLANS[::3])]
+    for weights, losses in results[1:]:
+        assert same_bits(weights, results[0][0]) and losses == results[0][1]
 
 
 # Compilation ----------------------------------------------------------------------------------------------------------

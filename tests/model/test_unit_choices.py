@@ -28,9 +28,10 @@ from tests.kit import (
     transport_of,
     travelling,
 )
+from tests.together import on_ranks
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration
-from zeroshard.testing import expect_same_logs, run_ranks
+from zeroshard.testing import run_ranks
 
 THREE = partial(Net, blocks=3)
 UNTIED = Job(model=THREE, precision="bf16", steps=3, units=None)
@@ -53,34 +54,31 @@ def gathered(handle: Any) -> list[str]:
     return [event.unit for event in handle.comm_log.entries if event.op == "all_gather" and event.phase != "unshard"]
 
 
-def test_modules_named_together_are_one_unit() -> None:
+@on_ranks(2)
+def test_modules_named_together_are_one_unit(rank: int) -> list[Any]:
     def ways(model: Any) -> Any:
         return [Block, (model.norm, model.head)]
 
-    def check(rank: int) -> list[Any]:
-        expected, logs = train_reference(UNTIED, 2)[0].weights, []
-        for plan in plans_of(1):
-            others = [ways, [("blocks.0", "blocks.2"), ["embed", "head"]]] if plan is zeroshard.ZERO3 else []
-            for units in ([Block, ("norm", "head")], *others):
-                state, handle, optimizer, _ = train(rank, plan, units)
-                assert same_bits(state, expected), (plan, units)
-                names = {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.engine.units}
-                if isinstance(units, list) and Block not in units:
-                    assert set(names) == {"blocks.0 + blocks.2", "embed + head", "root"}
-                    assert {"blocks.0.up.bias", "blocks.2.up.bias"} <= names["blocks.0 + blocks.2"]
-                else:
-                    assert names["norm + head"] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
-                fresh = make(THREE)
-                chosen = units if isinstance(units, list) else units(fresh)
-                transport = transport_of(handle)
-                options = {"units": chosen, "precision": "bf16", "transport": transport}
-                assert handle.memory() == plan_memory(fresh, plan, 2, rank=rank, **options), (plan, units)
-                logs.append(handle.comm_log)
-                del optimizer
-        return logs
-
-    for logs in zip(*run_ranks(check, 2), strict=True):
-        expect_same_logs(logs)
+    expected, logs = train_reference(UNTIED, 2)[0].weights, []
+    for plan in plans_of(1):
+        others = [ways, [("blocks.0", "blocks.2"), ["embed", "head"]]] if plan is zeroshard.ZERO3 else []
+        for units in ([Block, ("norm", "head")], *others):
+            state, handle, optimizer, _ = train(rank, plan, units)
+            assert same_bits(state, expected), (plan, units)
+            names = {unit.name: {slot.name for slot in unit.layout.slots} for unit in handle.engine.units}
+            if isinstance(units, list) and Block not in units:
+                assert set(names) == {"blocks.0 + blocks.2", "embed + head", "root"}
+                assert {"blocks.0.up.bias", "blocks.2.up.bias"} <= names["blocks.0 + blocks.2"]
+            else:
+                assert names["norm + head"] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+            fresh = make(THREE)
+            chosen = units if isinstance(units, list) else units(fresh)
+            transport = transport_of(handle)
+            options = {"units": chosen, "precision": "bf16", "transport": transport}
+            assert handle.memory() == plan_memory(fresh, plan, 2, rank=rank, **options), (plan, units)
+            logs.append(handle.comm_log)
+            del optimizer
+    return logs
 
 
 GROUPS = (
@@ -97,7 +95,8 @@ GROUP_CASES = grid((zeroshard.ZERO2, zeroshard.ZERO3), GROUPS, WAYS)
 
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("way", WAYS)
-def test_groups_that_lie_around_each_other_take_what_is_planned(way: str) -> None:
+@on_ranks(2)
+def test_groups_that_lie_around_each_other_take_what_is_planned(rank: int, way: str) -> None:
     """Their gradients are accumulated at the same time, so each has a bucket of its own."""
 
     def counted(events: Any) -> Counter[Any]:
@@ -106,25 +105,20 @@ def test_groups_that_lie_around_each_other_take_what_is_planned(way: str) -> Non
             result[event[:2]] += times
         return result
 
-    def check(rank: int) -> None:
-        for plan, units in at(GROUP_CASES, way):
-            with travelling(way):
-                _, handle, optimizer, _ = train(rank, plan, units)
-            options = {"units": units, "precision": "bf16", "transport": transport_of(handle), "rank": rank}
-            assert options["transport"] == way
-            for peak in (False, True):
-                planned = plan_memory(make(THREE), plan, 2, peak=peak, **options)
-                assert handle.memory(peak=peak) == planned, (plan, units, peak)
-            with torch.device("meta"):
-                configured = Configuration(
-                    plan=plan, ranks=2, units=units, precision="bf16", device="cpu", transport=way
-                )
-                events = zeroshard.plan(make(THREE), configured).events
-            sent = Counter(event[:2] for event in handle.comm_log.entries if event.phase != "unshard")
-            assert sent == counted(events), (plan, units)
-            del optimizer
-
-    run_ranks(check, 2)
+    for plan, units in at(GROUP_CASES, way):
+        with travelling(way):
+            _, handle, optimizer, _ = train(rank, plan, units)
+        options = {"units": units, "precision": "bf16", "transport": transport_of(handle), "rank": rank}
+        assert options["transport"] == way
+        for peak in (False, True):
+            planned = plan_memory(make(THREE), plan, 2, peak=peak, **options)
+            assert handle.memory(peak=peak) == planned, (plan, units, peak)
+        with torch.device("meta"):
+            configured = Configuration(plan=plan, ranks=2, units=units, precision="bf16", device="cpu", transport=way)
+            events = zeroshard.plan(make(THREE), configured).events
+        sent = Counter(event[:2] for event in handle.comm_log.entries if event.phase != "unshard")
+        assert sent == counted(events), (plan, units)
+        del optimizer
 
 
 def test_bad_groups() -> None:
@@ -148,43 +142,37 @@ def test_bad_groups() -> None:
     run_ranks(check, 1)
 
 
-def test_units_that_stay_are_gathered_once() -> None:
+@on_ranks(2)
+def test_units_that_stay_are_gathered_once(rank: int) -> list[Any]:
     """The results are the same as without kept units, and memory is as planned."""
-
-    def check(rank: int) -> list[Any]:
-        logs = []
-        for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
-            usual = train(rank, plan, Block)
-            cases: list[tuple[Any, set[str]]] = [
-                ((), {"blocks.0"}),  # three blocks, two pool buffers: two blocks stay anyway
-                (["blocks.0"], set()),
-                ([Block], set()),
-                (True, set()),
-                (["blocks.2"], set()),  # the other two blocks have a pool buffer each
-            ]
-            for keep, twice in cases if EVERYTHING or plan is zeroshard.ZERO3 else cases[1:2]:
-                state, handle, optimizer, _ = train(rank, plan, Block, keep_gathered=keep)
-                assert same_bits(state, usual[0]), (plan, keep)
-                if plan is zeroshard.ZERO3:
-                    found = gathered(handle)
-                    assert {name for name in found if found.count(name) == 2} == twice, keep
-                options = {
-                    "units": Block,
-                    "precision": "bf16",
-                    "keep_gathered": keep,
-                    "transport": transport_of(handle),
-                }
-                planned = plan_memory(make(THREE), plan, 2, rank=rank, **options)
-                assert handle.memory() == planned, (plan, keep)
-                logs.append(handle.comm_log)
-                del optimizer
-            needed = sum(
-                plan_memory(make(THREE), plan, 2, units=Block, keep_gathered=True)[k] for k in ("ring", "scratch")
-            )
+    logs = []
+    for plan in (zeroshard.ZERO1, zeroshard.ZERO3):
+        usual = train(rank, plan, Block)
+        cases: list[tuple[Any, set[str]]] = [
+            ((), {"blocks.0"}),  # three blocks, two pool buffers: two blocks stay anyway
+            (["blocks.0"], set()),
+            ([Block], set()),
+            (True, set()),
+            (["blocks.2"], set()),  # the other two blocks have a pool buffer each
+        ]
+        for keep, twice in cases if EVERYTHING or plan is zeroshard.ZERO3 else cases[1:2]:
+            state, handle, optimizer, _ = train(rank, plan, Block, keep_gathered=keep)
+            assert same_bits(state, usual[0]), (plan, keep)
             if plan is zeroshard.ZERO3:
-                with pytest.raises(ValueError, match="max_transient_bytes"):
-                    zeroshard.shard(make(THREE), plan, units=Block, keep_gathered=True, max_transient_bytes=needed // 2)
-        return logs
-
-    for logs in zip(*run_ranks(check, 2), strict=True):
-        expect_same_logs(logs)
+                found = gathered(handle)
+                assert {name for name in found if found.count(name) == 2} == twice, keep
+            options = {
+                "units": Block,
+                "precision": "bf16",
+                "keep_gathered": keep,
+                "transport": transport_of(handle),
+            }
+            planned = plan_memory(make(THREE), plan, 2, rank=rank, **options)
+            assert handle.memory() == planned, (plan, keep)
+            logs.append(handle.comm_log)
+            del optimizer
+        needed = sum(plan_memory(make(THREE), plan, 2, units=Block, keep_gathered=True)[k] for k in ("ring", "scratch"))
+        if plan is zeroshard.ZERO3:
+            with pytest.raises(ValueError, match="max_transient_bytes"):
+                zeroshard.shard(make(THREE), plan, units=Block, keep_gathered=True, max_transient_bytes=needed // 2)
+    return logs

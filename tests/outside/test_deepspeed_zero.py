@@ -402,7 +402,8 @@ def test_modules_built_by_skip_init(rank: int) -> None:
 
 
 @pytest.mark.parametrize("container", [tuple, list, dict])
-def test_a_loss_in_a_container(container: type) -> None:
+@on_ranks(1)
+def test_a_loss_in_a_container(rank: int, container: type) -> None:
     """TestZero3DictFwd: the model is built on the meta device and returns its loss with other things."""
 
     class Model(nn.Module):
@@ -415,27 +416,24 @@ def test_a_loss_in_a_container(container: type) -> None:
             loss = nn.functional.cross_entropy(x, y)
             return {"a": x, "loss": loss, "b": 1, "c": None} if container is dict else container((x, loss))
 
-    def check(rank: int) -> None:
-        with torch.device("meta"):
-            model = Model()
-        torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Model()
+    torch.manual_seed(0)
 
-        def init(module: nn.Module) -> None:
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
 
-        handle = zeroshard.shard(model, "zero3", materialize=init)
-        optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-1)
-        losses = []
-        for _ in range(8):
-            outputs = model(*batch(10, rank, 0))
-            loss = outputs["loss"] if container is dict else outputs[1]
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0] / 2
-
-    run_ranks(check, 1)
+    handle = zeroshard.shard(model, "zero3", materialize=init)
+    optimizer = zeroshard.ShardedOptimizer(handle, Adam, lr=1e-1)
+    losses = []
+    for _ in range(8):
+        outputs = model(*batch(10, rank, 0))
+        loss = outputs["loss"] if container is dict else outputs[1]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
 
 
 # The optimizer -------------------------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ def transformer(layers: int = 4, kind: str = "") -> Transformer:
     return model
 
 
-def test_how_often_and_in_which_order() -> None:
+@on_ranks(2)
+def test_how_often_and_in_which_order(rank: int) -> list[Any]:
     """test_fully_shard_communication_count, test_fully_shard_backward_prefetch,
     test_set_modules_to_forward_prefetch, ..._backward_prefetch: forward gathers in its order, backward in the
     reverse one, each unit is reduced once; the same with recomputation. Units are prefetched in the order of the last
@@ -70,11 +71,11 @@ def test_how_often_and_in_which_order() -> None:
             optimizer.step()
         return handle.comm_log
 
-    for logs in zip(*run_ranks(in_turn(check, ["", "utils", "reentrant"]), 2), strict=True):
-        expect_same_logs(logs)
+    return in_turn(check, ["", "utils", "reentrant"])(rank)
 
 
-def test_units_that_keep_their_weights_are_not_gathered_again() -> None:
+@on_ranks(2)
+def test_units_that_keep_their_weights_are_not_gathered_again(rank: int) -> list[Any]:
     """test_set_reshard_after_forward, test_fully_shard_communication_count with `reshard_after_forward=False`, of
     all units or of some. Parameters are absent between forward and backward in any case."""
 
@@ -94,34 +95,30 @@ def test_units_that_keep_their_weights_are_not_gathered_again() -> None:
         return handle.comm_log
 
     cases = [(True, 0), (["layers.0", "layers.1"], 0), (["layers.1"], 1), ((), 2)]
-    for logs in zip(*run_ranks(in_turn(check, cases), 2), strict=True):
-        expect_same_logs(logs)
+    return in_turn(check, cases)(rank)
 
 
-def test_groups_of_modules_are_gathered_and_reduced_as_one() -> None:
+@on_ranks(2)
+def test_groups_of_modules_are_gathered_and_reduced_as_one(rank: int) -> Any:
     """test_fully_shard_multi_module_backward_prefetch, test_fuse_backward_prefetch."""
-
-    def check(rank: int) -> Any:
-        model = transformer(5)
-        units = [
-            ("layers.0",),
-            ("layers.1", "layers.2"),
-            ("layers.3", "layers.4"),
-            ("embed", "position"),
-            ("norm", "output"),
-        ]
-        handle = zeroshard.shard(model, "zero3", units=units)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
-        for step in range(2):
-            handle.comm_log.clear()
-            model(tokens(rank, step)).sum().backward()
-            gathered, reduced = (units_in_order(handle, op) for op in ("all_gather", "reduce_scatter"))
-            assert len(reduced) == len(handle.engine.units) == 5
-            assert set(gathered) == set(reduced) and len(gathered) <= 5 + 3
-            optimizer.step()
-        return handle.comm_log
-
-    expect_same_logs(run_ranks(check, 2))
+    model = transformer(5)
+    units = [
+        ("layers.0",),
+        ("layers.1", "layers.2"),
+        ("layers.3", "layers.4"),
+        ("embed", "position"),
+        ("norm", "output"),
+    ]
+    handle = zeroshard.shard(model, "zero3", units=units)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
+    for step in range(2):
+        handle.comm_log.clear()
+        model(tokens(rank, step)).sum().backward()
+        gathered, reduced = (units_in_order(handle, op) for op in ("all_gather", "reduce_scatter"))
+        assert len(reduced) == len(handle.engine.units) == 5
+        assert set(gathered) == set(reduced) and len(gathered) <= 5 + 3
+        optimizer.step()
+    return handle.comm_log
 
 
 def test_two_forwards_before_one_backward_gather_twice() -> None:

@@ -120,7 +120,8 @@ def test_scalars_and_other_strides_are_parameters_too() -> None:
     under_all_plans(train)
 
 
-def test_frozen_8_bit_floats_beside_trained_weights() -> None:
+@on_ranks(2)
+def test_frozen_8_bit_floats_beside_trained_weights(rank: int) -> None:
     """TestFullyShardMixedDtypeParam.test_mixed_dtypes_no_grad_param. `shard` raised "Invalid scalar type": gloo
     does not broadcast 8-bit floats."""
 
@@ -134,18 +135,15 @@ def test_frozen_8_bit_floats_beside_trained_weights() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.frozen.float().mean()
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = Model(1.0 + rank)
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            model(torch.ones(1, 4)).sum().backward()
-            assert handle.gradient("linear.bias").eq(1).all()
-            optimizer.step()
-            frozen = handle.full_state_dict()["frozen"]
-            assert frozen.dtype == torch.float8_e4m3fn and frozen.float().eq(1).all()
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = Model(1.0 + rank)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        assert handle.gradient("linear.bias").eq(1).all()
+        optimizer.step()
+        frozen = handle.full_state_dict()["frozen"]
+        assert frozen.dtype == torch.float8_e4m3fn and frozen.float().eq(1).all()
 
 
 # A handle, not a class -----------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from tests.parity.common import (
     expect_equal_logs,
     expect_logs_of_ranks,
 )
+from tests.together import on_ranks
 from zeroshard.layout.owners import balance, cost
 from zeroshard.optim import Lamb, Lars
 from zeroshard.placement import Plan
@@ -131,18 +132,15 @@ def test_more_ranks_than_matrices() -> None:
     as_one_process([(jobs[name], plan) for name, plan in cases], 5, cases)
 
 
-def test_stepping_pieces_instead_is_seen() -> None:
+@on_ranks(2)
+def test_stepping_pieces_instead_is_seen(rank: int) -> None:
     """The negative control: each class, wrongly declared elementwise, gives other weights than one process."""
-
-    def check(rank: int) -> None:
-        for name, (optimizer, defaults) in WHOLE.items():
-            if name == "muon":
-                continue  # Muon itself refuses flat pieces
-            whole = train(Job(optimizer, defaults, steps=1), zeroshard.ZERO2, rank)
-            cut = train(Job(optimizer, {**defaults, "elementwise": True}, steps=1), zeroshard.ZERO2, rank)
-            assert not same_bits(whole.weights, cut.weights), name
-
-    run_ranks(check, 2)
+    for name, (optimizer, defaults) in WHOLE.items():
+        if name == "muon":
+            continue  # Muon itself refuses flat pieces
+        whole = train(Job(optimizer, defaults, steps=1), zeroshard.ZERO2, rank)
+        cut = train(Job(optimizer, {**defaults, "elementwise": True}, steps=1), zeroshard.ZERO2, rank)
+        assert not same_bits(whole.weights, cut.weights), name
 
 
 # Two classes in one optimizer -----------------------------------------------------------------------------------------
@@ -334,7 +332,8 @@ def test_bytes_of_owners_are_exact_and_planned(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
-def test_weights_set_from_outside_reach_the_owners() -> None:
+@on_ranks(2)
+def test_weights_set_from_outside_reach_the_owners(rank: int) -> None:
     """Owners keep main from step to step: values that are loaded or written between two steps must replace it."""
     few_matrices = partial(big_matrices, 3)  # on two ranks one of them is cut
 
@@ -355,17 +354,14 @@ def test_weights_set_from_outside_reach_the_owners() -> None:
             optimizer.step()
         return handle.full_state_dict(main=True), handle.comm_log.bytes("all_to_all")
 
-    def check(rank: int) -> None:
-        start = make(few_matrices).state_dict()
-        for precision, plan in with_plans(("fp32", "bf16", "bf16-remainder")):
-            changed, sent = run(rank, plan, precision, True)
-            unchanged, sent_less = run(rank, plan, precision, False)
-            assert sent >= sent_less if plan is zeroshard.DDP else sent > sent_less
-            for name, value in start.items():  # Muon's steps are small: each run stays near its start
-                step = (changed[name] - 2 * value).abs().max()
-                assert step < 0.05 < (unchanged[name] - 2 * value).abs().max(), (plan, precision, name)
-
-    run_ranks(check, 2)
+    start = make(few_matrices).state_dict()
+    for precision, plan in with_plans(("fp32", "bf16", "bf16-remainder")):
+        changed, sent = run(rank, plan, precision, True)
+        unchanged, sent_less = run(rank, plan, precision, False)
+        assert sent >= sent_less if plan is zeroshard.DDP else sent > sent_less
+        for name, value in start.items():  # Muon's steps are small: each run stays near its start
+            step = (changed[name] - 2 * value).abs().max()
+            assert step < 0.05 < (unchanged[name] - 2 * value).abs().max(), (plan, precision, name)
 
 
 # State in torch's layout ----------------------------------------------------------------------------------------------

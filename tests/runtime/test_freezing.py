@@ -24,7 +24,7 @@ from tests.grids import EVERYTHING
 from tests.kit import PLANS, State, make, plans_of, same_bits
 from tests.together import on_ranks
 from zeroshard.placement import Plan
-from zeroshard.testing import RankError, expect_same_logs, run_ranks
+from zeroshard.testing import RankError, run_ranks
 
 
 def build() -> nn.Module:
@@ -62,7 +62,8 @@ def train_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
-def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str) -> None:
+@on_ranks(2)
+def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(rank: int, precision: str) -> list[Any]:
     """The first linear layer's weight trains from step 2 on, its bias from step 4 on."""
 
     def change(model: nn.Module, step: int) -> None:
@@ -83,19 +84,15 @@ def test_the_optimizer_of_a_handle_takes_what_requires_grad_later(precision: str
         assert len(optimizer.state_dict()["state"]) == 4
         return handle.full_state_dict(main=True), handle.comm_log
 
-    def check(rank: int) -> list[Any]:
-        runs = {plan: run(rank, plan) for plan in plans_of(precision == "fp32")}
-        first = next(iter(runs.values()))[0]
-        assert all(same_bits(state, first) for state, _ in runs.values())
-        if precision == "fp32":
-            model = frozen()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-            for name, value in plain(2, 6, model, optimizer, lambda step: change(model, step)).items():
-                torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
-        return [log for _, log in runs.values()]
-
-    for logs in zip(*run_ranks(check, 2), strict=True):
-        expect_same_logs(logs)
+    runs = {plan: run(rank, plan) for plan in plans_of(precision == "fp32")}
+    first = next(iter(runs.values()))[0]
+    assert all(same_bits(state, first) for state, _ in runs.values())
+    if precision == "fp32":
+        model = frozen()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for name, value in plain(2, 6, model, optimizer, lambda step: change(model, step)).items():
+            torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+    return [log for _, log in runs.values()]
 
 
 @on_ranks(2)
@@ -203,10 +200,10 @@ def test_checkpoints_before_and_after(tmp_path: Path) -> None:
 # Frozen after `shard` -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_frozen_is_not_reduced() -> None:
+@on_ranks(2)
+def test_what_is_frozen_is_not_reduced(rank: int) -> list[Any]:
     """Freezing and unfreezing in every order, also of a part of a unit, gives the weights of plain torch. (A backbone
     frozen after `shard` once was still reduced: zeros, 82,944 bytes where 9,216 are needed.)"""
-
     changes = {1: (0, False), 2: (1, False), 4: (0, True), 6: (1, True), 7: (2, False)}
 
     def change(model: Any, step: int) -> None:
@@ -243,22 +240,18 @@ def test_what_is_frozen_is_not_reduced() -> None:
             assert memory[-1] == memory[0]
         return handle.full_state_dict(main=True), handle.comm_log
 
-    def check(rank: int) -> list[Any]:
-        logs = []
-        for precision in (None, "bf16-remainder"):
-            runs = {plan: run(rank, plan, precision) for plan in plans_of(precision is None)}
-            first = next(iter(runs.values()))[0]
-            assert all(same_bits(state, first) for state, _ in runs.values())
-            if precision is None:
-                model = build()
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-                for name, value in plain(2, 9, model, optimizer, partial(change, model)).items():
-                    torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
-            logs += [log for _, log in runs.values()]
-        return logs
-
-    for logs in zip(*run_ranks(check, 2), strict=True):
-        expect_same_logs(logs)
+    logs = []
+    for precision in (None, "bf16-remainder"):
+        runs = {plan: run(rank, plan, precision) for plan in plans_of(precision is None)}
+        first = next(iter(runs.values()))[0]
+        assert all(same_bits(state, first) for state, _ in runs.values())
+        if precision is None:
+            model = build()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+            for name, value in plain(2, 9, model, optimizer, partial(change, model)).items():
+                torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+        logs += [log for _, log in runs.values()]
+    return logs
 
 
 @on_ranks(2)

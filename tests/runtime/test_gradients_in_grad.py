@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import largest_difference, with_plans
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -348,8 +348,9 @@ def local_terms(rank: int, plan: str) -> None:
     assert not run.handle.engine.has_gradients()
 
 
-def test_under_no_sync_it_is_this_ranks_own() -> None:
-    run_ranks(under(PLANS, local_terms), 2)
+@on_ranks(2)
+def test_under_no_sync_it_is_this_ranks_own(rank: int) -> None:
+    under(PLANS, local_terms)(rank)
 
 
 def speaks_up(rank: int, plan: str) -> None:
@@ -374,8 +375,9 @@ def speaks_up(rank: int, plan: str) -> None:
     run.optimizer.step()
 
 
-def test_elsewhere_reading_it_says_what_to_write() -> None:
-    run_ranks(under(PLANS[1:], speaks_up), 2)
+@on_ranks(2)
+def test_elsewhere_reading_it_says_what_to_write(rank: int) -> None:
+    under(PLANS[1:], speaks_up)(rank)
 
 
 def scaled(rank: int, plan: str) -> None:
@@ -398,8 +400,9 @@ def scaled(rank: int, plan: str) -> None:
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
 
 
-def test_a_scaled_gradient_is_not_clipped_at_the_wrong_size() -> None:
-    run_ranks(under(PLANS, scaled), 2)
+@on_ranks(2)
+def test_a_scaled_gradient_is_not_clipped_at_the_wrong_size(rank: int) -> None:
+    under(PLANS, scaled)(rank)
 
 
 def written_through_the_handle(rank: int, plan: str) -> dict[str, Tensor]:
@@ -463,8 +466,9 @@ def asked_for(rank: int, plan: str) -> None:
     assert run.optimizer.step().applied
 
 
-def test_gradients_that_were_asked_for_are_this_ranks_own() -> None:
-    run_ranks(under(PLANS, asked_for), 2)
+@on_ranks(2)
+def test_gradients_that_were_asked_for_are_this_ranks_own(rank: int) -> None:
+    under(PLANS, asked_for)(rank)
 
 
 def without_an_optimizer(rank: int, plan: str) -> None:
@@ -485,8 +489,9 @@ def without_an_optimizer(rank: int, plan: str) -> None:
     run.model.zero_grad()
 
 
-def test_gradients_without_an_optimizer() -> None:
-    run_ranks(under(["ddp", "zero2"], without_an_optimizer), 2)
+@on_ranks(2)
+def test_gradients_without_an_optimizer(rank: int) -> None:
+    under(["ddp", "zero2"], without_an_optimizer)(rank)
 
 
 def pipeline(rank: int, plan: str) -> Any:

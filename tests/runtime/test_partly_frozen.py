@@ -237,7 +237,8 @@ def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...]) -> None:
     run_ranks(check, num_ranks)
 
 
-def test_accumulated_before_something_is_frozen_or_let_go() -> None:
+@on_ranks(RANKS)
+def test_accumulated_before_something_is_frozen_or_let_go(rank: int) -> None:
     """`requires_grad` changes between two micro-batches, reduced each time or once: as in plain torch, gradients
     accumulated so far count in this step, and frozen parameters are left out from the next step on."""
 
@@ -266,15 +267,12 @@ def test_accumulated_before_something_is_frozen_or_let_go() -> None:
                 torch.testing.assert_close(state[name], value)
         return state
 
-    def check(rank: int) -> None:
-        torch.set_default_dtype(torch.float64)
-        for number, phases in enumerate(([ALL, BIASES], [LAST, BIASES, ALL, LAST])):
-            for every in (False, True):
-                plans = plans_of(number + every)
-                found = [run(rank, plan, every, phases, plan is plans[0]) for plan in plans]
-                assert all(same_bits(state, found[0]) for state in found)
-
-    run_ranks(check, RANKS)
+    torch.set_default_dtype(torch.float64)
+    for number, phases in enumerate(([ALL, BIASES], [LAST, BIASES, ALL, LAST])):
+        for every in (False, True):
+            plans = plans_of(number + every)
+            found = [run(rank, plan, every, phases, plan is plans[0]) for plan in plans]
+            assert all(same_bits(state, found[0]) for state in found)
 
 
 @on_ranks(RANKS)

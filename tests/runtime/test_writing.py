@@ -19,7 +19,6 @@ from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
 from tests.together import on_ranks
 from zeroshard.placement import Plan
-from zeroshard.testing import expect_same_logs, run_ranks
 
 CASES: list[tuple[Plan, str | None]] = [(zeroshard.DDP, None), (zeroshard.DDP, "bf16"), (zeroshard.ZERO2, "bf16")]
 CASES += [(zeroshard.ZERO3, None), (zeroshard.ZERO3, "bf16-remainder"), (zeroshard.ZERO1, "bf16-remainder")]
@@ -47,7 +46,8 @@ def values(handle: Any) -> State:
     return {**weights, **{f"main {name}": value for name, value in main.items()}}
 
 
-def test_what_one_rank_writes_alone_is_refused_and_undone() -> None:
+@on_ranks(3)
+def test_what_one_rank_writes_alone_is_refused_and_undone(rank: int) -> list[Any]:
     @torch.no_grad()
     def write(model: Any, rank: int) -> None:
         if rank == 0:
@@ -55,51 +55,44 @@ def test_what_one_rank_writes_alone_is_refused_and_undone() -> None:
             model.head.bias.add_(1.0)
         model.norm.weight.mul_(2.0)  # the same on all ranks, but undone, too
 
-    def check(rank: int) -> list[Any]:
-        logs = []
-        for plan, precision in HALF:
+    logs = []
+    for plan, precision in HALF:
+        model, handle, optimizer = start(plan, rank, precision)
+        before = values(handle)
+        told = r"than on rank 0 in blocks\.1\.up\.weight \(rank 1, 2\), head\.bias \(rank 1, 2\)\..*modifier_rank="
+        with pytest.raises(ValueError, match=told), handle.unsharded(write=True):
+            write(model, rank)
+        assert same_bits(values(handle), before), (plan, precision)
+        step(model, optimizer, rank, 1)
+        untouched, other, same = start(plan, rank, precision)
+        step(untouched, same, rank, 1)
+        assert same_bits(values(handle), values(other)), (plan, precision)
+        logs.append(handle.comm_log)
+    return logs
+
+
+@on_ranks(3)
+def test_the_values_of_one_rank_become_those_of_all(rank: int) -> list[Any]:
+    logs = []
+    for plan, precision in OTHER_HALF:
+        results = []
+        for one_alone in (True, False):
             model, handle, optimizer = start(plan, rank, precision)
-            before = values(handle)
-            told = r"than on rank 0 in blocks\.1\.up\.weight \(rank 1, 2\), head\.bias \(rank 1, 2\)\..*modifier_rank="
-            with pytest.raises(ValueError, match=told), handle.unsharded(write=True):
-                write(model, rank)
-            assert same_bits(values(handle), before), (plan, precision)
+            parts = ("blocks.1", model.head.bias)
+            with handle.unsharded(*parts, write=True, modifier_rank=1 if one_alone else None), torch.no_grad():
+                if rank == 1 or not one_alone:
+                    model.blocks[1].up.weight.fill_(0.5)
+                    model.head.bias.clamp_(-1e-3, 1e-3)
+                elif rank == 2:
+                    model.head.bias.fill_(9.0)  # this write is lost
+            results += [values(handle)]
             step(model, optimizer, rank, 1)
-            untouched, other, same = start(plan, rank, precision)
-            step(untouched, same, rank, 1)
-            assert same_bits(values(handle), values(other)), (plan, precision)
-            logs.append(handle.comm_log)
-        return logs
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
-
-
-def test_the_values_of_one_rank_become_those_of_all() -> None:
-    def check(rank: int) -> list[Any]:
-        logs = []
-        for plan, precision in OTHER_HALF:
-            results = []
-            for one_alone in (True, False):
-                model, handle, optimizer = start(plan, rank, precision)
-                parts = ("blocks.1", model.head.bias)
-                with handle.unsharded(*parts, write=True, modifier_rank=1 if one_alone else None), torch.no_grad():
-                    if rank == 1 or not one_alone:
-                        model.blocks[1].up.weight.fill_(0.5)
-                        model.head.bias.clamp_(-1e-3, 1e-3)
-                    elif rank == 2:
-                        model.head.bias.fill_(9.0)  # this write is lost
-                results += [values(handle)]
-                step(model, optimizer, rank, 1)
-                results += [values(handle)]
-            assert same_bits(results[0], results[2]), (plan, precision)
-            assert same_bits(results[1], results[3]), (plan, precision)
-            assert (results[0]["blocks.1.up.weight"] == 0.5).all()
-            logs.append(handle.comm_log)
-        return logs
-
-    for logs in zip(*run_ranks(check, 3), strict=True):
-        expect_same_logs(logs)
+            results += [values(handle)]
+        assert same_bits(results[0], results[2]), (plan, precision)
+        assert same_bits(results[1], results[3]), (plan, precision)
+        assert (results[0]["blocks.1.up.weight"] == 0.5).all()
+        logs.append(handle.comm_log)
+    return logs
 
 
 @on_ranks(2)
