@@ -7,16 +7,20 @@ same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
 from zeroshard.optim import Lamb, Lars
 from zeroshard.step.assignment import OptimizerClass, Options
-from zeroshard.step.inner import begin_training, expect_no_closure, run_step
+from zeroshard.step.inner import begin_training, expect_no_closure, expect_state_of_tensors, run_step
 
 
 class Granularity(Enum):
@@ -57,7 +61,8 @@ def granularity_of(
 ) -> Granularity:
     """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
     classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
-    stepped together, one by one, and cut into pieces, and the results are compared.
+    stepped together, one by one, and cut into pieces, and the results are compared. A class is taken to be elementwise
+    only if none of its operations combines elements either.
 
     Args:
         sharded: whether no rank steps all parameters.
@@ -74,13 +79,27 @@ def granularity_of(
         return _KNOWN[optimizer_class]
     if optimizer_class.__module__.startswith("torchao."):
         return Granularity.ELEMENT
+    with torch.random.fork_rng(devices=()):  # the trial must not change the user's random numbers
+        return _by_trial(optimizer_class, options, sharded=sharded)
+
+
+def _by_trial(optimizer_class: OptimizerClass, options: Options, *, sharded: bool) -> Granularity:
+    watching = _Watching()
     try:
-        together, one_by_one = (_try_out(optimizer_class, options, apart=apart) for apart in (False, True))
+        together = _try_out(optimizer_class, options, apart=False)
+        one_by_one = _try_out(optimizer_class, options, watching)
+    except InvalidValue:
+        raise
     except Exception as error:
         raise InvalidValue(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
+    if sharded and watching.communicates:
+        raise InvalidValue(
+            f"{optimizer_class.__name__} cannot be sharded: its step() communicates with other ranks by itself, and "
+            'each rank steps other parameters. Use the plan "ddp"'
+        )
     found = together.settings ^ one_by_one.settings
     if sharded and found:
         raise InvalidValue(
@@ -90,13 +109,15 @@ def granularity_of(
     if not _close(together, one_by_one):
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
-            "norm over all of them, perhaps), and no rank has them all"
+            "norm over all of them, perhaps, or on random numbers), and no rank has them all"
         )
     try:
         cuts_alike = _close(one_by_one, _try_out(optimizer_class, options, cut=True))
+        # Equal numbers alone do not show it: AdamP, for example, projects only gradients orthogonal to the weights.
+        is_elementwise = cuts_alike and not watching.combines and not _combines_elements(optimizer_class, options)
     except Exception:  # the class takes matrices only
-        cuts_alike = False
-    return Granularity.ELEMENT if cuts_alike else Granularity.PARAMETER
+        is_elementwise = False
+    return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER
 
 
 class _Outcome(NamedTuple):
@@ -106,8 +127,20 @@ class _Outcome(NamedTuple):
     settings: frozenset[tuple[str, float]]
 
 
-def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool = True, cut: bool = False) -> _Outcome:
-    """Two matrices, or pieces of them, after four steps: by one optimizer, or by one optimizer for each tensor."""
+_STEPS = 24
+"""Of a trial: some classes do for ten steps, or until gradients become smaller, what an elementwise one does."""
+
+
+def _try_out(
+    optimizer_class: OptimizerClass,
+    options: Options,
+    watching: AbstractContextManager[Any] | None = None,
+    *,
+    apart: bool = True,
+    cut: bool = False,
+) -> _Outcome:
+    """Two matrices, or pieces of them, after the steps: by one optimizer, or by one optimizer for each tensor.
+    `watching`: around each step."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -117,15 +150,68 @@ def _try_out(optimizer_class: OptimizerClass, options: Options, *, apart: bool =
     optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
     for optimizer in optimizers:
         begin_training(optimizer)
-    gradients = torch.Generator().manual_seed(1)
-    for _ in range(4):
-        gradient = torch.randn(flat.numel(), generator=gradients) * torch.linspace(0.1, 3, flat.numel())
+    for gradient in _gradients(flat.numel()):
         _set_gradients(tensors, gradient)
         for optimizer in optimizers:
-            run_step(optimizer)
+            with watching or nullcontext():
+                run_step(optimizer)
+    for optimizer in optimizers:
+        expect_state_of_tensors(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = frozenset((key, float(value)) for group in groups for key, value in group.items() if _is_number(value))
     return _Outcome(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), settings)
+
+
+def _gradients(numel: int) -> Iterator[Tensor]:
+    """One gradient for each step of a trial, some larger and some smaller than those before."""
+    generator = torch.Generator().manual_seed(1)
+    scales = (1.0, 1.0, 3.0, 0.3, 10.0, 0.1)
+    for step in range(_STEPS):
+        gradient = torch.randn(numel, generator=generator) * torch.linspace(0.1, 3, numel)
+        yield gradient * scales[step % len(scales)]
+
+
+def _combines_elements(optimizer_class: OptimizerClass, options: Options) -> bool:
+    """Whether a step on a large matrix combines elements (see `_Watching`). Some classes treat small matrices as single
+    elements: they factor a second moment from 128 rows on, or quantise state of more than 4,096 elements."""
+    tensor = torch.randn(130, 131, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer = optimizer_class([tensor], **copy.deepcopy(options))
+    begin_training(optimizer)
+    watching = _Watching()
+    for gradient in _gradients(tensor.numel()):
+        tensor.grad = gradient.view_as(tensor)
+        with watching:
+            run_step(optimizer)
+    return watching.combines
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees all operations inside it that step one tensor at a time.
+
+    Attributes:
+        combines: whether one of them has a result with another number of elements than its inputs: a norm, a mean over
+            rows, a product of matrices. An operation that is not torch's own counts as one.
+        communicates: whether one of them is a collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.combines = self.communicates = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = max((leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), default=0)
+        if "c10d" in func.namespace:
+            self.communicates = True
+        elif func.namespace != "aten":
+            self.combines = True
+        elif inputs > 1 and not func.is_view and not func.overloadpacket.__name__.startswith("new_"):
+            # A number (`torch.equal`) is one element; operations in place on lists return nothing.
+            outputs = [
+                leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in tree_leaves(result) if leaf is not None
+            ]
+            self.combines |= any(numel != inputs for numel in outputs)
+        return result
 
 
 def _is_number(value: object) -> bool:

@@ -91,6 +91,7 @@ class Inner:
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of the state, by kind: "state", and "scalars" (0-d tensors: step counts)."""
         kinds: dict[str, list[Tensor]] = {"state": [], "scalars": []}
+        expect_state_of_tensors(self.optimizer)
         for value in chain.from_iterable(state.values() for state in self.optimizer.state.values()):
             if isinstance(value, Tensor):
                 kinds["state" if value.dim() else "scalars"].append(value)
@@ -109,6 +110,17 @@ def begin_training(optimizer: Any) -> None:
     """Call `train()` if the class has it: schedule-free classes step only in training mode."""
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
+
+
+def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Raises:
+    ValueError: the optimizer's state has entries that belong to no parameter."""
+    foreign = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if foreign:
+        raise InvalidValue(
+            f"{type(optimizer).__name__} cannot be sharded: optimizer.state[{foreign[0]!r}] belongs to no parameter, "
+            "and would be in no checkpoint. Keep it in a param group, or in the state of each parameter"
+        )
 
 
 def _step_of(optimizer_class: OptimizerClass) -> Callable[..., Any]:

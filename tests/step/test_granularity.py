@@ -1,0 +1,137 @@
+"""Classes that look elementwise in a short trial and are not: their pieces would be updated in another way than whole
+parameters, without an error.
+
+Found with the classes of pytorch-optimizer 4.1.0: AdaNorm, AdaShift and AdamP trained differently under ZERO1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeroshard
+from tests.kit import Job, Net, make
+from tests.parity.common import as_one_process
+from tests.together import on_ranks
+from zeroshard.step.granularity import Granularity, granularity_of
+
+
+class OfAGradient(torch.optim.Optimizer):
+    """Each parameter is updated by `update(state, p, p.grad)`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.update(self.state[p], p, p.grad), alpha=group["lr"])
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+class Settles(OfAGradient):
+    """As AdaNorm: gradients that are smaller than usual are made larger."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        norm = grad.norm().item()
+        state["usual"] = max(norm, 0.9 * state.get("usual", 0.0))
+        return grad * (state["usual"] / (norm + 1e-12))
+
+
+class Waits(OfAGradient):
+    """As AdaShift: nothing special happens in the first steps."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return grad if state["step"] < 6 else grad / grad.abs().max()
+
+
+class Projects(OfAGradient):
+    """As AdamP: only a gradient that is orthogonal to the weights is treated in another way."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        cosine = torch.nn.functional.cosine_similarity(p.flatten(), grad.flatten(), dim=0)
+        return grad - p * (grad * p).sum() / (p * p).sum() if cosine.abs() < 1e-5 else grad
+
+
+class Factors(OfAGradient):
+    """As optimizers that factor the second moments of large matrices only."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        return grad if min(p.shape) < 128 else grad / grad.square().mean(0).add(1e-8).sqrt()
+
+
+class Randomised(OfAGradient):
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        return grad * torch.rand(())
+
+
+class Careful(OfAGradient):
+    """Elementwise, with states, factories, views and numbers."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        if not state:
+            state.update(step=torch.zeros(()), average=grad.new_zeros(grad.shape), past=[])
+        state["step"] += 1
+        average: Tensor = state["average"].lerp_(grad, 0.1)
+        torch._foreach_mul_([average, state["step"]], 1.0)
+        bound = grad.new_full((1,), 3.0 * float(state["step"]))
+        return torch.where(average.view(-1) < bound, average.view(-1), bound).view_as(p)
+
+
+class KeepsCount(OfAGradient):
+    """As SPAM: a number beside the states of the parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]
+        super().step()
+
+
+class Talks(OfAGradient):
+    """As DeMo: its step exchanges what it has found."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+@pytest.mark.parametrize("of_class", [Settles, Waits, Projects, Factors])
+def test_what_may_depend_on_a_whole_parameter_gets_whole_parameters(of_class: type[OfAGradient]) -> None:
+    assert granularity_of(of_class, {"lr": 0.1}, None, sharded=True) is Granularity.PARAMETER
+    assert granularity_of(of_class, {"lr": 0.1}, True, sharded=True) is Granularity.ELEMENT, "a declaration is believed"
+
+
+@pytest.mark.parametrize("of_class", [OfAGradient, Careful])
+def test_elementwise_classes_get_pieces(of_class: type[OfAGradient]) -> None:
+    assert granularity_of(of_class, {"lr": 0.1}, None, sharded=True) is Granularity.ELEMENT
+
+
+def test_such_a_class_trains_as_on_one_process() -> None:
+    job = Job(Waits, {"lr": 1e-2}, steps=7)
+    as_one_process([(job, plan) for plan in (zeroshard.ZERO1, zeroshard.ZERO3)], 2)
+
+
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(rank: int) -> None:
+    handle = zeroshard.shard(make(Net), "zero1")
+    told = {
+        Randomised: "or on random numbers",
+        KeepsCount: r"optimizer\.state\['count'\] belongs to no parameter",
+        Talks: r"its step\(\) communicates with other ranks by itself",
+    }
+    torch.manual_seed(5)
+    for of_class, text in told.items():
+        with pytest.raises(ValueError, match=f"{of_class.__name__} cannot be sharded: .*{text}"):
+            zeroshard.ShardedOptimizer(handle, of_class, lr=0.1)
+    found = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(found, torch.rand(3)), "the trial has used random numbers of the user"
