@@ -161,5 +161,5 @@ def finish_all(groups: Sequence[Ranks], limit: float = 600.0) -> list[Ended]:
     for ranks in groups:
         os.set_blocking(ranks._reader, False)
     while not all([ranks.poll() for ranks in groups]) and time.monotonic() < deadline:  # noqa: C419  all of them
-        time.sleep(0.01)
+        time.sleep(0.02)
     return [ranks.close() for ranks in groups]
