@@ -110,8 +110,18 @@ def test_what_may_depend_on_a_whole_parameter_gets_whole_parameters(of_class: ty
     assert granularity_of(of_class, {"lr": 0.1}, True, sharded=True) is Granularity.ELEMENT, "a declaration is believed"
 
 
-@pytest.mark.parametrize("of_class", [OfAGradient, Careful])
-def test_elementwise_classes_get_pieces(of_class: type[OfAGradient]) -> None:
+class Counting(torch.optim.AdamW):
+    """torch labels each step of its classes in profiles, from the first instance on."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+
+
+@pytest.mark.parametrize("of_class", [OfAGradient, Careful, Counting])
+def test_elementwise_classes_get_pieces(of_class: type[torch.optim.Optimizer]) -> None:
     assert granularity_of(of_class, {"lr": 0.1}, None, sharded=True) is Granularity.ELEMENT
 
 
