@@ -36,6 +36,7 @@ def number_in(error: pytest.ExceptionInfo[BaseException]) -> int:
     return int(found[1])
 
 
+@pytest.mark.by_gloo
 @on_ranks(2)
 def test_no_sync_under_a_cap_is_refused_with_the_number_that_is_enough(rank: int) -> None:
     for plan in SHARDED:
@@ -57,6 +58,7 @@ def test_no_sync_under_a_cap_is_refused_with_the_number_that_is_enough(rank: int
         assert transients(handle.memory(peak=True)) <= enough
 
 
+@pytest.mark.by_gloo
 @on_ranks(2)
 def test_a_model_without_values_yet_is_divided_as_one_with_values(rank: int) -> None:
     """`shard` of a model on the meta device, with a limit and units by size, raised KeyError('meta')."""
@@ -142,6 +144,7 @@ def test_parameters_that_are_let_train_are_refused_under_a_cap_before_anything_c
     assert transients(handle.memory()) <= cap
 
 
+@pytest.mark.by_gloo
 @on_ranks(2)
 def test_an_optimizer_whose_scratch_does_not_fit_is_refused(rank: int) -> None:
     cap = needed("zero3")
