@@ -89,18 +89,18 @@ def expected(rank: int, plan: Any, optimizer_class: Any, folder: Path) -> tuple[
     """A run without interruption, and the states that it saved: before the backbone was frozen, and while it was."""
     run = Run(plan, "handle", optimizer_class, 0)
     saved = []
-    for number, (steps, layers) in enumerate([(range(2), EVERYTHING), (range(2, 4), HEAD)]):
-        run.train(rank, steps, layers)
+    for number, layers in enumerate([EVERYTHING, HEAD]):
+        run.train(rank, range(number, number + 1), layers)
         zeroshard.save(folder, run.handle, run.optimizer, step=number)
         saved.append((run.weights(), run.optimizer.state_dict()))
-    run.train(rank, range(4, 6), EVERYTHING)
+    run.train(rank, range(2, 3), EVERYTHING)
     return run, saved
 
 
 def go_on(run: Run, rank: int, number: int) -> None:
     if number == 0:
-        run.train(rank, range(2, 4), HEAD)
-    run.train(rank, range(4, 6), EVERYTHING)
+        run.train(rank, range(1, 2), HEAD)
+    run.train(rank, range(2, 3), EVERYTHING)
 
 
 def equal_states(one: Any, other: Any) -> bool:
