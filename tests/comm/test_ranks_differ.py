@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import NUM_RANKS, with_plans
+from tests.kit import NUM_RANKS, PLANS
 from tests.together import on_ranks
 from zeroshard.testing import run_ranks
 
@@ -303,7 +303,8 @@ SETTINGS = [
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_every_rank_says_which_setting_differs(num_ranks: int) -> None:
-    expect_named(num_ranks, with_plans(SETTINGS))
+    """By default each setting under one plan, in turn."""
+    expect_named(num_ranks, itertools.product(SETTINGS, PLANS) if EVERYTHING else zip(SETTINGS, itertools.cycle(PLANS)))
 
 
 class OtherFactor(Run):

@@ -260,11 +260,12 @@ def test_no_phase_holds_more_than_fsdp2_may(num_ranks: int, transport: str) -> N
 @pytest.mark.by_gloo
 def test_the_numbers_of_torchs_test() -> None:
     """3 blocks of 28 MB on 2 ranks: at most 144 MB in forward, 187 in backward and in the step, 160 at rest; the
-    second step, too."""
-    for phases, counted in run_ranks(found, 2, 2, WIDTH, "shared"):
-        by_phase = {phase: (most / MB, bound / MB) for phase, most, bound in phases[:5]}
-        assert {phase: round(bound) for phase, (_, bound) in by_phase.items()} == {
-            "init": 71, "forward": 144, "backward": 187, "step": 187, "rest": 160,
-        }  # fmt: skip
+    second step, too. By default the bounds have these numbers, and what is measured is smaller."""
+    with torch.device("meta"):
+        of_torch = bounds(Model(WIDTH), 2)(0)
+    assert {phase: round(bound / MB) for phase, bound in of_torch.items()} == {
+        "init": 71, "forward": 144, "backward": 187, "step": 187, "rest": 160,
+    }  # fmt: skip
+    for phases, counted in run_ranks(found, 2, 2, WIDTH if EVERYTHING else 256, "shared"):
         assert all(most <= bound for _, most, bound in phases), phases
         assert all(measured == planned for measured, planned in counted)
