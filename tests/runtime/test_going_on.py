@@ -219,3 +219,37 @@ def test_exposed_communication(monkeypatch: pytest.MonkeyPatch) -> None:
             assert by_host < control - 3 or plan == "zero1", (plan, replicas, by_host, control)
 
     alone(check)
+
+
+def early_sums(rank: int, plan: str, tells: bool) -> list[int]:
+    """How many reductions are in flight at the last gradient of each unit, if all ranks have started the one before.
+
+    Args:
+        tells: False: no reduction ever says that its peers are ready.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
+    handle = zeroshard.shard(model, plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+    reductions = handle.engine.reducer._reductions
+    found: list[int] = []
+    for layer in model:
+        seen = iter([dist.barrier, lambda: found.append(len(reductions._arriving))])  # at the first and at the second
+        for parameter in layer.parameters():
+            parameter.register_hook(lambda grad, seen=seen: next(seen)())
+    with pytest.MonkeyPatch.context() as patch:
+        if not tells:
+            patch.setattr(Pending, "has_arrived", False)
+        optimizer.backward(model(torch.ones(2, 24) + rank).square().mean())
+    optimizer.step()
+    return found
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_what_all_peers_are_ready_for_is_summed_during_backward(plan: str) -> None:
+    """So no rank waits for a bucket while its peers still have to read it."""
+    for found in run_ranks(early_sums, 2, plan, True):
+        assert found == [0] * 5
+    for found in run_ranks(early_sums, 2, plan, False):
+        assert found[2:] and min(found[2:]) > 0

@@ -91,6 +91,10 @@ class Chain(Pending):
     def is_last(self) -> bool:
         return not self._following
 
+    @property
+    def has_arrived(self) -> bool:
+        return self._now.has_arrived
+
     def wait_for_one(self) -> None:
         self._now.wait()
 

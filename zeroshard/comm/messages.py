@@ -71,6 +71,11 @@ class Announcement:
         while self.works:
             self.works.pop().wait()
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `arrive` returns at once. False where this is not known without waiting: works of gloo."""
+        return all(getattr(work, "has_arrived", False) for work in self.works)
+
 
 class OutOfOrder(Error, RuntimeError):
     """This rank and a peer are not at the same unit."""

@@ -80,6 +80,11 @@ class Pending:
         self._look = look
         return self
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait_for_one` has to wait for no peer. False where this is not known without waiting."""
+        return not self._works and (self._announced is None or self._announced.has_arrived)
+
     def release(self) -> None:
         """Wait for the result, and until the peers have read what this rank gave: only then may it be written to."""
         self.wait()

@@ -54,6 +54,8 @@ Card = list[list[int]]
 class Sent:
     """The work of a send. The message is in the pipe already, so there is nothing to wait for."""
 
+    has_arrived = True
+
     def wait(self) -> None:
         pass
 
@@ -81,6 +83,13 @@ class Receive:
         if len(data) != self._into.nbytes:
             raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
         ctypes.memmove(self._into.data_ptr(), data, len(data))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` returns at once."""
+        if self.data is None:
+            self._pipes.read()
+        return self.data is not None
 
 
 class Reentered(Error, RuntimeError):
@@ -300,6 +309,14 @@ class Pipes:
             while not is_there():
                 self._expect_open(self._peers[rank])
                 self._take_in(deadline, self._peers[rank])
+
+    def read(self) -> None:
+        """Read what has come, without waiting."""
+        if self.is_forked_copy:
+            return
+        with self._locked:
+            if self._polls is None and not self._closed:  # a thread that polls reads it
+                self._read(self._peers.values())
 
     def interrupt(self, why: str) -> None:
         """Make all waits here raise, in every thread, and also the waits of peers for this rank."""

@@ -229,6 +229,7 @@ class Reducer:
         if not seen_by_others:
             self._take(unit, index, grads)
         grads.ready.add(index)
+        self._reductions.finish_early()
         if is_reduced and grads.summed <= grads.ready:
             self._complete_but_seen = seen_by_others
             if not seen_by_others:

@@ -54,7 +54,7 @@ class Reductions:
         of_units = [scratch_bytes(unit, collectives, in_place=in_place) for unit in grads] or [(0, 0)]
         num_bytes, of_replicas = map(max, zip(*of_units, strict=True))
         is_alone = self._borrowing and (num_bytes or not reads_peers)
-        self._free_scratch = [pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT)]
+        self._free_scratch = deque(pool.buffer("scratch", num_bytes, self) for _ in range(1 if is_alone else IN_FLIGHT))
         self._of_replicas = pool.buffer("scratch", of_replicas, self)
         # Units of the root have buckets of their own, so a reduction without scratch needs nothing more.
         self._without_scratch = {unit for unit in grads if unit.spec.of_root} if num_bytes == 0 else set()
@@ -131,7 +131,8 @@ class Reductions:
             self._free_all()
             for bucket in self._buckets.shared[grads.buffer.dtype]:
                 bucket.try_to_give_back()
-        scratch = self._free_scratch.pop() if needs_scratch else None
+        # In turns, so that what is held does not depend on how early reductions finish.
+        scratch = self._free_scratch.popleft() if needs_scratch else None
         room = self._empty if scratch is None else scratch.storage
         grads.reduce(self._collectives, room, self._of_replicas.storage)
         self._arriving.append((unit, grads, scratch))
@@ -148,6 +149,12 @@ class Reductions:
             self._release_oldest()
         for _, grads in self._not_over[: -self._lag]:
             grads.advance()
+
+    def finish_early(self) -> None:
+        """Where ranks read each other's memory, sum what all peers are ready for. Otherwise this rank would do so only
+        when it needs a bucket, and would then wait until its peers have done the same."""
+        while self._lag is None and self._arriving and self._arriving[0][1].has_arrived:
+            self._finish_oldest()
 
     def _free_all(self) -> None:
         """Wait for all sums over ranks in flight, here and on the peers that read this rank's buckets."""

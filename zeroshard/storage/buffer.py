@@ -242,6 +242,11 @@ class FlatBuffer:
         self._pending.wait(stale=stale)
         self.is_arriving = False
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `arrive_in_part` does not have to wait for a peer."""
+        return self._pending.has_arrived
+
     def arrive_in_part(self) -> None:
         """Wait for the exchange in progress, and start none that follows it."""
         self._pending.wait_for_one()

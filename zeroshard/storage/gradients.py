@@ -214,6 +214,11 @@ class Gradients:
         self.buffer.release()
         self._carry = False
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `arrive_in_part` does not have to wait for a peer."""
+        return self.buffer.has_arrived
+
     def arrive_in_part(self) -> None:
         """Wait for the sum over ranks. REDUCING -> REDUCED, unless exchanges follow. The scratch may be reused."""
         self._expect((GradState.REDUCING,), "wait for")
