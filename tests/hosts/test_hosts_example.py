@@ -23,7 +23,7 @@ def test_the_script_of_the_example(tmp_path: Path) -> None:
     devices = sorted(os.listdir("/sys/class/net"))
     variables = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
-        command = [str(FOLDER / "two_machines.sh"), str(tmp_path / "run")]
+        command = [str(FOLDER / "two_machines.sh"), str(tmp_path / "run"), "--steps", "10"]
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         print(done.stdout)

@@ -130,6 +130,34 @@ def test_such_a_class_trains_as_on_one_process() -> None:
     as_one_process([(job, plan) for plan in (zeroshard.ZERO1, zeroshard.ZERO3)], 2)
 
 
+class Returns(OfAGradient):
+    """Draws each parameter to its first value, which it reads when it is built."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, normed: bool = False) -> None:
+        super().__init__(params, lr)
+        self.normed = normed
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["first"] = p.detach().clone()
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        pull = p - state["first"]
+        return grad + pull / (pull.norm() + 1) if self.normed else grad + pull
+
+
+def test_values_are_there_when_an_elementwise_class_is_built() -> None:
+    job = Job(Returns, {"lr": 1e-2}, steps=3)
+    as_one_process([(job, plan) for plan in (zeroshard.ZERO1, zeroshard.ZERO3)], 2)
+
+
+@on_ranks(2)
+def test_a_class_that_reads_what_is_not_there_yet_is_refused_on_every_rank(rank: int) -> None:
+    for precision, options in (("fp32", {"normed": True}), ("bf16-remainder", {})):
+        for plan in ("ddp", "zero1", "zero3"):
+            handle = zeroshard.shard(make(Net), plan, precision=precision)
+            with pytest.raises(ValueError, match=r"Returns cannot be sharded: it reads the values .*\(clone\)"):
+                zeroshard.ShardedOptimizer(handle, Returns, **options)
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(rank: int) -> None:
     handle = zeroshard.shard(make(Net), "zero1")

@@ -22,7 +22,7 @@ from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
-from zeroshard.step.inner import Inner, describe_together
+from zeroshard.step.inner import Inner, describe_together, expect_no_reads
 from zeroshard.step.low_bit import dense, quantise
 from zeroshard.step.pieces import Piece
 from zeroshard.step.stepper import (
@@ -57,6 +57,8 @@ class FlatState:
         self._assignment, self._groups = assignment, assignment.groups
         self._piece_numel = sizes_for(assignment.collectives.device.type).piece
         self.pieces = [piece for unit, keys in self._groups.items() for piece in self._cut(unit, keys)]
+        if any(unit.main.needs_scratch for unit in self._groups):  # the pieces are joined in a step
+            expect_no_reads(assignment.optimizer_class, assignment.defaults, [torch.empty(4, device="meta")])
         self.inner = Inner(assignment, self.tensors_of)
         self.num_cuts = 0
 

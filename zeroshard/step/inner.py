@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm.together import tell_together
@@ -121,6 +122,36 @@ def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} cannot be sharded: optimizer.state[{foreign[0]!r}] belongs to no parameter, "
             "and would be in no checkpoint. Keep it in a param group, or in the state of each parameter"
         )
+
+
+def expect_no_reads(optimizer_class: OptimizerClass, defaults: Options, tensors: Sequence[Tensor]) -> None:
+    """Build the class over these tensors on the meta device, as a trial.
+
+    Raises:
+        ValueError: it reads their values. The tensors that a stepper builds it over get theirs in a step.
+    """
+    with _Reads(tensors) as reads:
+        optimizer_class([*tensors], **defaults)
+    if reads.found:
+        raise InvalidValue(
+            f"{optimizer_class.__name__} cannot be sharded: it reads the values of parameters when it is built "
+            f"({reads.found}), and they are brought together only in a step. Let it read them in its first step"
+        )
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside: `found` is the first operation that reads the values of the tensors, "" if there is none."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors, self.found = [tensor.untyped_storage()._cdata for tensor in tensors], ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not (self.found or func.is_view or name.endswith("_like") or name.startswith("new_")):
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.found = name if any(one.untyped_storage()._cdata in self._tensors for one in inputs) else ""
+        return func(*args, **(kwargs or {}))
 
 
 def _step_of(optimizer_class: OptimizerClass) -> Callable[..., Any]:

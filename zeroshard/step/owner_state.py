@@ -19,7 +19,7 @@ from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Member
-from zeroshard.step.inner import Inner, describe_together
+from zeroshard.step.inner import Inner, describe_together, expect_no_reads
 from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry
 
 
@@ -58,7 +58,7 @@ class OwnerState:
         # Build the class once over all shapes, so that a refusal (Muon: all but matrices) raises on every rank, not
         # only on the owner: the other ranks would hang in their next collective.
         shapes = [torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta") for whole in self.wholes]
-        assignment.optimizer_class(shapes, **assignment.defaults)
+        expect_no_reads(assignment.optimizer_class, assignment.defaults, shapes)
         self.values = self.allocate()
         self.inner = Inner(assignment, self._tensors_of)
 
