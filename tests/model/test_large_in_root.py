@@ -338,7 +338,9 @@ class Waits:
                 self.inside.append(unit.name)
 
         def noted_finish(reductions: Any) -> None:
-            note(reductions._arriving[0][0])
+            unit, grads, _ = reductions._arriving[0]
+            if not grads.has_arrived:  # else this rank does not wait for a peer
+                note(unit)
             finish(reductions)
 
         def noted_release(reductions: Any) -> None:
