@@ -1,6 +1,6 @@
 """Loss scaling: the factor on the loss that keeps small fp16 gradients from underflowing; policies are state machines.
 
-    next_state(state, found_inf)      finite                                     not finite (the step is skipped)
+    next_state(state, found_inf)      finite                                     not finite
     growth_tracker                    + 1; at growth_interval: 0, and            0
     scale                                 x growth_factor, at most max_scale     once hysteresis_left is 0:
                                                                                  x backoff_factor, at least floor

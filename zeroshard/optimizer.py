@@ -252,7 +252,7 @@ class ShardedOptimizer(TorchOptimizer):
         scale = self.engine.ledger.scale
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
-            # 2. Read gradients in main's dtype; 3. step main; 4. gather weights while the next forward starts.
+            # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
             self.engine.reducer.use_idle_buckets()
             with self.agreement.updating():
                 update, active = self.clipping.update(mean), self.agreement.active(control)

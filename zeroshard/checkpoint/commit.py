@@ -97,7 +97,7 @@ class Job:
             data = manifest.encode()
             expect_readable(len(data))
             # The last file to be written: a folder without a manifest is not a checkpoint, so a crash before this line
-            # leaves nothing that could be loaded.
+            # leaves nothing that could be loaded. `publish` then gives the folder its name, which commits it.
             files.write_new(self.folder / MANIFEST_NAME, data)
             self.meeting.beat()
             folders.publish(self.folder, step, self.base.id)
@@ -209,10 +209,10 @@ def combined(parts: Iterable[Part]) -> Part:
     Raises:
         CheckpointError: the ranks disagree on a tensor.
     """
-    files: list[Any] = []
+    of_all: list[Any] = []
     tensors: dict[str, Any] = {}
     for part in parts:
-        files += part["files"]
+        of_all += part["files"]
         for name, entry in part["tensors"].items():
             known = tensors.setdefault(name, {**entry, "runs": []})
             if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
@@ -220,7 +220,7 @@ def combined(parts: Iterable[Part]) -> Part:
             known["runs"] += entry["runs"]
     for entry in tensors.values():
         entry["runs"] = [encode_run(run) for run in joined(Run(*run) for run in entry["runs"])]
-    return {"files": sorted(files), "tensors": tensors}
+    return {"files": sorted(of_all), "tensors": tensors}
 
 
 def merged(base: Manifest, parts: Iterable[Part]) -> Manifest:

@@ -129,8 +129,8 @@ class Collectives:
         portions: Portions | None = None,
         of_mean: bool = False,
     ) -> Pending:
-        """SHARDED -> REPLICATED, in place. The caller has filled in the own shard of `full` [numel]; the other shards
-        are received.
+        """SHARDED -> REPLICATED: the other shards of `full` [numel] are received. The own shard of `full` is filled in
+        already, also if `source` is given (one transport reads it here, another one there).
 
         Args:
             source: [numel / d], the values of the own shard where they rest, if they do not rest inside `full`.
@@ -152,7 +152,7 @@ class Collectives:
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge)
-        flight = self._start_gather("all_gather", gather, unit, phase)
+        flight = self._log_gather("all_gather", gather, unit, phase)
         with profiled("all_gather", unit):
             return self.transport.gather(gather).at_place(at, flight).then(look)
 
@@ -349,7 +349,7 @@ class Collectives:
             full = rows.view(-1)
             own = in_shards(full, world.size)[world.rank]
             gather = Gather(world, everything(full.numel(), world.size), full, own, "exchange")
-            flight = self._start_gather("exchange", gather, "control", "step")
+            flight = self._log_gather("exchange", gather, "control", "step")
             with profiled("exchange", "control"):
                 pending = self.transport.fallback.gather(gather).at_place(at, flight)
             pending.wait()
@@ -406,7 +406,7 @@ class Collectives:
         self._expect_followed(f"a meeting at {point}")
         self.transport.meet_at(point, {"all_gather": self.mesh.shard, "reduce_scatter": self.mesh.reduce})
 
-    def _start_gather(self, op: str, gather: Gather, unit: str, phase: str) -> Flight:
+    def _log_gather(self, op: str, gather: Gather, unit: str, phase: str) -> Flight:
         num_bytes = gather.portions.sent_to_gather(gather.axis.rank) * gather.full.element_size()
         return self.log.start(op, unit, phase, num_bytes, common=gather.num_bytes, kind=gather.kind)
 

@@ -1,4 +1,4 @@
-"""The native transport: the backend's own reduce-scatter, all-gather and all-to-all, in place (NCCL and others)."""
+"""The native transport: the backend's own collectives, in place (NCCL and others)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class NativeTransport(Transport):
-    """Uses only these collectives of a group, all asynchronous. Nothing is announced: the backend runs collectives in
-    order, but does not say where a peer is.
+    """Uses a group's reduce-scatter, all-gather, all-to-all and all-reduce, all asynchronous. Nothing is announced: a
+    backend runs collectives in order, but does not say where a peer is.
 
     If only some portions take part, each portion has a `broadcast` or `reduce` of its own: this needs no extra memory
     and no padding to equal chunks.

@@ -1,4 +1,4 @@
-"""The hooks on modules and parameters of the user's model; nothing else is attached to it.
+"""The hooks on modules and parameters of the user's model. (While a timeline is recorded, `running.py` adds some.)
 
 | hook                                  | where                              | does                                    |
 |---------------------------------------|------------------------------------|-----------------------------------------|
