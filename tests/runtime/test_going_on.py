@@ -253,3 +253,24 @@ def test_what_all_peers_are_ready_for_is_summed_during_backward(plan: str) -> No
         assert found == [0] * 5
     for found in run_ranks(early_sums, 2, plan, False):
         assert found[2:] and min(found[2:]) > 0
+
+
+def told_apart(rank: int) -> tuple[bool, bool]:
+    """Rank 0 confirms a reduction while rank 1 confirms a gather, and the other way round. Whether rank 0 took the
+    first for the second, and whether its peer had read in the end."""
+    handle = zeroshard.shard(nn.Linear(24, 24), "zero3")
+    messages, axis = handle.engine.collectives.messages, handle.engine.collectives.mesh.shard
+    kinds = ("reduce_scatter", "all_gather") if rank == 0 else ("all_gather", "reduce_scatter")
+    first = messages.acknowledge(axis, kinds[0])
+    dist.barrier()
+    early = all(work.has_arrived for work in first)
+    dist.barrier()
+    second = messages.acknowledge(axis, kinds[1])
+    for work in (*first, *second):
+        work.wait()
+    return early, all(work.has_arrived for work in first)
+
+
+@pytest.mark.by_gloo
+def test_confirmations_of_reductions_and_of_gathers_are_told_apart() -> None:
+    assert run_ranks(told_apart, 2) == [(False, True)] * 2

@@ -207,7 +207,7 @@ class Collectives:
         key = f"read {self._name}"
         at = Wait(key, HERE.begin(key), axis.ranks, "the ranks that read its weights")
         unlogged = Flight(CommEvent("peers have read", "", "step", 0))
-        return Pending(self, self.messages.acknowledge(axis)).at_place(at, unlogged)
+        return Pending(self, self.messages.acknowledge(axis, "all_gather")).at_place(at, unlogged)
 
     def all_to_all(
         self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str

@@ -26,11 +26,14 @@ _TAGS = {
     "replicate": 3,
     "exchange": 4,
     "all_to_all": 5,
-    "read": 6,
+    "read all_gather": 6,
     "announce all_gather": 7,
     "announce reduce_scatter": 8,
     "mean": 9,
     "announce mean": 10,
+    "read reduce_scatter": 11,
+    "read replicate": 12,
+    "read mean": 13,
 }
 """Point-to-point tags. Messages of one kind arrive in order; messages of different kinds do not wait for each other."""
 
@@ -180,15 +183,17 @@ class Messages:
         for about in abouts:
             self._number_of(about)
 
-    def acknowledge(self, axis: Axis) -> list[Any]:
-        """Tell all peers that this rank has read their memory. The works are done when the peers have said the same."""
+    def acknowledge(self, axis: Axis, kind: str) -> list[Any]:
+        """Tell all peers that this rank has read their memory in an exchange of this kind. The works are done when the
+        peers have said the same. (Reductions are read at other moments on each rank, so their confirmations must not be
+        taken for those of gathers.)"""
         tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
-        works = [self.receive(axis, tokens[rank], rank, "read") for rank in axis.peers]
+        works = [self.receive(axis, tokens[rank], rank, f"read {kind}") for rank in axis.peers]
         for rank in axis.peers:
             # A peer may end right after its last step, while this rank still reads. It does not need to be told then;
             # where this rank needs anything else of it, the wait for that raises.
             with suppress(PeerGone):
-                works.append(self._send(axis, tokens[axis.rank], rank, "read"))
+                works.append(self._send(axis, tokens[axis.rank], rank, f"read {kind}"))
         return works
 
     def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:

@@ -99,7 +99,7 @@ class SharedTransport(Transport):
                 theirs, inside = self._peer(announced, rank, shards[rank]), moved.inside(rank)
                 for to, value in zip(parts(shards[rank], inside), parts(theirs, inside), strict=True):
                     to.copy_(value)
-            return self.messages.acknowledge(axis) if gather.acknowledge else []
+            return self.messages.acknowledge(axis, gather.kind) if gather.acknowledge else []
 
         return Pending(self, (), copy_from_peers, announced)
 
@@ -113,7 +113,7 @@ class SharedTransport(Transport):
                 to, where = in_shards(full, axis.size), in_shards(common.everyone.view(full.dtype), axis.size)
                 for rank in axis.peers:
                     to[rank].copy_(where[rank])
-            return self.messages.acknowledge(axis) if gather.acknowledge else []
+            return self.messages.acknowledge(axis, gather.kind) if gather.acknowledge else []
 
         return Pending(self, (), copy_to_other_memory, announced)
 
@@ -129,7 +129,7 @@ class SharedTransport(Transport):
             own = sum_.portions.of_shard[axis.rank]
             of_peers = [parts(self._peer(announced, rank, full), own) for rank in axis.peers]
             sum_.take(of_peers, sum_.totals_in(sum_.reduction.scratch) if sum_.is_in_place else sum_.places)
-            return self.messages.acknowledge(axis)  # See [Note: who may write to shared memory]
+            return self.messages.acknowledge(axis, sum_.kind)  # See [Note: who may write to shared memory]
 
         return Pending(self, (), sum_from_peers, announced)
 
