@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.model.paths import Modules
+from zeroshard.model.readers import takes_hooks
 
 _RETURNS = "shard() returns a handle, and the model stays the object it was: `handle = zeroshard.shard(model, ...)`"
 
@@ -57,7 +58,7 @@ _WRAPPERS = {
 def expect_module(found: object) -> None:
     """Raises:
     TypeError: the argument of `shard` is not a module."""
-    if isinstance(found, torch.jit._script.RecursiveScriptModule):
+    if isinstance(found, nn.Module) and not takes_hooks(found):
         raise InvalidType(
             "shard: torch.jit.script has made this module, and torch runs no hooks around its calls. Shard the module "
             "that it was made from, or an nn.Module that contains the scripted one"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
+from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import begin_training, expect_no_closure, expect_state_of_tensors, run_step
@@ -200,7 +201,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = max((leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), default=0)
+        inputs = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
         if "c10d" in func.namespace:
             self.communicates = True
         elif func.namespace == "profiler":  # a label: torch's own classes have one around each step

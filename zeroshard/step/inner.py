@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm.together import tell_together
 from zeroshard.errors import InvalidType, InvalidValue
+from zeroshard.model.trees import tensors_in
 from zeroshard.step.assignment import Assignment, OptimizerClass, Options
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -149,8 +150,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if not (self.found or func.is_view or name.endswith("_like") or name.startswith("new_")):
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.found = name if any(one.untyped_storage()._cdata in self._tensors for one in inputs) else ""
+            inputs = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+            self.found = name if any(one in self._tensors for one in inputs) else ""
         return func(*args, **(kwargs or {}))
 
 
