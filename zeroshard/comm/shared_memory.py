@@ -11,8 +11,6 @@ expected label.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import os
 import secrets
@@ -243,25 +241,6 @@ class Segment:
         # between these two calls dies. Call `Pending.release` first.
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, self._num_bytes)
-
-
-_HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
-
-
-def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask the system for huge pages: it then clears newly taken memory in a fraction of the time."""
-    if tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE or _libc() is None:
-        return
-    page = os.sysconf("SC_PAGE_SIZE")
-    start = -(-tensor.data_ptr() // page) * page
-    stop = (tensor.data_ptr() + tensor.nbytes) // page * page
-    _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_HUGEPAGE)  # type: ignore[union-attr]
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if os.uname().sysname == "Linux" else None
 
 
 def _map(path: str, num_bytes: int) -> Tensor:

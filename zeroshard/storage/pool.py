@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.shared_memory import Segment, prefer_huge_pages
+from zeroshard.comm.shared_memory import Segment
 from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.model.units import UnitSpec
 from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.host_memory import keep_freed_memory, prefer_huge_pages
 
 Kind = Literal["ring", "buckets", "scratch"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -203,6 +204,8 @@ class Pool:
         self.expect_units: Callable[[Sequence[UnitSpec]], None] = lambda specs: None
         self.most: dict[Kind, int] = {}
         self._buffers: list[PoolBuffer] = []
+        if self._device.type == "cpu":
+            keep_freed_memory()
 
     def buffer(self, kind: Kind, num_bytes: int, user: User, why: str = "") -> PoolBuffer:
         """A new pool buffer. Buckets lie in memory that peers can read, if the ranks share memory.
