@@ -279,7 +279,7 @@ def measure(rank: int, options: argparse.Namespace, turns: Turns) -> dict[str, A
     this = Version(None)
     other = Version(options.other.resolve()) if options.other is not None else this
     setting = Setting(
-        {"lr": 1e-3, "weight_decay": 0.1, "fused": True}, dtype, options.device, options.dtype == "bf16-mixed"
+        {"lr": 3e-4, "weight_decay": 0.1, "fused": True}, dtype, options.device, options.dtype == "bf16-mixed"
     )
     contenders = {}
     for name in options.contenders:
