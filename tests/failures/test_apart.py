@@ -50,9 +50,8 @@ def test_ranks_that_read_their_own_memory_for_that_of_a_peer_raise(
     """As in the containers of `test_containers.py`, but with the probe of shared memory passed."""
 
     def own_memory(self: SharedTransport, announced: Announcement, rank: int, like: Tensor) -> Tensor:
-        message = announced.messages[rank]
-        own = known[int(message[0])]
-        return own[int(message[3]) :][: like.nbytes].view(like.dtype).view(like.shape)
+        place = announced.location(rank)
+        return known[place.segment][place.offset :][: like.nbytes].view(like.dtype).view(like.shape)
 
     make_map = SharedMemory.map
     known: dict[int, Tensor] = {}  # segment -> memory

@@ -30,7 +30,7 @@ of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt
 
 
 @of_glibc
-def test_a_step_has_no_page_faults_for_memory_that_the_step_before_has_freed():
+def test_a_step_has_no_page_faults_for_memory_that_the_step_before_has_freed() -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", PROGRAM]
     before, after = map(int, subprocess.check_output(command, env=inherited, text=True, timeout=120).split())
@@ -40,8 +40,9 @@ def test_a_step_has_no_page_faults_for_memory_that_the_step_before_has_freed():
 
 @of_glibc
 @pytest.mark.parametrize(
-    "name, value", [("MALLOC_TRIM_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1000000")]
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1000000")],
 )
-def test_what_the_user_has_set_stays(monkeypatch, name, value):
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory.__wrapped__()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import struct
 import zlib
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +40,10 @@ _TAGS = {
 """Point-to-point tags. Messages of one kind arrive in order; messages of different kinds do not wait for each other."""
 
 
+_WORDS = struct.Struct("=6q")
+"""An announcement: the location (4 words), a number of bytes, and what it is about."""
+_READ = b"\0"
+
 _ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
 
 
@@ -51,13 +57,38 @@ def label(unit: str, phase: str = "") -> str:
     return f"unit {unit}{f' ({_ON_REQUEST[phase]})' if phase in _ON_REQUEST else ''}"
 
 
+class Note(Protocol):
+    """A few bytes on their way from a peer."""
+
+    def take(self) -> bytes:
+        """Wait for them, and return them."""
+
+
+class NoteByGloo:
+    """A note that gloo receives. `work`: of the receive into `tensor`, uint8."""
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> None:
+        # Removed before the wait: each wait for a message of gloo consumes one completion, and a second wait for the
+        # same work would last until the timeout.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def take(self) -> bytes:
+        self.wait()
+        return ctypes.string_at(self._tensor.data_ptr(), self._tensor.nbytes)
+
+
 @dataclass(eq=False)
 class Announcement:
     """What this rank has announced to its peers on an axis, and what they announce: a `label` or a point of the
     program, a number of bytes, and a location.
 
     Attributes:
-        messages: received from the peers, by their rank in the axis.
+        notes: from the peers, by their rank in the axis.
         works: sends and receives that have not been waited for.
     """
 
@@ -65,8 +96,16 @@ class Announcement:
     kind: str
     about: str
     num_bytes: int
-    messages: dict[int, Tensor]
+    notes: dict[int, Note]
     works: list[Any]
+
+    def words(self, rank: int) -> tuple[int, ...]:
+        """What a rank of the axis has announced, once it has arrived: see `_WORDS`."""
+        return _WORDS.unpack(self.notes[rank].take())
+
+    def location(self, rank: int) -> Location:
+        """Where the memory of a rank of the axis lies, once its note has arrived."""
+        return Location(*self.words(rank)[:4])
 
     def arrive(self) -> None:
         # Remove a work before waiting for it, so that an error cannot lead to a second wait: each wait for a gloo
@@ -126,17 +165,21 @@ class Messages:
         self.failed = False
         self.pipes: Pipes | None = None
         self._channels: dict[tuple[tuple[int, ...], str], int] = {}
+        self._numbers: dict[str, int] = {}
         self._known: dict[int, str] = {}
         self._not_compared: dict[str, deque[Announcement]] = {}
 
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
         """Tell all peers which exchange begins (`about`), how many bytes it has, and where to read them (shared
         memory); and start to receive the same from the peers."""
-        mine = torch.tensor([*location, num_bytes, self._number_of(about)], dtype=torch.int64)
-        messages = {rank: torch.empty_like(mine) for rank in axis.peers}
-        works = [self.receive(axis, message, rank, f"announce {kind}") for rank, message in messages.items()]
-        works += [self.send(axis, mine, rank, f"announce {kind}") for rank in axis.peers]
-        announced = Announcement(axis, kind, about, num_bytes, messages, works)
+        mine, tag = _WORDS.pack(*location, num_bytes, self._number_of(about)), f"announce {kind}"
+        notes = {rank: self._expect_note(axis, _WORDS.size, rank, tag) for rank in axis.peers}
+        works: list[Any] = [*notes.values()]
+        try:
+            works += [self._send_note(axis, mine, rank, tag) for rank in axis.peers]
+        except PeerGone as error:
+            raise watch.explain(error) or error from None
+        announced = Announcement(axis, kind, about, num_bytes, notes, works)
         self._not_compared.setdefault(kind, deque()).append(announced)
         return announced
 
@@ -154,15 +197,13 @@ class Messages:
         while announced in not_compared:
             first = not_compared.popleft()
             first.arrive()
-            for rank, message in first.messages.items():
-                number = int(message[-1])
+            for rank in first.notes:
+                *_, num_bytes, number = first.words(rank)
                 if number != self._number_of(first.about):
                     theirs = self._known.get(number, "something that this rank does not have")
                     raise OutOfOrder(self._apart(announced, rank, f"at {first.about}", f"at {theirs}"))
-                if int(message[-2]) != first.num_bytes:
-                    sizes = [
-                        f"at {num_bytes} bytes of {first.about}" for num_bytes in (first.num_bytes, int(message[-2]))
-                    ]
+                if num_bytes != first.num_bytes:
+                    sizes = [f"at {size} bytes of {first.about}" for size in (first.num_bytes, num_bytes)]
                     raise OutOfOrder(self._apart(announced, rank, *sizes))
 
     def _apart(self, announced: Announcement, other: int, mine: str, theirs: str) -> str:
@@ -187,14 +228,30 @@ class Messages:
         """Tell all peers that this rank has read their memory in an exchange of this kind. The works are done when the
         peers have said the same. (Reductions are read at other moments on each rank, so their confirmations must not be
         taken for those of gathers.)"""
-        tokens = torch.empty(axis.size, 1, dtype=torch.uint8)
-        works = [self.receive(axis, tokens[rank], rank, f"read {kind}") for rank in axis.peers]
+        tag = f"read {kind}"
+        works: list[Any] = [self._expect_note(axis, len(_READ), rank, tag) for rank in axis.peers]
         for rank in axis.peers:
             # A peer may end right after its last step, while this rank still reads. It does not need to be told then;
             # where this rank needs anything else of it, the wait for that raises.
             with suppress(PeerGone):
-                works.append(self._send(axis, tokens[axis.rank], rank, f"read {kind}"))
+                works.append(self._send_note(axis, _READ, rank, tag))
         return works
+
+    def _send_note(self, axis: Axis, note: bytes, rank: int, kind: str) -> Any:
+        """`_send` of a few bytes."""
+        if self.pipes is not None:
+            return self.pipes.send_bytes(axis.ranks[rank], self._channel(axis, kind), note)
+        return self._send(axis, torch.frombuffer(bytearray(note), dtype=torch.uint8), rank, kind)
+
+    def _expect_note(self, axis: Axis, num_bytes: int, rank: int, kind: str) -> Any:
+        """`receive` of a few bytes: a `Note`, which is also the work to wait for."""
+        if self.pipes is not None:
+            try:
+                return self.pipes.receive_bytes(axis.ranks[rank], self._channel(axis, kind), num_bytes)
+            except RuntimeError as error:
+                raise watch.explain(error) or error from None
+        tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        return NoteByGloo(tensor, self.receive(axis, tensor, rank, kind))
 
     def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
         """Send to a rank of an axis. Returns a work to wait for.
@@ -246,6 +303,8 @@ class Messages:
         return self._channels[key]
 
     def _number_of(self, about: str) -> int:
-        number = zlib.crc32(about.encode())
-        self._known[number] = about
+        number = self._numbers.get(about)
+        if number is None:
+            number = self._numbers[about] = zlib.crc32(about.encode())
+            self._known[number] = about
         return number

@@ -66,23 +66,30 @@ _SENT = Sent()
 class Receive:
     """The work of a receive. `data` is the message, None until it has arrived."""
 
-    def __init__(self, pipes: Pipes, rank: int, into: Tensor) -> None:
-        self._pipes, self._rank, self._into = pipes, rank, into
+    def __init__(self, pipes: Pipes, rank: int, num_bytes: int, into: Tensor | None = None) -> None:
+        self._pipes, self._rank, self._num_bytes, self._into = pipes, rank, num_bytes, into
         self.data: bytes | None = None
 
     def wait(self) -> None:
-        """Wait for the message and copy it into the tensor.
+        """Wait for the message, and copy it into the tensor, if there is one.
 
         Raises:
             PeerGone: the peer has ended, or nothing has arrived within the timeout.
             RuntimeError: the message has another size, or this process is a forked copy.
         """
-        self._pipes.wait_until(lambda: self.data is not None, self._rank)
+        data = self.take()
+        if self._into is not None:
+            ctypes.memmove(self._into.data_ptr(), data, len(data))
+
+    def take(self) -> bytes:
+        """Wait for the message, and return it. Raises: as `wait`."""
+        if self.data is None:
+            self._pipes.wait_until(lambda: self.data is not None, self._rank)
         data = self.data
         assert data is not None, "waited for"
-        if len(data) != self._into.nbytes:
-            raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._into.nbytes} were expected")
-        ctypes.memmove(self._into.data_ptr(), data, len(data))
+        if len(data) != self._num_bytes:
+            raise InvalidState(f"rank {self._rank} sent {len(data)} bytes where {self._num_bytes} were expected")
+        return data
 
     @property
     def has_arrived(self) -> bool:
@@ -262,9 +269,13 @@ class Pipes:
             RuntimeError: this process is a forked copy.
         """
         assert tensor.is_contiguous()
+        return self.send_bytes(rank, channel, ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+
+    def send_bytes(self, rank: int, channel: int, message: bytes) -> Sent:
+        """`send` for a message that is no tensor."""
         self._expect_original()
         peer = self._peers[rank]
-        data = _HEADER.pack(channel, tensor.nbytes) + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        data = _HEADER.pack(channel, len(message)) + message
         deadline = time.monotonic() + self._timeout
         with self._locked:
             # Through `unsent`: a full pipe takes a part of a message, and another thread may send before the rest.
@@ -288,8 +299,14 @@ class Pipes:
             RuntimeError: this process is a forked copy.
         """
         assert into.is_contiguous()
+        return self._post(channel, Receive(self, rank, into.nbytes, into), rank)
+
+    def receive_bytes(self, rank: int, channel: int, num_bytes: int) -> Receive:
+        """`receive` for a message that is no tensor: `take` returns it."""
+        return self._post(channel, Receive(self, rank, num_bytes), rank)
+
+    def _post(self, channel: int, receive: Receive, rank: int) -> Receive:
         self._expect_original()
-        receive = Receive(self, rank, into)
         with self._locked:
             self._peers[rank].post(channel, receive)
         return receive

@@ -15,7 +15,7 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class SharedMemory:
         self.process = process or Process(os.getpid(), secrets.randbits(62))
         self._own: dict[int, tuple[int, int]] = {}  # address -> (segment, fd)
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
+        self._views: dict[Hashable, Tensor] = {}  # of these bytes, as `peer` has returned them
         # By the address of the own shard. Weak: common memory belongs to the weights that lie in it.
         self._commons: weakref.WeakValueDictionary[int, Common] = weakref.WeakValueDictionary()
 
@@ -111,7 +112,11 @@ class SharedMemory:
         key = process.identity, location.segment
         if key not in self._mapped:
             self._mapped[key] = _map_labelled(process, location)
-        return self._mapped[key][location.offset : location.offset + like.nbytes].view(like.dtype).view(like.shape)
+        view = *key, location.offset, like.dtype, like.shape
+        if view not in self._views:
+            part = self._mapped[key][location.offset : location.offset + like.nbytes]
+            self._views[view] = part.view(like.dtype).view(like.shape)
+        return self._views[view]
 
     def own_segments(self) -> list[list[int]]:
         """[segment, fd, number of bytes] of each own segment."""

@@ -136,7 +136,7 @@ class SharedTransport(Transport):
     def _peer(self, announced: Announcement, rank: int, like: Tensor) -> Tensor:
         """The memory that a rank of the axis has announced. Callers must only read it."""
         process = self._processes[announced.axis.ranks[rank]]
-        return self.memory.peer(process, Location(*announced.messages[rank][:4].tolist()), like)
+        return self.memory.peer(process, announced.location(rank), like)
 
     def all_to_all(
         self, axis: Axis, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]

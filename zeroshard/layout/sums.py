@@ -24,15 +24,13 @@ def sum_in_rank_order(
     """
     terms = [*received[:rank], own, *received[rank:]]
     at_a_time = CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
-    for start in range(0, out.numel(), at_a_time):
-        piece = slice(start, min(start + at_a_time, out.numel()))
-        total_piece = total[piece] if total.numel() >= out.numel() else total[: piece.stop - start]
-        so_far = terms[0][piece]
-        for index, term in enumerate(terms[1:], start=1):
-            target = out[piece] if index == len(terms) - 1 else total_piece
-            add(so_far, term[piece], out=target)
-            so_far = target
-        divide(out[piece], divisor)
+    results, pieces = torch.split(out, at_a_time), zip(*(torch.split(term, at_a_time) for term in terms), strict=True)
+    totals = torch.split(total, at_a_time) if total.numel() >= out.numel() else [total] * len(results)
+    for result, running, (so_far, *others) in zip(results, totals, pieces, strict=False):
+        for term in others[:-1]:
+            so_far = add(so_far, term, out=running[: result.numel()])
+        add(so_far, others[-1], out=result)
+        divide(result, divisor)
 
 
 def divide(tensor: Tensor, divisor: int) -> None:
@@ -61,16 +59,16 @@ def as_operand(divisor: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return operand
 
 
-def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+def add(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """out = a + b for 1-D tensors, without the full-size temporary that torch allocates on a CPU for each operand that
-    it has to cast."""
+    it has to cast. Returns `out`."""
     if a.dtype == b.dtype and a.dtype.itemsize < out.dtype.itemsize:
         a = out.copy_(a)  # else torch adds in the narrow dtype and casts the rounded sum
     if a.device.type != "cpu" or a.dtype == b.dtype == out.dtype:
-        torch.add(a, b, out=out)
-        return
+        return torch.add(a, b, out=out)
     for piece in zip(out.split(CACHED_NUMEL), a.split(CACHED_NUMEL), b.split(CACHED_NUMEL), strict=True):  # type: ignore[no-untyped-call]
         torch.add(piece[1], piece[2], out=piece[0])
+    return out
 
 
 def in_shards(full: Tensor, size: int) -> tuple[Tensor, ...]:

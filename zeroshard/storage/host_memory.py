@@ -20,8 +20,8 @@ _MADV_HUGEPAGE = 14
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let the C library keep up to `KEPT_AFTER_FREE` of what this process frees, for blocks of up to half of that. Returns
-    whether it does: not where it is no glibc, or where the user has set it by the environment.
+    """Let the C library keep up to `KEPT_AFTER_FREE` of what this process frees, for blocks of up to half of that.
+    Returns whether it does: not where it is no glibc, or where the user has set it by the environment.
 
     The system clears each page that it hands out, at the first write to it: activations and gradients that are freed
     and allocated again in each step cost thousands of page faults. glibc gives back what is free at the end of its heap
