@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ def llama() -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, Any], Tens
 def measured(build: Callable[[], Any], plan: str, batch: int, recompute: bool) -> int:
     """Peak bytes of a step, minus the resident bytes before the model was built."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # freed blocks go back to the system at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # so that zeroshard leaves it so (`host_memory.py`)
     with dry_run(RANKS) as mesh:
         train(build, plan, 1, recompute, mesh)  # a first run loads the code of a step, which is resident from then on
         gc.collect()

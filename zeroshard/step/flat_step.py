@@ -219,7 +219,7 @@ class FlatStep:
         inner.optimizer.param_groups = list(stepped.values())
         run_step(inner.optimizer, arguments)
         for stretch, main in zip(batch.stretches, joined, strict=True):
-            self._store(stretch, main)
+            self._store(stretch, main, in_step=True)
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
@@ -271,11 +271,11 @@ class FlatStep:
             piece.tensor.data = of_piece
         return joined
 
-    def _store(self, stretch: Stretch, joined: Tensor | None) -> None:
+    def _store(self, stretch: Stretch, joined: Tensor | None, *, in_step: bool = False) -> None:
         for piece in stretch.pieces:
             piece.tensor.grad = None
         for part, place in stretch.parts if stretch.unit.main.extra is not None else ():
-            stretch.unit.main.write(part, None if joined is None else joined[place])
+            stretch.unit.main.write(part, None if joined is None else joined[place], in_step=in_step)
 
     # Memory ------------------------------------------------------------------------------------------------------
 

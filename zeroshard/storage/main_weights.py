@@ -14,7 +14,8 @@ exact ties rounded away from zero. (The idea is from apex's DistributedFusedAdam
 [Note: written weights] If weights rest in full, a user may write to them in place (`p.clamp_(-c, c)`, also through
 `p.data`, which no version counter shows). Then the weights win: where a weight differs from main, rounded, it becomes
 main. With a remainder, a written weight is joined with the old remainder: main then differs from the weight by at most
-half of the weight's last bit.
+half of the weight's last bit. The comparison reads all of main. So a step leaves marks of the weights that it writes
+(`marks.py`), and the next step compares only where the marks differ.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from zeroshard.layout.interval import Interval
 from zeroshard.precision import MixedPrecision
+from zeroshard.storage.marks import Marks
 
 AT_ONCE = 1 << 18
 """How many elements are rounded, split or joined at once where whole parameters or shards pass through. The temporaries
@@ -59,12 +61,14 @@ def split_remainder(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 def follow_weights(
     main: Tensor, weights: Tensor, rounded: Callable[[Tensor], Tensor], held: Tensor | None = None
-) -> None:
+) -> bool:
     """Set `main` to `weights` (of the same shape) where they differ from `rounded(main)`. See [Note: written weights].
-    `held`: scratch like `weights`."""
+    Returns False if they differ nowhere. `held`: scratch like `weights`."""
     held = rounded(main).to(weights.dtype) if held is None else held.copy_(main)
-    if main.is_cuda or not have_same_bits(held, weights):
-        main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
+    if not main.is_cuda and have_same_bits(held, weights):
+        return False
+    main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
+    return True
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
@@ -107,6 +111,7 @@ class MainWeights:
         self.interval = interval
         self._exposed = exposed
         self.weights = weights
+        self._marks = Marks()  # of the weights, as steps have written them
         self.dtype = precision.main_dtype if precision is not None else weights.dtype
         self.extra: Tensor | None = None
         if precision is None:
@@ -137,7 +142,11 @@ class MainWeights:
             return
         for part in in_parts(piece) if held is None else (piece,):
             local = part.relative_to(self.interval.start).slice
-            follow_weights(self.extra[local], self.weights[local], self.rounded, held)
+            weights = self.weights[local]
+            if not self._marks.are_same(part, weights) and follow_weights(
+                self.extra[local], weights, self.rounded, held
+            ):
+                self._marks.forget()  # main has changed: weights as before would not be those of main any more
 
     def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
         """[piece.numel] in the main dtype, for the optimizer to update: a view, or with a remainder, a joined copy in
@@ -153,11 +162,12 @@ class MainWeights:
         join_remainder(self.weights[local], self.extra[local], scratch)
         return scratch
 
-    def write(self, piece: Interval, value: Tensor | None = None) -> None:
+    def write(self, piece: Interval, value: Tensor | None = None, *, in_step: bool = False) -> None:
         """After the optimizer has updated what `read` returned: set weights (and remainder) from it.
 
         Args:
             value: what `read` has returned; a joined copy is overwritten. None: the view.
+            in_step: the next step will `follow` the same piece.
         """
         if self.extra is None:
             return
@@ -166,7 +176,11 @@ class MainWeights:
             assert value is not None, "a joined copy"
             split_remainder(value, self.weights[local], self.extra[local])
         else:
-            self.weights[local].copy_(self.extra[local] if value is None else value)
+            weights = self.weights[local].copy_(self.extra[local] if value is None else value)
+            if in_step and self._exposed:
+                self._marks.set(piece, weights)
+            else:
+                self._marks.forget()
 
     def copy_to(self, out: Tensor) -> None:
         """Copy all of main to `out` [interval.numel], in any float dtype."""
@@ -196,6 +210,7 @@ class MainWeights:
     def set(self, piece: Interval, value: Tensor, *, spare: bool = False) -> None:
         """Set main to `value` ([piece.numel], any float dtype), and the weights with it. `spare`: `value` may be
         overwritten."""
+        self._marks.forget()
         local = piece.relative_to(self.interval.start)
         weights = self.weights[local.slice]
         if self.extra is None:
