@@ -146,6 +146,41 @@ def test_ranks_gather_weights_and_means_in_different_orders(monkeypatch: pytest.
     run_ranks(check, 2)
 
 
+class Root(nn.Module):
+    """One root unit for each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.double().square().mean()
+
+
+def root_trained(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    handle = zeroshard.shard(model := Root(), "ddp", units=None, precision=None)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.25)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(inputs(rank, step)[:, :6]).backward()
+        optimizer.step()
+    return [value.clone() for value in handle.full_state_dict().values()]
+
+
+def test_a_sum_without_scratch_is_there_before_its_mean_is_gathered() -> None:
+    """Native sums in one dtype need no scratch, so nothing made the first of three root units wait for its sum, and its
+    mean was waited for twice."""
+    (expected, _), found = run_ranks(root_trained, 2), []
+    for timing in ("early", "late"):
+        with timed_ranks(timing):
+            found += run_ranks(root_trained, 2)
+    assert all(all(map(torch.equal, one, expected)) for one in found)
+
+
 def test_nothing_starts_after_a_failure() -> None:
     """`abandon` drops what is in flight, and a wait that has failed is not followed by others."""
     for failed in (False, True):

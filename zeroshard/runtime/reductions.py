@@ -145,6 +145,8 @@ class Reductions:
         next units wait for. See [Note: the order of reductions]."""
         if self._lag is None:
             return
+        while len(self._arriving) > self._lag:  # reductions that needed no scratch: what goes on has its sum
+            self._finish_oldest()
         while self._read_by_peers:  # by nobody: they send
             self._release_oldest()
         for _, grads in self._not_over[: -self._lag]:
