@@ -83,6 +83,12 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
     killed = blame(0, everybody, {1: seen(0.2), 2: seen(0.4), 3: seen(1.7)}, closed=True)
     why = "its processes were killed (possibly out of memory), or the host was shut down"
     assert killed == [f"no heartbeat from c (rank 3) for 2 s, and a connection was closed: {why}"]
+    # The host is cut off: another rank's wait has timed out first, and it has closed its connection to this one.
+    cut_off = blame(0, everybody, {1: seen(0.2), 2: seen(0.4), 3: seen(29.0)}, closed=True, timeout=30.0)
+    likely = "the network between a and c, or c itself, is the likely cause, not a process"
+    assert cut_off == [f"no heartbeat from c (rank 3) for 29 s: {likely}"]
+    in_time = blame(0, everybody, {1: seen(0.2), 2: seen(0.4), 3: seen(9.0)}, closed=True, timeout=30.0)
+    assert in_time == [f"no heartbeat from c (rank 3) for 9 s, and a connection was closed: {why}"]
     process = blame(0, everybody, {1: seen(9.0), 2: seen(0.3), 3: seen(0.2)})
     assert process == ["rank 1 (process 999999999 on b) has stopped (no heartbeat), last seen at train.py:3 in main"]
     nobody = blame(0, everybody, {1: seen(0.1), 2: seen(0.3), 3: seen(0.2)})

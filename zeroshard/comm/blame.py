@@ -5,6 +5,7 @@ Reads neither the store nor the clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from zeroshard.comm.processes import Who
 GIVING_UP = "giving up"
 OUTSIDE = "outside of the program's own lines"
 KILLED = "its processes were killed (possibly out of memory), or the host was shut down"
+_BEFORE_TIMEOUT = 0.75
+"""The part of the timeout in which no wait that began with the silence has timed out: heartbeats come every eighth."""
 STILL_SECONDS = 1.5
 """A rank without a new heartbeat for this long has stopped, or cannot be reached."""
 COLLECTIVE = (
@@ -60,7 +63,9 @@ class Seen:
         return self.silent_seconds >= STILL_SECONDS
 
 
-def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen], *, closed: bool = False) -> list[str]:
+def blame(
+    rank: int, who: Mapping[int, Who], others: Mapping[int, Seen], *, closed: bool = False, timeout: float = math.inf
+) -> list[str]:
     """A line for each rank that has left, ended or stopped, and for each host without heartbeats; if there is none, a
     line for each rank that says where it is.
 
@@ -68,6 +73,8 @@ def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen], *, clos
         rank: this rank.
         closed: whether the wait of this rank ended because a connection was closed. That is what a host does for a
             process that has ended. A host that is off, or cut off, does not do it.
+        timeout: of collectives, in seconds. A rank whose wait times out closes its connections, to all ranks: so soon
+            before the timeout or after it, a closed connection tells nothing about a silent host.
     """
     me, lines, elsewhere, unheard = who[rank], [], [], dict[tuple[str, str], list[int]]()
     for other, seen in others.items():
@@ -88,7 +95,8 @@ def blame(rank: int, who: Mapping[int, Who], others: Mapping[int, Seen], *, clos
         seconds = min(others[one].silent_seconds for one in ranks)
         heard = f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s"
         network = f"the network between {me.name} and {name}, or {name} itself, is the likely cause, not a process"
-        lines.append(f"{heard}, and a connection was closed: {KILLED}" if closed else f"{heard}: {network}")
+        is_killed = closed and seconds < _BEFORE_TIMEOUT * timeout
+        lines.append(f"{heard}, and a connection was closed: {KILLED}" if is_killed else f"{heard}: {network}")
     return lines or elsewhere
 
 

@@ -121,9 +121,9 @@ class Peers:
         """Whether a rank is silent or has left: then no longer look is needed to name the cause."""
         return any(seen.is_silent or seen.left for seen in self._seen.values())
 
-    def blame(self, *, closed: bool) -> list[str]:
+    def blame(self, *, closed: bool, timeout: float) -> list[str]:
         """See `comm/blame.py`."""
-        return blame(self._rank, self._who, self._seen, closed=closed)
+        return blame(self._rank, self._who, self._seen, closed=closed, timeout=timeout)
 
     def stopped(self) -> dict[int, Who]:
         """The ranks on this host that are stopped by a signal."""

@@ -357,7 +357,7 @@ class Watch:
             except Silent:
                 return [self._on_silence()]
             if time.monotonic() >= end or self._peers.is_clear:
-                return self._peers.blame(closed=closed)
+                return self._peers.blame(closed=closed, timeout=self._heart.pace.timeout)
             time.sleep(BEAT_SECONDS / 2)
 
     def _on_silence(self) -> str:
