@@ -116,12 +116,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         found = page.parent / path if path else page
         assert found.exists(), f"{page.name}: {path}"
-        on_site = found.resolve().is_relative_to(DOCS) or found.name in ("README.md", *MADE)
-        assert on_site or page.parent != DOCS, f"{page.name}: {path} is no page of the site: name it without a link"
+        assert is_on_site(found) or not is_on_site(page), f"{page.name}: {path} is not on the site: name it, no link"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in anchors, f"{page.name}: {path}{anchor}"
+
+
+def is_on_site(path: Path) -> bool:
+    return path.resolve().is_relative_to(DOCS) or path.resolve() in {ROOT / name for name in ("README.md", *MADE)}
 
 
 MADE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "LICENSE": "license.md"}
