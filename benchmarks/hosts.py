@@ -39,7 +39,9 @@ def rank_main(options: argparse.Namespace) -> None:
     for mbit in options.mbit:
         while not (TMP / f"go-{mbit}").exists():
             time.sleep(0.05)
-        result = step_time.measure(dist.get_rank(), options)
+        rounds = options.warmup + options.steps
+        turns = step_time.Turns(options.contenders, rounds, dist.get_world_size(), apart=False)
+        result = step_time.measure(dist.get_rank(), options, turns)
         if dist.get_rank() == 0:
             (TMP / "writing").write_text(json.dumps(result))
             (TMP / "writing").rename(TMP / f"result-{mbit}")
@@ -109,7 +111,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write all times and losses to this file")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(tied=False, clip=0.0, device="cpu", other=None)
+    parser.set_defaults(tied=False, clip=0.0, device="cpu", other=None, starts=1)
     options = parser.parse_args()
     if options.steps < 2 or options.hosts < 2:
         parser.error("--steps and --hosts must be at least 2")
