@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
 
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
 from tests.kit import PLANS, SCHEDULES, Block, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommEvent, CommLog
+from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.messages import Messages
 from zeroshard.precision import MixedPrecision
 from zeroshard.runtime.gather import Gatherer
@@ -158,6 +162,45 @@ def test_in_psi_a_step_sends_the_formulas_and_zero3_gathers_what_was_evicted() -
             assert total <= 3 * k * psi * 2 // 3
 
     run_ranks(check, 3)
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("apart", [True, False])
+def test_each_connection_between_hosts_moves_data_one_way(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+    """And a second model, while the first lives, uses the same groups. Without the second groups (the control), data
+    move both ways."""
+
+    def check(rank: int) -> bool:
+        moved: set[tuple[int, bool]] = set()
+        send, receive = dist.ProcessGroup.send, dist.ProcessGroup.recv
+
+        def noted_send(self: dist.ProcessGroup, tensors: Any, to: int, tag: int) -> Any:
+            moved.add((id(self), to > dist.get_rank(self)))
+            return send(self, tensors, to, tag)
+
+        def noted_receive(self: dist.ProcessGroup, tensors: Any, source: int, tag: int) -> Any:
+            moved.add((id(self), source < dist.get_rank(self)))
+            return receive(self, tensors, source, tag)
+
+        dist.ProcessGroup.send, dist.ProcessGroup.recv = noted_send, noted_receive
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        models, numbers = [], []
+        for _ in range(2):
+            model = make(Net)
+            models.append(zeroshard.shard(model, zeroshard.ZERO2, mesh=mesh, units=Block))
+            numbers.append(len(_world.pg_map))
+            optimizer = zeroshard.ShardedOptimizer(models[-1], torch.optim.SGD, lr=0.1, foreach=False)
+            moved.clear()
+            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        assert numbers[0] == numbers[1]
+        ups, downs = ({group for group, up in moved if up == way} for way in (True, False))
+        assert len(ups | downs) == (4 if apart else 2)  # of the shards, and of the replicas
+        return ups.isdisjoint(downs)
+
+    monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)
+    if not apart:
+        monkeypatch.setattr(Mesh, "with_two_ways", lambda self: self)
+    assert run_ranks(check, 4) == [apart] * 4
 
 
 def test_one_rank_sends_nothing() -> None:

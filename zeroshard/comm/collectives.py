@@ -10,7 +10,6 @@ Collectives on full buffers return a `Pending` at once. A group of one rank has 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -79,10 +78,11 @@ class Collectives:
         self.messages = Messages(mesh.world.rank, self._name)
         self.orders: Voice | None = None
         self.samples = Samples(self.device)
-        transport = PairwiseTransport if mesh.is_pairwise else NativeTransport
-        self.transport: Transport = transport(self.messages, log)
-        if mesh.is_pairwise and mesh.world.size > 1 and hasattr(os, "memfd_create"):
+        self.transport: Transport = (PairwiseTransport if mesh.is_pairwise else NativeTransport)(self.messages, log)
+        if mesh.is_pairwise and mesh.world.size > 1:
             self._try_to_share()
+            if not self.transport.reads_peers:
+                self.mesh = mesh = mesh.with_two_ways()
         in_streams = self.device.type != "cpu" and self.transport.orders_by_streams and mesh.world.size > 1
         self.beside: Beside | None = SideStream(self.device) if in_streams else None
         self._replicas = Replicas(mesh.replicate, log, self._name)

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -116,11 +116,16 @@ def _store_of_this_attempt() -> Store | None:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the mesh: a process group, this process's rank in it, and the global rank of each member."""
+    """One direction of the mesh: a process group, this process's rank in it, and the global rank of each member.
+
+    Attributes:
+        downward: the group for messages to lower ranks; None: `group` carries these, too (`Mesh.with_two_ways`).
+    """
 
     group: dist.ProcessGroup
     rank: int
     ranks: tuple[int, ...]
+    downward: dist.ProcessGroup | None = None
 
     @cached_property
     def size(self) -> int:
@@ -137,6 +142,10 @@ class Axis:
         sends to the rank n places ahead, so no rank receives from two ranks at once."""
         steps = range(1, self.size)
         return tuple(((self.rank - step) % self.size, (self.rank + step) % self.size) for step in steps)
+
+    def way(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for messages from one rank of the axis to another."""
+        return self.group if source < target or self.downward is None else self.downward
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Axis:
@@ -219,6 +228,24 @@ class Mesh:
         reduce = Axis.of(made.get(shard.ranks, shard.group, device)) if own_reduce_group else shard
         return cls(shard, replicate, world, reduce, device, tuple(made.groups))
 
+    def with_two_ways(self) -> Mesh:
+        """This mesh with a second group for each axis, which carries the messages to lower ranks. Collective.
+
+        So each connection moves data one way. gloo locks a connection for as long as a send copies into it. If data
+        came in on the same connection, the thread that receives would try the lock again and again meanwhile.
+        """
+
+        def both_ways(axis: Axis) -> Axis:
+            if axis.size == 1:
+                return axis
+            if axis.group not in _DOWNWARD:
+                _DOWNWARD[axis.group] = _new_group(axis.ranks, axis.group, self.device)
+            return replace(axis, downward=_DOWNWARD[axis.group])
+
+        shard, replicate = both_ways(self.shard), both_ways(self.replicate)
+        world = shard if self.world is self.shard else self.world  # of its own: only control messages
+        return replace(self, shard=shard, replicate=replicate, world=world, reduce=shard)
+
     def release(self) -> None:
         """Give the groups that were made for this mesh to the next one. All ranks call it at the same point of the
         program, with nothing in flight."""
@@ -272,6 +299,10 @@ def _dims(names: Sequence[str] | None) -> tuple[int, int]:
 _SPARE: weakref.WeakKeyDictionary[Any, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """The group of a shard axis -> groups that were made for meshes with that axis, and that no mesh uses now. They are not
 destroyed: torch would give the next group the same name, whose keys in the store are those of the old communicator."""
+
+
+_DOWNWARD: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""The group of an axis -> the group for its messages to lower ranks, of all models on that axis."""
 
 
 class _Made:

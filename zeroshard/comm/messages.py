@@ -270,7 +270,7 @@ class Messages:
         if pipes is not None:
             return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
         try:
-            return axis.group.send([tensor], rank, _TAGS[kind])
+            return axis.way(axis.rank, rank).send([tensor], rank, _TAGS[kind])
         except RuntimeError as error:  # the connection is closed already
             raise watch.explain(error) or error from None
 
@@ -285,7 +285,7 @@ class Messages:
         try:
             if pipes is not None:
                 return pipes.receive(axis.ranks[rank], self._channel(axis, kind), tensor)
-            return axis.group.recv([tensor], rank, _TAGS[kind])
+            return axis.way(rank, axis.rank).recv([tensor], rank, _TAGS[kind])
         except RuntimeError as error:
             raise watch.explain(error) or error from None
 

@@ -6,6 +6,7 @@ are taken in the same order as in `pairwise_transport.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class SharedTransport(Transport):
             otherwise: the transport for buffers that do not lie in shared memory.
             exchange: gathers a JSON-able value of every rank, in rank order.
         """
+        if not hasattr(os, "memfd_create"):  # only Linux has it
+            return None
         known = connected(world.group)
         if known is not None:  # another mesh of the same group has made the trial already
             otherwise.messages.pipes = known.pipes
