@@ -14,8 +14,8 @@ pytestmark = pytest.mark.hosts
 
 def test_steps_are_timed_on_each_network() -> None:
     expect_namespaces()
-    command = [sys.executable, "benchmarks/hosts.py", "--mbit", "500", "0", "--steps", "2", "--warmup", "1"]
-    command += ["--layers", "1", "--width", "16", "--heads", "2", "--vocabulary", "16", "--context", "8", "--batch", "1"]
+    options = "--mbit 500 0 --steps 2 --warmup 1 --layers 1 --width 16 --heads 2 --vocabulary 16 --context 8 --batch 1"
+    command = [sys.executable, "benchmarks/hosts.py", *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
