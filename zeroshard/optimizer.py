@@ -294,6 +294,7 @@ class ShardedOptimizer(TorchOptimizer):
             RuntimeError, ValueError: see `Agreement.control`.
         """
         if not self.agreement.follows:
+            self.groups.expect_unchanged()
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven_inputs.announce(self.joined(), norm_type, arguments or {})

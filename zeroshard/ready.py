@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,36 @@ def expect_ready(
                 f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
                 "A rank has the whole model on one device"
             )
+
+
+def expect_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Check that no element of a parameter is also one of another parameter, or of a buffer.
+
+    Raises:
+        ValueError: two tensors overlap: they would be trained apart.
+    """
+    found = []
+    for name, tensor in {**parameters, **buffers}.items():
+        if tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided and _is_dense(tensor):
+            start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+            found.append((start, start + tensor.nbytes, name))
+    found.sort()
+    for (_, stop, name), (start, _, other) in pairwise(found):
+        if start < stop and (name in parameters or other in parameters):
+            raise InvalidValue(
+                f"{name} and {other} have the same memory, and would be trained apart: tie weights by one parameter in "
+                "both places (b.weight = a.weight), which may be transposed in forward; or give one of them a copy"
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one interval of memory, in any order."""
+    stride = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step != stride:
+            return False
+        stride *= size
+    return True
 
 
 def _taken(parameter: nn.Parameter) -> str:

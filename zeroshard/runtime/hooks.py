@@ -336,8 +336,11 @@ class Schedule(NotCopied):
                 )
 
     def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
-        if self._backward is not None:
-            self.abandon_backward()
+        if self._backward is not None and self.abandon_backward():
+            raise InvalidState(
+                "a backward has raised, and with its gradients those of earlier micro-batches are discarded: they are "
+                "in one sum. Call optimizer.zero_grad() after such an error, and begin with the first micro-batch again"
+            )
         units, makes_graph = needed.units, torch.is_grad_enabled()
         given = given_tensors((module, *needed.inside))
         for unit in units if given else ():
@@ -470,15 +473,18 @@ class Schedule(NotCopied):
             self.accumulates = True
             self.reducer.begin_backward()
 
-    def abandon_backward(self) -> None:
-        """If the last backward raised and never ended: wait for its collectives, and discard its gradients."""
-        if self._backward is not None and not in_backward():
-            self._backward, self.accumulates = None, False
-            self._running.end_backward()
-            self._forget()
-            with torch.no_grad():
-                self.reducer.abandon_backward()
-            self.gatherer.end_backward()
+    def abandon_backward(self) -> bool:
+        """If the last backward raised and never ended: wait for its collectives, and discard its gradients. Returns
+        whether it had added to gradients of earlier ones, which are discarded, too."""
+        if self._backward is None or in_backward():
+            return False
+        self._backward, self.accumulates = None, False
+        self._running.end_backward()
+        self._forget()
+        with torch.no_grad():
+            adds = self.reducer.abandon_backward()
+        self.gatherer.end_backward()
+        return adds
 
     def _forget(self) -> None:
         """Drop the records of forwards and of this backward."""

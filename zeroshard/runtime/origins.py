@@ -53,6 +53,11 @@ class Origins:
             if not self._is_alone:
                 look.take()
 
+    @property
+    def has_ended_backward(self) -> bool:
+        """Whether a backward since the last step has come to its end."""
+        return len(self._backwards) > 1
+
     def end_backward(self, version: object) -> None:
         """From here on, only the user changes gradients. `version`: of the gradients (`VisibleGradients.version`)."""
         self._backwards.append([])

@@ -301,9 +301,11 @@ class Reducer:
         self.end_backward()
 
     @torch.no_grad()
-    def abandon_backward(self) -> None:
+    def abandon_backward(self) -> bool:
         """A backward has raised: wait for its reductions, and discard all gradients, as they are incomplete. (Plain
-        torch keeps them until `zero_grad`. Whether the user has called that in the meantime is not known here.)"""
+        torch keeps them until `zero_grad`. Whether the user has called that in the meantime is not known here.)
+        Returns whether it had added to gradients of earlier ones."""
+        adds = self.origins.has_ended_backward
         self._finish()
         for unit, grads in self.grads.items():
             grads.consume(set(grads.waiting))
@@ -311,6 +313,7 @@ class Reducer:
                 parameter.grad = None
         self.visible.changed()
         self.forget_losses()
+        return adds
 
     def _finish(self) -> None:
         """Wait for all reductions, and reset the records of this backward."""

@@ -21,6 +21,7 @@ If losses were scaled or weighted, REDUCED gradients are not yet the values that
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -54,6 +55,7 @@ class VisibleGradients:
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
         self._sharded: dict[Unit, dict[int, ShardedGradient]] = {unit: {} for unit in self._grads}
+        self._kept: dict[int, weakref.ref[Tensor]] = {}  # by id: gradients that were used, and that somebody still has
         self._edits = 0
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
@@ -123,8 +125,39 @@ class VisibleGradients:
         for unit in self._grads:
             for index, gradient in enumerate(unit.user_grads()):
                 if gradient is not None and index not in self._shown[unit]:
-                    by_hand[unit.index, index] = gradient.detach()
+                    self._expect_new(unit, index, gradient)
+                    # A copy of what lies in a bucket: it would be overwritten before it is read.
+                    is_ours = gradient.untyped_storage().data_ptr() in self._buckets()
+                    by_hand[unit.index, index] = gradient.detach().clone() if is_ours else gradient.detach()
         return by_hand
+
+    def _buckets(self) -> set[int]:
+        return {
+            grads.buffer.full.untyped_storage().data_ptr()
+            for grads in self._grads.values()
+            if grads.buffer.full is not None
+        }
+
+    def _expect_new(self, unit: Unit, index: int, gradient: Tensor) -> None:
+        kept = self._kept.get(id(gradient))
+        if kept is not None and kept() is gradient:
+            raise InvalidState(
+                f"p.grad of {unit.layout.slots[index].name} is a tensor that has been a p.grad before (of an earlier "
+                "backward, or of another parameter), and its memory is used again: assign a copy, made before the step "
+                "or zero_grad (p.grad.clone(); under ZeRO handle.gradient(name))"
+            )
+
+    def _let_go(self, unit: Unit, shown: dict[int, Tensor], index: int) -> None:
+        """A gradient has been used or discarded. If somebody still has it, it may come back as `p.grad`."""
+        gradient = shown.pop(index)
+        sharded, buffer = self._sharded[unit], self._grads[unit].buffer
+        is_view = buffer.has_view(index, gradient)
+        if sys.getrefcount(gradient) > 2 + (is_view or index in sharded):  # this name, the call, and where it rests
+            self._kept = {key: kept for key, kept in self._kept.items() if kept() is not None}
+            self._kept[id(gradient)] = weakref.ref(gradient)
+            sharded.pop(index, None)
+            if is_view:
+                buffer.renew_view(index)
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
         """Set the reduced gradient of a slot to `part` (see `Gradients.assign`). Call `show` afterwards."""
@@ -143,7 +176,7 @@ class VisibleGradients:
             for index in slots & shown.keys():
                 if unit.parameters[index].grad is shown[index]:
                     unit.parameters[index].grad = None
-                del shown[index]
+                self._let_go(unit, shown, index)
 
     def _discard_all_gone(self) -> None:
         """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
@@ -162,7 +195,7 @@ class VisibleGradients:
         if not slots:
             return False
         for index in slots:
-            del shown[index]
+            self._let_go(unit, shown, index)
         # Logged, because all ranks must discard the same: a rank that keeps its part of a sharded gradient would step
         # with it. The digest of the log is compared in the next control exchange.
         if not grads.is_local and not grads.means_in_full:
@@ -227,9 +260,9 @@ class VisibleGradients:
         row = torch.zeros(len(slots), dtype=torch.float64, device=self._collectives.device)
         for position, value in enumerate(parts):
             if value is not None:
-                row[position] = value if largest else value**norm_type
+                row[position] = value if largest or not norm_type else value**norm_type  # p = 0 counts elements
         rows = self._collectives.exchange(row, _norm_of(norm_type))[self._collectives.mesh.one_of_each_shard]
-        norms = rows.amax(0) if largest else rows.sum(0) ** (1 / norm_type)
+        norms = rows.amax(0) if largest else rows.sum(0) ** (1 / (norm_type or 1))
         return {
             (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
             for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.settings import Items, Members, plain
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.assignment import OptimizerClass, Options
@@ -52,6 +54,8 @@ class ParamGroups:
         self.lists, self.classes = lists, classes
         self._engine, self._takes_all = engine, takes_all
         self._members: Members | None = None
+        self._parameters: list[list[nn.Parameter]] = []
+        self.changed()
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for group in self.lists for p in group["params"]]
@@ -87,6 +91,7 @@ class ParamGroups:
         groups = self.with_adopted(parameters)
         self._engine.claims.claim(groups[0], owner)
         self.lists[0]["params"][:] = groups[0]
+        self.changed()
 
     def _unclaimed(self) -> Iterator[nn.Parameter]:
         for unit in self._engine.units:
@@ -118,8 +123,23 @@ class ParamGroups:
         return self._members
 
     def changed(self) -> None:
-        """Forget cached names: parameters or units have been added."""
+        """Parameters, groups or units have been added."""
         self._members = None
+        self._parameters = [list(group["params"]) for group in self.lists]
+
+    def expect_unchanged(self) -> None:
+        """Raises:
+        RuntimeError: somebody has edited the lists of parameters, which the update does not see."""
+        found = [group["params"] for group in self.lists]
+        pairs = zip_longest(found, self._parameters, fillvalue=())
+        same = [len(one) == len(other) and all(map(is_, one, other)) for one, other in pairs]
+        if len(found) != len(self._parameters) or not all(same):
+            number = same.index(False) if False in same else len(same) - 1
+            raise InvalidState(
+                f"the parameters of param group {number} have been edited, and the optimizer updates those that it "
+                "had: to add some call add_param_group, to stop the training of one call requires_grad_(False) on it, "
+                "and for other groups build the optimizer anew. Nothing has been updated"
+            )
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """The hyper-parameters of each group, JSON-able."""

@@ -280,6 +280,15 @@ class FlatBuffer:
         """One view per slot of the full buffer, in the parameter's shape."""
         return self._cut_up().slots
 
+    def renew_view(self, index: int) -> None:
+        """From now on, `views` has another tensor for that slot: somebody keeps this one."""
+        if self._cut is not None:
+            self._cut.slots[index] = self._cut.slots[index].detach()
+
+    def has_view(self, index: int, tensor: Tensor) -> bool:
+        """Whether that tensor is the view of the slot."""
+        return self._cut is not None and self._cut.slots[index] is tensor
+
     def put(self, index: int, value: Tensor) -> None:
         """Write a value (shape-equal, any float dtype) to one slot of the full buffer."""
         self._cut_up().slots[index].copy_(value)

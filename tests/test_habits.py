@@ -1,0 +1,265 @@
+"""Edits that plain torch takes: they work as there, or raise, and never pass in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import PLANS
+from zeroshard.testing import RankError, run_ranks
+
+Edit = Callable[[Any], object]
+
+
+def model_of(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(sizes)))
+
+
+def data(rank: int, batch: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * batch + rank))
+
+
+def loss_of(model: nn.Module, rank: int, batch: int = 0) -> Tensor:
+    return model(data(rank, batch)).square().mean()
+
+
+# Lists of parameters --------------------------------------------------------------------------------------------------
+
+
+def move(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    first["params"].append(second["params"].pop())
+
+
+def append(optimizer: Any) -> None:
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+
+
+EDITS: dict[str, tuple[int, Edit]] = {
+    "moved": (0, move),
+    "removed": (1, lambda optimizer: optimizer.param_groups[1]["params"].pop()),
+    "assigned": (0, lambda optimizer: optimizer.param_groups[0].update(params=[])),
+    "a group removed": (0, lambda optimizer: optimizer.param_groups.pop(0)),
+    "a group appended": (2, append),
+    "in another order": (0, lambda optimizer: optimizer.param_groups[0]["params"].reverse()),
+}
+
+
+def test_edited_lists_of_parameters_raise_before_anything_is_updated() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            for number, edit in EDITS.values():
+                model = model_of(4, 4, 4)
+                handle = zeroshard.shard(model, plan)
+                groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 1.0}]
+                optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
+                optimizer.backward(loss_of(model, rank))
+                optimizer.step()
+                optimizer.backward(loss_of(model, rank))
+                before = handle.full_state_dict()
+                edit(optimizer)
+                with pytest.raises(zeroshard.Error, match=f"the parameters of param group {number} have been edited"):
+                    optimizer.step()
+                after = handle.full_state_dict()
+                assert all(torch.equal(before[name], after[name]) for name in before)
+
+    run_ranks(check, 2)
+
+
+def test_lists_that_the_optimizer_edits_itself_pass() -> None:
+    def check(rank: int) -> None:
+        model = model_of(4, 4, 4, 4)
+        model[2].requires_grad_(False)
+        handle = zeroshard.shard(model, zeroshard.ZERO2)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for turn in range(3):
+            optimizer.backward(loss_of(model, rank))
+            assert optimizer.step().applied
+            model[2].requires_grad_(turn == 0)
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert len(optimizer.param_groups[0]["params"]) == 6
+
+    run_ranks(check, 2)
+
+
+# Gradients that are kept ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discard", ["zero_grad", "by hand", "step"])
+def test_a_gradient_that_was_kept_by_reference_is_not_taken_for_the_new_one(discard: str) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = model_of(4, 4, 4)
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            optimizer.backward(loss_of(model, rank))
+            kept = [p.grad for p in model.parameters()]
+            if discard == "zero_grad":
+                optimizer.zero_grad()
+            elif discard == "step":
+                optimizer.step()
+            else:
+                model.zero_grad()
+            optimizer.backward(loss_of(model, rank, 1))
+            for parameter, grad in zip(model.parameters(), kept, strict=True):
+                parameter.grad = grad
+            with pytest.raises(zeroshard.Error, match=r"is a tensor that has been a p\.grad before"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, rank, 1))
+            assert optimizer.step().applied
+
+    run_ranks(check, 2)
+
+
+def test_a_copy_of_a_kept_gradient_and_the_same_gradient_assigned_again() -> None:
+    """The mean of batch 0, which is trained, in place of that of batch 1."""
+
+    def train(rank: int, plan: Any, *, again: bool) -> dict[str, Tensor]:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(loss_of(model, rank))
+        if again:
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad
+        else:
+            kept = [handle.gradient(name).clone() for name, _ in model.named_parameters()]
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, rank, 1))
+            for parameter, grad in zip(model.parameters(), kept, strict=True):
+                parameter.grad = grad
+        optimizer.step()
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            copied, same = (train(rank, plan, again=again) for again in (False, True))
+            for name, value in same.items():
+                assert torch.allclose(copied[name], value, atol=1e-7), (plan, name)
+
+    run_ranks(check, 2)
+
+
+def test_a_zero_norm_counts_elements() -> None:
+    def check(rank: int) -> list[float]:
+        found = []
+        for plan in PLANS:
+            model = model_of(4, 4, 4)
+            handle = zeroshard.shard(model, plan)
+            loss_of(model, rank).backward()
+            found += [float(p.grad.norm(0)) for p in model[1].parameters() if p.grad is not None]
+            handle.close()
+        return found
+
+    assert run_ranks(check, 2) == [[16.0, 4.0] * len(PLANS)] * 2
+
+
+# A backward that raises -----------------------------------------------------------------------------------------------
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("a bad micro-batch")
+
+
+class Last(nn.Module):
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Raises.apply(x) if self.raises else x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_backward_that_raises_does_not_drop_earlier_micro_batches_in_silence(cleared: bool) -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            model = model_of(4, 4, 4).append(last := Last())
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            with handle.no_sync():
+                optimizer.backward(loss_of(model, rank, 0))
+            last.raises = True
+            with pytest.raises(ArithmeticError):
+                optimizer.backward(loss_of(model, rank, 1))
+            last.raises = False
+            if cleared:
+                optimizer.zero_grad()
+            else:
+                with pytest.raises(zeroshard.Error, match="a backward has raised, and with its gradients"):
+                    model(data(rank, 2))
+            optimizer.backward(loss_of(model, rank, 2))
+            assert optimizer.step().applied
+
+    run_ranks(check, 2)
+
+
+def test_a_first_backward_that_raises_needs_no_call() -> None:
+    def check(rank: int) -> None:
+        model = model_of(4, 4, 4).append(last := Last())
+        handle = zeroshard.shard(model, zeroshard.ZERO3)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        last.raises = True
+        with pytest.raises(ArithmeticError):
+            optimizer.backward(loss_of(model, rank))
+        last.raises = False
+        optimizer.backward(loss_of(model, rank, 2))
+        assert optimizer.step().applied
+
+    run_ranks(check, 2)
+
+
+# Memory that two tensors share ----------------------------------------------------------------------------------------
+
+
+class Shares(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        base = torch.randn(32)
+        if how == "the same":
+            self.b.weight.data = self.a.weight.data
+        elif how == "transposed":
+            self.b.weight = nn.Parameter(self.a.weight.data.t())
+        elif how == "in part":
+            self.a.weight, self.b.weight = (nn.Parameter(base[i : i + 16].view(4, 4)) for i in (0, 15))
+        elif how == "a buffer":
+            self.register_buffer("view", self.a.weight.data[1:3])
+        elif how == "side by side":
+            self.a.weight, self.b.weight = (nn.Parameter(base[i : i + 16].view(4, 4)) for i in (0, 16))
+        elif how == "in turn":
+            self.a.weight, self.b.weight = (nn.Parameter(base.view(16, 2)[:, i].view(4, 4)) for i in (0, 1))
+        elif how == "tied":
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["the same", "transposed", "in part", "a buffer"])
+def test_parameters_with_common_memory_are_refused(how: str) -> None:
+    def check(rank: int) -> None:
+        zeroshard.shard(Shares(how), "zero2")
+
+    with pytest.raises(RankError, match=r"a\.weight .*have the same memory, and would be trained apart"):
+        run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("how", ["side by side", "in turn", "tied"])
+def test_parameters_with_memory_of_their_own_in_one_storage_are_taken(how: str) -> None:
+    def check(rank: int) -> None:
+        zeroshard.shard(Shares(how), "zero2").close()
+
+    run_ranks(check, 2)
