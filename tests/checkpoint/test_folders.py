@@ -19,7 +19,7 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.common import same_bits
-from zeroshard.checkpoint import files
+from zeroshard.checkpoint import files, folders, newest_good
 from zeroshard.checkpoint.folders import LATEST, find, latest, steps, sweep
 from zeroshard.io.values import decode, encode
 from zeroshard.testing import run_ranks
@@ -60,6 +60,49 @@ def test_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:
     assert find(tmp_path, None).name == "step-10"
     with pytest.raises(zeroshard.CheckpointError, match="holds no checkpoint"):
         find(tmp_path / "nowhere", None)
+
+
+def test_a_latest_step_without_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    """`find` silently took an older step, from which a run would have continued."""
+    save_steps(tmp_path, [3, 6, 12, 9])
+    (tmp_path / "step-9" / "manifest.json").unlink()
+    told = r"latest names step-9, which has no manifest\.json and cannot be read; name an earlier step: "
+    with pytest.raises(zeroshard.CheckpointError, match=told + r"it has the steps \[3, 6, 12\]"):
+        find(tmp_path, None)
+    assert find(tmp_path, 6).name == "step-6"
+    manifest, problems = newest_good(tmp_path)
+    assert manifest is not None and manifest.step == 6, "an earlier step, not a later one of a previous run"
+    assert len(problems) == 1 and re.search(told, problems[0])
+    files.remove_folder(tmp_path / "step-9")
+    assert find(tmp_path, None).name == "step-12"
+    assert newest_good(tmp_path)[1] == []
+
+
+def test_a_damaged_step_does_not_push_out_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `keep_last=1` the only good step was removed, and the damaged one kept."""
+    save_steps(tmp_path, [1, 2, 3, 4, 5])
+    (tmp_path / LATEST).unlink()
+    manifest = tmp_path / "step-4" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 4', b'"step": 7'))
+    (tmp_path / "step-5" / "manifest.json").write_text("{}")
+    seen: list[str] = []
+
+    def noted(path: Path, limit: int) -> bytes:
+        seen.append(path.parent.name)
+        return path.read_bytes()
+
+    monkeypatch.setattr(folders, "read_whole", noted)
+    assert folders.to_prune(tmp_path, keep_last=1) == [1, 2] and seen == ["step-5", "step-4", "step-3"]
+    assert folders.to_prune(tmp_path, keep_last=2) == [1]
+    assert zeroshard.prune(tmp_path, keep_last=1) == [1, 2]
+    assert list(steps(tmp_path)) == [3, 4, 5] and zeroshard.prune(tmp_path, keep_last=3) == []
+
+
+def test_prune_of_a_directory_that_does_not_exist_raises(tmp_path: Path) -> None:
+    assert zeroshard.prune(tmp_path) == []
+    for work in (zeroshard.prune, folders.to_prune):
+        with pytest.raises(zeroshard.CheckpointError, match="holds no checkpoint: there is no such folder"):
+            work(tmp_path / "nowhere")
 
 
 def test_sweep_leaves_what_a_living_save_holds_and_what_is_not_ours(tmp_path: Path) -> None:

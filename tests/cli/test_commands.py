@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
+from zeroshard.cli.commands import in_words
 from zeroshard.cli.main import run
+from zeroshard.errors import AlreadyExists
 from zeroshard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -88,6 +91,44 @@ def test_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "latest is damaged" in said(capsys, "inspect", directory, code=1)
 
 
+def test_a_step_without_its_manifest_is_damaged(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verify --all` did not mention it, and the latest step was silently another one."""
+    directory = shutil.copytree(saved, tmp_path / "run")
+    (directory / "step-3" / "manifest.json").unlink()
+    assert run(["verify", str(directory), "--all"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count(": whole; ") == 2 and "step-3: damaged; " in out and "1 damaged: step-3" in err
+    assert "latest names step-3, which has no manifest.json" in said(capsys, "inspect", directory, code=1)
+    for step in (1, 2):
+        (directory / f"step-{step}" / "manifest.json").unlink()
+    assert run(["verify", str(directory), "--all"]) == 1
+    assert "3 damaged: step-1, step-2, step-3" in capsys.readouterr().err
+    for command in (["verify", directory / "step-3", "--all"], ["prune", directory / "step-3", "--keep-last", 1]):
+        assert "step-3 is one step already: name its parent" in said(capsys, *command, code=2)
+
+
+def test_errors_of_the_system_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for call, expected in (
+        (lambda: (tmp_path / "file").mkdir(), f"{tmp_path}/file is a file: expected a folder"),
+        (lambda: (tmp_path / "file" / "a").write_text("x"), f"{tmp_path}/file is a file: expected a folder"),
+        (lambda: (tmp_path / "folder").mkdir(), f"{tmp_path}/folder exists already"),
+        (lambda: (tmp_path / "folder").read_text(), f"{tmp_path}/folder is a folder: expected a file"),
+        (lambda: (tmp_path / "none").read_text(), f"there is no {tmp_path}/none"),
+    ):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert in_words(caught.value) == expected
+    refused = PermissionError(errno.EACCES, "Permission denied", "x")
+    assert in_words(refused) == "no permission to read or write x"
+    assert in_words(OSError(errno.EIO, "Input/output error", "x")) == "x: Input/output error"
+    assert in_words(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
+    assert in_words(AlreadyExists("run holds step 7 already")) == "run holds step 7 already"
+
+
 def test_export_and_import_again(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     text = said(capsys, "export", saved, out, "--step", 2)
@@ -158,8 +199,13 @@ def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("verify {} --step 9", "holds no step 9; it has the steps [1, 2, 3]"),
         ("verify {}/step-2 --step 1", "--step 1: {}/step-2 is one step already"),
         ("verify /nowhere --all", "/nowhere holds no checkpoint"),
+        ("verify {}/step-2 --all", "{}/step-2 is one step already: name its parent"),
+        ("prune {}/step-2 --keep-last 1", "{}/step-2 is one step already: name its parent"),
+        ("export {} {}/step-2", "{}/step-2 holds checkpoints: name another folder"),
+        ("export {} {} --format dcp", "{} holds checkpoints: name another folder"),
+        ("export {} {}/latest/out", "{}/latest is a file: expected a folder"),
         ("inspect {} --tensor", "unknown option --tensor; did you mean --tensors?"),
-        ("export {} /proc/none", "No such file or directory"),
+        ("export {} /proc/none", "there is no /proc/none"),
         ("export {} /tmp/x --max-file-size many", "'many' is not a size"),
         ("export {} /tmp/x --max-file-size 0", "'0' is not a size"),
         ("export {} /tmp/x/model.safetensors", "looks like a file: expected a folder"),

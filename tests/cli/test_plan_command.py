@@ -66,6 +66,15 @@ def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["units"] == 3
 
 
+def test_the_first_rank_of_a_report_is_one_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    said(capsys, "plan", NET, "--plan", "zero3", "--ranks", "8", "--save", path)
+    message = said(capsys, "report", path, "--first-rank", "99", code=2)
+    assert "--first-rank must be from 0 to 7, found 99" in message
+    assert not (tmp_path / "plan.html").exists()
+    said(capsys, "report", path, "--first-rank", "7")
+
+
 def test_one_line_for_each_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
     (tmp_path / "bad.json").write_text("{}")
@@ -83,6 +92,9 @@ def test_one_line_for_each_mistake(tmp_path: Path, capsys: pytest.CaptureFixture
         ([NET, "--units", "Nothing"], "expected a size, or a class of modules: Block"),
         ([NET, "--fit", "much"], "is not a size"),
         ([NET, "--fit", "0GB"], "is not a size"),
+        ([NET, "--micro-batches", "-2"], "micro_batches must be a whole number from 1"),
+        ([NET, "--micro-batches", "0"], "micro_batches must be a whole number from 1"),
+        ([NET, "--replicas", "0"], "'--replicas': 0 is not in the range"),
         ([NET, "--ranks", "6", "--replicas", "4"], "6 ranks do not divide into 4 replicas"),
         ([NET, "--optimizer", "Adamm"], "unknown optimizer 'Adamm'"),
         ([NET, "--rank", "8"], "unknown option --rank; did you mean --ranks?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import struct
 import sys
 import tracemalloc
@@ -24,7 +25,7 @@ from tests.checkpoint.test_faults import SEED
 from tests.late import late
 from tests.opened import in_its_own_process, opened_by
 from zeroshard.checkpoint import Reader, folders, newest_good
-from zeroshard.exchange import export, import_model
+from zeroshard.exchange import export, export_dcp, import_model
 from zeroshard.io.tensor_file import open_model
 from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
@@ -299,6 +300,25 @@ def test_the_newest_good_step_is_the_one_saved_last(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-0" / "rank-00000.safetensors").write_bytes(b"")
     manifest, problems = newest_good(tmp_path / "run")
     assert manifest is not None and manifest.step == 5 and len(problems) == 1 and "step-0" in problems[0]
+
+
+def test_a_checkpoint_is_not_taken_for_the_files_of_others(tmp_path: Path) -> None:
+    """The file of one rank was imported as a model: parts of tensors, under names like `model/w[0:3]`."""
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "manifest.json").write_text("{}")  # of another tool
+    step = import_model(tmp_path, tmp_path / "run", step=1).path
+    shutil.copytree(step, tmp_path / "best")
+    for source in (step, tmp_path / "run", tmp_path / "best", step / "rank-00000.safetensors"):
+        with pytest.raises(zeroshard.CheckpointError, match=r"is a .*zeroshard checkpoint: load the folder with"):
+            import_model(source, tmp_path / "other", step=1)
+    assert not (tmp_path / "other").exists()
+    before = sorted(tmp_path.rglob("*"))
+    for out in (step, tmp_path / "run", tmp_path / "best"):
+        for work in (export, export_dcp):
+            with pytest.raises(ValueError, match="holds checkpoints: name another folder"):
+                work(step, out, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    export(step, tmp_path, force=True)
 
 
 def test_links_are_followed_only_when_asked(tmp_path: Path) -> None:

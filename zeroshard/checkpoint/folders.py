@@ -18,8 +18,9 @@ from pathlib import Path
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.index import digest_of
-from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError
+from zeroshard.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, unpacked
 from zeroshard.errors import InvalidValue
+from zeroshard.io.tensor_file import read_whole
 
 LATEST = "latest"
 ON_SHARED_FILES = "checkpoints need a folder on a file system that all machines share"
@@ -62,12 +63,30 @@ def steps(directory: Path | str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def without_manifest(directory: Path | str) -> dict[int, Path]:
+    """Steps whose folder step-N lacks the manifest, in order -> their folders."""
+    paths = (Path(directory) / name for name in _names(Path(directory)))
+    found = {step: path for path in paths if (step := step_of(path.name)) is not None and _lacks_manifest(path)}
+    return dict(sorted(found.items()))
+
+
+def _lacks_manifest(folder: Path) -> bool:
+    return ".old-" not in folder.name and folder.is_dir() and not (folder / MANIFEST_NAME).is_file()
+
+
+def is_step(folder: Path) -> bool:
+    """Whether it is the folder of a step, under any name. Others may have a manifest.json, too."""
+    named = step_of(folder.absolute().name) is not None
+    return (folder / MANIFEST_NAME).is_file() and (named or any(folder.glob("rank-*.safetensors")))
+
+
 def find(directory: Path, step: int | None) -> Path:
-    """The folder of that step; None: of the latest step (the one that the file `latest` names, else the highest). If
-    `directory` is itself the folder of a step: `directory`.
+    """The folder of that step; None: of the latest step (the one that the file `latest` names; the highest, if that one
+    has no folder). If `directory` is itself the folder of a step: `directory`.
 
     Raises:
-        CheckpointError: there is no such step (the message lists the existing ones); or `latest` is damaged.
+        CheckpointError: there is no such step (the message lists the existing ones); `latest` is damaged, or names a
+            step that has no manifest.
     """
     if (directory / MANIFEST_NAME).is_file():  # the folder of a step
         if step not in (None, step_of(directory.name)):
@@ -78,12 +97,26 @@ def find(directory: Path, step: int | None) -> Path:
         raise CheckpointError(f"{directory} {_why_none(directory)}")
     chosen = latest(directory) if step is None else step
     if chosen not in known and step is None:
+        expect_manifest_of_latest(directory, chosen, known)
         chosen = max(known)
     if chosen not in known:
         why = " (its folder has no manifest.json)" if (directory / step_name(chosen or 0)).is_dir() else ""
         raise CheckpointError(f"{directory} holds no step {chosen}{why}; it has the steps {sorted(known)}")
     assert chosen is not None
     return known[chosen]
+
+
+def expect_manifest_of_latest(directory: Path, named: int | None, known: dict[int, Path]) -> None:
+    """`named`: the step that `latest` names. An older step must not be taken for it without a word.
+
+    Raises:
+        CheckpointError: its folder has no manifest.
+    """
+    if named is not None and named not in known and _lacks_manifest(directory / step_name(named)):
+        others = f"name an earlier step: it has the steps {list(known)}" if known else "there is no other step"
+        raise CheckpointError(
+            f"{directory / LATEST} names {step_name(named)}, which has no {MANIFEST_NAME} and cannot be read; {others}"
+        )
 
 
 def expect_shared(path: Path, how: str) -> None:
@@ -205,7 +238,8 @@ def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None =
     """Remove old steps, and what interrupted saves have left. Not collective: call it on one rank.
 
     Args:
-        keep_last: how many of the newest steps to keep. The step that `latest` names is kept, too.
+        keep_last: how many of the newest steps to keep. Steps whose manifest is damaged do not count, and stay. The
+            step that `latest` names is kept, too.
         keep_every: also keep steps that are multiples of this number.
 
     Returns:
@@ -213,6 +247,7 @@ def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None =
 
     Raises:
         ValueError: one of the numbers is below 1.
+        CheckpointError: there is no such folder, or `latest` is damaged.
     """
     directory = Path(directory)
     to_prune(directory, keep_last=keep_last, keep_every=keep_every)
@@ -224,12 +259,37 @@ def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None =
 
 
 def to_prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
-    """The steps that `prune` would remove."""
+    """The steps that `prune` would remove. Raises as `prune` does."""
     if keep_last < 1 or (keep_every is not None and keep_every < 1):
         raise InvalidValue(f"keep_last and keep_every must be at least 1, found {keep_last} and {keep_every}")
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} {_why_none(directory)}")
     known = steps(directory)
-    kept = {*list(known)[-keep_last:], latest(Path(directory))}
+    kept = {*_newest(known, keep_last), latest(directory)}
     return [step for step in known if step not in kept and (keep_every is None or step % keep_every)]
+
+
+def _newest(known: dict[int, Path], number: int) -> list[int]:
+    """The newest steps, back to the one that makes `number` whose manifest can be read. So damaged steps do not push
+    out good ones. Older manifests are not read."""
+    found: list[int] = []
+    for step in reversed(known):
+        if number == 0:
+            break
+        found.append(step)
+        number -= _has_good_manifest(known[step], step)
+    return found
+
+
+def _has_good_manifest(folder: Path, step: int) -> bool:
+    """Whether the manifest has its digest, and is that of `step`. The files are not read."""
+    if folder.is_symlink():  # `Reader` refuses it
+        return False
+    try:
+        return bool(unpacked(read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)).get("step") == step)
+    except (OSError, CheckpointError):
+        return False
 
 
 def _remove(folder: Path) -> None:

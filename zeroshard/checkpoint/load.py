@@ -195,7 +195,9 @@ def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:
     latest = max(known, default=0)
     try:
         named = folders.latest(directory)
-        latest = named if named in known and named is not None else latest  # as `folders.find` chooses
+        if named is not None and (named in known or (directory / folders.step_name(named)).is_dir()):
+            latest = named  # as `folders.find` chooses
+        folders.expect_manifest_of_latest(directory, named, known)
     except CheckpointError as error:
         problems.append(str(error))
     for step in sorted(known, key=lambda step: (step > latest, -step)):

@@ -1,6 +1,7 @@
 """The checkpoint commands: inspect, verify, export, import, prune. They need one process and no process group."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -32,8 +33,28 @@ class Command(click.Command):
             return super().invoke(context)
         except CheckpointError as error:
             raise Damaged(str(error)) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise click.ClickException(in_words(error)) from error
+        except ValueError as error:
             raise click.ClickException(str(error)) from error
+
+
+def in_words(error: OSError) -> str:
+    """An error of the system in plain words. One of zeroshard, which names no file beside its text, keeps its text."""
+    if not isinstance(error.filename, (str, bytes)):
+        return error.strerror or str(error)
+    path = Path(os.fsdecode(error.filename))
+    match error:
+        case FileExistsError() | NotADirectoryError():
+            file = next((one for one in (path, *path.parents) if one.is_file()), None)
+            return f"{path} exists already" if file is None else f"{file} is a file: expected a folder"
+        case IsADirectoryError():
+            return f"{path} is a folder: expected a file"
+        case FileNotFoundError():
+            return f"there is no {path}"
+        case PermissionError():
+            return f"no permission to read or write {path}"
+    return f"{path}: {error.strerror}"
 
 
 class Size(click.ParamType[int]):
@@ -203,9 +224,7 @@ def verify(path: Path, step: int | None, every: bool) -> None:
     PATH is a step folder, or the directory of steps.
     """
     damaged = []
-    if every and not folders.steps(path):
-        raise click.ClickException(f"{path} holds no checkpoint")
-    for folder in folders.steps(path).values() if every else [find(path, step)]:
+    for folder in _every(path) if every else [find(path, step)]:
         try:
             manifest = checkpoint.verify(folder)
             num_bytes = sum(file.num_bytes for file in manifest.files)
@@ -219,6 +238,20 @@ def verify(path: Path, step: int | None, every: bool) -> None:
         raise Damaged(f"{path}: {len(damaged)} damaged: {', '.join(damaged)}")
 
 
+def _every(path: Path) -> list[Path]:
+    """The folders of all steps, also of those that have lost their manifest."""
+    _expect_no_step(path)
+    found = [*folders.steps(path).items(), *folders.without_manifest(path).items()]
+    if not found:
+        raise click.ClickException(f"{path} holds no checkpoint")
+    return [folder for _, folder in sorted(found)]
+
+
+def _expect_no_step(path: Path) -> None:
+    if folders.is_step(path) or (path.is_dir() and folders.step_of(path.name) is not None and not folders.steps(path)):
+        raise click.ClickException(f"{path} is one step already: name its parent")
+
+
 @click.command(cls=Command)
 @click.argument("directory", type=PATH)
 @click.option("--keep-last", type=click.IntRange(1), required=True, help="number of the newest steps that stay")
@@ -230,6 +263,7 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
     DIRECTORY holds the folders step-N of a run. The newest steps stay (--keep-last), the step that the file `latest`
     names, and those whose number is a multiple of --keep-every. Files of saves that were interrupted are removed, too.
     """
+    _expect_no_step(directory)
     if not folders.steps(directory):
         raise click.ClickException(f"{directory} holds no checkpoint")
     work = folders.to_prune if dry_run else folders.prune

@@ -51,7 +51,10 @@ class _List(click.ParamType[list[Any]]):
     help="a class of torch.optim, zeroshard.optim or torchao.optim: SGD:momentum=0.9, Muon+AdamW8bit; may be repeated",
 )  # fmt: skip
 @click.option("--ranks", type=_List(click.INT), default="8", show_default=True, help="of the world; several: 8,64,1024")
-@click.option("--replicas", type=int, default=1, show_default=True, help="ranks that hold the same shard (a 2-D mesh)")
+@click.option(
+    "--replicas", type=click.IntRange(1), default=1, show_default=True,
+    help="ranks that hold the same shard (a 2-D mesh)",
+)  # fmt: skip
 @click.option("--units", help="a class of modules, or a size (64MB); default: as the model says, or by size")
 @click.option("--micro-batches", type=int, help="passes in a step  [default: 1, or the configuration's]")
 @click.option("--reduce-every-micro-batch", is_flag=True, help="reduce gradients in each pass, not once per step")
@@ -93,7 +96,7 @@ def plan(model: str | None, run: Path | None, **options: Any) -> None:
         replicas=options["replicas"],
         group_of=described.group_of,
         units=units,
-        micro_batches=options["micro_batches"] or described.micro_batches,
+        micro_batches=described.micro_batches if options["micro_batches"] is None else options["micro_batches"],
         reduce_every_micro_batch=options["reduce_every_micro_batch"] or described.reduce_every_micro_batch,
         device=options["device"],
         transport=options["transport"],

@@ -37,6 +37,10 @@ def report(source: Path, out: Path | None, folder: Path | None, budget: int | No
         out = out or source.with_suffix(".html")
     else:
         raise InvalidValue(f"there is no {source}: expected the folder of a run, or a file of zeroshard plan --save")
+    shown = page.facts.planned[:1] if page.run is not None else page.facts.planned
+    last = max(planned.num_shards for planned in shown) - 1
+    if first_rank > last:
+        raise InvalidValue(f"--first-rank must be from 0 to {last}, found {first_rank}")
     click.echo(str(page.write(out)))
     for path in page.write_pictures(folder) if folder is not None else ():
         click.echo(str(path))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.folders import new_id
+from zeroshard.checkpoint.folders import is_step, new_id, steps
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import FilePlan, Item, write_file
-from zeroshard.errors import AlreadyExists
+from zeroshard.errors import AlreadyExists, InvalidValue
 from zeroshard.io.tensor_file import INDEX, SINGLE
 from zeroshard.layout.interval import Interval
 
@@ -54,8 +54,10 @@ def export(
 
     Raises:
         FileExistsError: `out` contains such files, and `force` is False.
+        ValueError: `out` is a step folder, or a directory of steps.
         CheckpointError: the step is damaged; or a value would become infinite by the cast.
     """
+    expect_no_checkpoints(Path(out))
     with Reader(step) as reader:
         tied = {} if copies else reader.manifest.tied
         names = reader.manifest.of_model
@@ -80,6 +82,16 @@ def export(
             index = {"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": file_of}
             work[INDEX] = partial(files.write_new, data=json.dumps(index, indent=2, sort_keys=True).encode())
         return place(Path(out), work, _OURS, force=force)
+
+
+def expect_no_checkpoints(out: Path) -> None:
+    """Nothing is written into a published step, and a folder for other tools holds no steps.
+
+    Raises:
+        ValueError: `out` is a step folder, or a directory of steps.
+    """
+    if is_step(out) or steps(out):
+        raise InvalidValue(f"{out} holds checkpoints: name another folder")
 
 
 def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Pattern[str], *, force: bool) -> list[Path]:

@@ -16,7 +16,7 @@ from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups, saved_optimizers
 from zeroshard.checkpoint.writer import SYNC_BYTES
 from zeroshard.exchange.dcp_folder import METADATA
-from zeroshard.exchange.exported import place, stored_item
+from zeroshard.exchange.exported import expect_no_checkpoints, place, stored_item
 from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 
@@ -55,8 +55,10 @@ def export_dcp(
 
     Raises:
         FileExistsError: `out` contains such files, and `force` is False.
+        ValueError: `out` is a step folder, or a directory of steps.
         CheckpointError: the step is damaged; or a value would become infinite by the cast.
     """
+    expect_no_checkpoints(Path(out))
     with Reader(step) as reader:
         folder = _Folder()
         manifest = reader.manifest

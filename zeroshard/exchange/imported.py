@@ -20,7 +20,7 @@ from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.together import in_words
 from zeroshard.errors import AlreadyExists, InvalidValue
 from zeroshard.exchange.dcp_folder import Box, DcpFolder
-from zeroshard.io.tensor_file import open_model
+from zeroshard.io.tensor_file import INDEX, SINGLE, open_model
 from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
 
@@ -48,8 +48,9 @@ def import_model(
 
     Raises:
         FileExistsError: there is such a step, and `force` is False.
-        CheckpointError: a file is damaged, or not valid.
+        CheckpointError: a file is damaged, or not valid; the source is a checkpoint of zeroshard, or a file of one.
     """
+    _expect_of_others(Path(source))
     with ExitStack() as stack:
         found = open_model(Path(source), follow_links=follow_links)
         for file in set(found.values()):
@@ -65,6 +66,24 @@ def import_model(
             tied |= {alias: name for alias, name in noted if alias not in found and name in found}
         values = {"optimizers": [], "tied": tied}
         return Imported(commit_alone(Path(directory), step, items, values, force=force))
+
+
+def _expect_of_others(source: Path) -> None:
+    """The file of one rank has the form of a model's file, but parts of the tensors under other names.
+
+    Raises:
+        CheckpointError: the source is a step folder, a directory of steps without a model's files, or a rank's file.
+    """
+    is_model = (source / SINGLE).is_file() or (source / INDEX).is_file()
+    if folders.is_step(source) or (folders.steps(source) and not is_model):
+        what = "a zeroshard checkpoint"
+    elif source.is_file() and folders.is_step(source.parent):
+        what = "a part of a zeroshard checkpoint"
+    else:
+        return
+    raise CheckpointError(
+        f"{source} is {what}: load the folder with zeroshard.load, or write plain files with zeroshard export first"
+    )
 
 
 def import_dcp(
