@@ -148,6 +148,29 @@ def test_a_copy_of_a_kept_gradient_and_the_same_gradient_assigned_again() -> Non
     run_ranks(check, 2)
 
 
+def test_gradients_of_two_parameters_can_be_swapped() -> None:
+    """Under DDP, where `p.grad` has values: the views lie in the bucket into which they are then written."""
+
+    def trained(rank: int, assigned: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, zeroshard.DDP)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(loss_of(model, rank))
+        one, other = (layer.weight for layer in model)
+        if assigned is not None:
+            one.grad, other.grad = assigned(other.grad), assigned(one.grad)
+        optimizer.step()
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        hows = (None, lambda grad: grad, Tensor.detach, Tensor.clone)
+        plain, same, views, copies = (trained(rank, how) for how in hows)
+        assert all(torch.equal(same[name], copies[name]) and torch.equal(views[name], copies[name]) for name in views)
+        assert not torch.equal(views["0.weight"], plain["0.weight"])
+
+    run_ranks(check, 2)
+
+
 def test_a_zero_norm_counts_elements() -> None:
     def check(rank: int) -> list[float]:
         found = []

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.settings import Items, plain
@@ -55,7 +56,7 @@ class VisibleGradients:
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
         self._sharded: dict[Unit, dict[int, ShardedGradient]] = {unit: {} for unit in self._grads}
-        self._kept: dict[int, weakref.ref[Tensor]] = {}  # by id: gradients that were used, and that somebody still has
+        self._kept = WeakTensorKeyDictionary()  # gradients that were used, and that somebody still has
         self._edits = 0
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
@@ -126,10 +127,19 @@ class VisibleGradients:
             for index, gradient in enumerate(unit.user_grads()):
                 if gradient is not None and index not in self._shown[unit]:
                     self._expect_new(unit, index, gradient)
-                    # A copy of what lies in a bucket: it would be overwritten before it is read.
-                    is_ours = gradient.untyped_storage().data_ptr() in self._buckets()
-                    by_hand[unit.index, index] = gradient.detach().clone() if is_ours else gradient.detach()
+                    by_hand[unit.index, index] = gradient.detach()
         return by_hand
+
+    def _keep_apart(self) -> None:
+        """Copy gradients set by hand that lie in a bucket: what is discarded there next would change them."""
+        buckets = self._buckets()
+        with as_tensors():
+            for unit, shown in self._shown.items():
+                for index, gradient in enumerate(unit.user_grads()):
+                    if gradient is None or gradient is shown.get(index) or gradient in self._kept:
+                        continue
+                    if gradient.layout == torch.strided and gradient.untyped_storage().data_ptr() in buckets:
+                        unit.parameters[index].grad = gradient.detach().clone()
 
     def _buckets(self) -> set[int]:
         return {
@@ -139,8 +149,7 @@ class VisibleGradients:
         }
 
     def _expect_new(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        kept = self._kept.get(id(gradient))
-        if kept is not None and kept() is gradient:
+        if gradient in self._kept:
             raise InvalidState(
                 f"p.grad of {unit.layout.slots[index].name} is a tensor that has been a p.grad before (of an earlier "
                 "backward, or of another parameter), and its memory is used again: assign a copy, made before the step "
@@ -153,8 +162,7 @@ class VisibleGradients:
         sharded, buffer = self._sharded[unit], self._grads[unit].buffer
         is_view = buffer.has_view(index, gradient)
         if sys.getrefcount(gradient) > 2 + (is_view or index in sharded):  # this name, the call, and where it rests
-            self._kept = {key: kept for key, kept in self._kept.items() if kept() is not None}
-            self._kept[id(gradient)] = weakref.ref(gradient)
+            self._kept[gradient] = True
             sharded.pop(index, None)
             if is_view:
                 buffer.renew_view(index)
@@ -181,19 +189,25 @@ class VisibleGradients:
     def _discard_all_gone(self) -> None:
         """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
         were not shown (of parameters for which no rank had a gradient)."""
-        gone = [self._discard_gone(unit, grads) for unit, grads in self._grads.items()]
-        if any(gone) and not any(self._shown.values()):
+        gone = {unit: slots for unit in self._grads if (slots := self._gone(unit))}
+        if not gone:
+            return
+        self._keep_apart()
+        for unit, slots in gone.items():
+            self._discard(unit, slots)
+        if not any(self._shown.values()):
             for grads in self._grads.values():
                 grads.consume(set(grads.waiting))
 
-    def _discard_gone(self, unit: Unit, grads: Gradients) -> bool:
-        """Discard gradients of one unit that the user has removed from `p.grad`. If none is left there, discard all of
-        the unit. Returns whether there were any."""
+    def _gone(self, unit: Unit) -> set[int]:
+        """Slots of one unit whose gradient the user has removed from `p.grad`."""
         shown = self._shown[unit]
         found = unit.user_grads() if shown else []
-        slots = {index for index, gradient in shown.items() if found[index] is not gradient}
-        if not slots:
-            return False
+        return {index for index, gradient in shown.items() if found[index] is not gradient}
+
+    def _discard(self, unit: Unit, slots: set[int]) -> None:
+        """Discard these gradients. If none of the unit is left in `p.grad`, discard all of the unit."""
+        grads, shown = self._grads[unit], self._shown[unit]
         for index in slots:
             self._let_go(unit, shown, index)
         # Logged, because all ranks must discard the same: a rank that keeps its part of a sharded gradient would step
@@ -203,7 +217,6 @@ class VisibleGradients:
             self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
         grads.consume(slots if shown else set(grads.waiting))
         self.changed()
-        return True
 
     # A gradient that no rank holds in full ---------------------------------------------------------------------------
 
