@@ -345,7 +345,7 @@ class Schedule(NotCopied):
         given = given_tensors((module, *needed.inside))
         for unit in units if given else ():
             unit.weights.expect_present(given)
-        begins = [unit for unit in units if unit.weights.is_passing] if makes_graph else []
+        begins = [unit for unit in units if unit.weights.is_between_forwards] if makes_graph else []
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
@@ -355,18 +355,20 @@ class Schedule(NotCopied):
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
 
-    def after_module(self, needed: Needed, output: Any) -> None:
+    def after_module(self, needed: Needed, output: Any, *, transformed: bool = False) -> None:
         """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
-        units again when it reaches these. See [Note: who made an output]."""
+        units again when it reaches these. See [Note: who made an output]. `transformed`: a transform is active, which
+        runs its own backward at once."""
         units = needed.units
         if (end := self._running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
         needed.end()
         self._running.returned(units, output)
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
-        if not free:
+        in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
+        if not free and not in_scope:
             return
-        entries = {unit: self._entered.pop(unit, None) for unit in free}
+        entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
         if not torch.is_grad_enabled():
             for unit in free:
                 self._without_graph[unit].append(self._visits[-1] if self._visits else None)
@@ -379,6 +381,8 @@ class Schedule(NotCopied):
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
             if len(self._visits) > _MOST_VISITS * len(self._needs):  # forwards without a backward
                 self._visits.clear()
+        # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
+        visits = [*visits, *map(Visit, in_scope)]
         for leaf in _differentiable(output):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
@@ -397,7 +401,7 @@ class Schedule(NotCopied):
         if torch.is_grad_enabled():  # create_graph
             # The second backward reads weights through views that the first has left in the graph. No hook could gather
             # them again, so they must stay.
-            self.gatherer.expect_to_stay(units)
+            self.gatherer.expect_to_stay([unit for unit in units if not unit.weights.scopes])
         with torch.no_grad():
             waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
             if not waiting:
@@ -545,7 +549,7 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any]
             schedule.after_module(needed, output)
             return
         with outside_transforms():
-            schedule.after_module(needed, output)
+            schedule.after_module(needed, output, transformed=True)
 
     return hook
 
@@ -568,7 +572,7 @@ def _hook_parameter(
     if frozen := not parameter.requires_grad:  # torch then refuses hooks, and it may train later
         parameter.requires_grad_(True)
     yield parameter.register_post_accumulate_grad_hook(_on_gradient(schedule, unit, index)).remove  # type: ignore[no-untyped-call]
-    yield parameter.register_hook(_before_gradient(schedule, parameter)).remove  # type: ignore[no-untyped-call]
+    yield parameter.register_hook(_before_gradient(schedule, unit, parameter)).remove  # type: ignore[no-untyped-call]
     if frozen:
         parameter.requires_grad_(False)
     # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
@@ -577,17 +581,22 @@ def _hook_parameter(
         yield partial(_reset_grad_dtype, parameter)
 
 
-def _before_gradient(schedule: weakref.ref[Schedule], parameter: Tensor) -> Callable[[Tensor], None]:
+def _before_gradient(schedule: weakref.ref[Schedule], unit: Unit, parameter: Tensor) -> Callable[[Tensor], None]:
     """The gradient hook of a parameter. Its argument is the gradient."""
-    of_parameter = weakref.ref(parameter)
+    of_parameter, of_unit = weakref.ref(parameter), weakref.ref(unit)
 
     def hook(grad: Tensor) -> None:
-        alive = schedule()
+        alive, its_unit = schedule(), of_unit()
+        if alive is None or its_unit is None:
+            return
         # Usually there is nothing to do, and this runs for every gradient.
-        if alive is None or (alive.accumulates and not alive.reducer.single_uses.uncast):
+        is_shown = its_unit.weights.shown
+        if is_shown and alive.accumulates and not alive.reducer.single_uses.uncast:
             return
         target = of_parameter()
         if target is not None:
+            if not is_shown:
+                its_unit.weights.expect_shown(target)
             alive.before_gradient(target)
 
     return hook

@@ -85,7 +85,8 @@ class Origins:
             if bad and len(bad) == len(names) > 1:
                 return micro_batch, (
                     f"all of them, {bad[0]} first (micro-batch {micro_batch}; the loss, or what forward had computed, "
-                    "was not finite already)"
+                    "was not finite already; or the loss used a weight inside `with handle.unsharded():`, and this "
+                    "backward ran outside of it)"
                 )
             if bad:
                 others = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""

@@ -118,11 +118,13 @@ def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
             gatherer.unshard(unit, apart=True)
             unit.weights.show()
         unit.weights.in_use += 1  # keeps a forward inside the scope from hiding them
+        unit.weights.scopes += 1
     try:
         yield
     finally:
         for unit in units:
             unit.weights.in_use -= 1
+            unit.weights.scopes -= 1
             if not unit.weights.in_use:
                 unit.weights.rest()
 

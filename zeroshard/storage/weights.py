@@ -51,7 +51,8 @@ class Weights:
         place: where the full weights always lie, if the shards of all ranks lie side by side. None: they are gathered
             into a pool buffer.
         in_use: how many running forwards and open scopes (`unsharded`) need these weights.
-        writers: how many of these scopes allow writes.
+        scopes: how many of these are scopes.
+        writers: how many of the scopes allow writes.
         shown: whether the parameters point into the full buffer (else they are absent).
     """
 
@@ -68,7 +69,7 @@ class Weights:
         self._common = common
         self.place = None if common is None else common.full.view(buffer.dtype)
         buffer.become(SHARDED)  # until they are filled
-        self.in_use = self.writers = 0
+        self.in_use = self.scopes = self.writers = 0
         self.shown = False
         self._versions: list[int] = []  # of the parameters when they were last shown in a borrowed buffer
         self._was_compared = False
@@ -258,6 +259,26 @@ class Weights:
     def is_passing(self) -> bool:
         """Whether the weights are gathered only for a forward or backward, and no forward needs them now."""
         return not self.in_use and self.buffer.borrows
+
+    @property
+    def is_between_forwards(self) -> bool:
+        """Like `is_passing`, but a scope may be open."""
+        return self.in_use == self.scopes and self.buffer.borrows
+
+    def expect_shown(self, parameter: Tensor) -> None:
+        """Check that the parameters have their values when a gradient has been computed for one of them. (Autograd has
+        saved a leaf as it is, not its values.)
+
+        Raises:
+            RuntimeError: no hook has gathered them for this backward.
+        """
+        if not self.shown:
+            name = self.buffer.layout.slots[next(i for i, p in enumerate(self._parameters) if p is parameter)].name
+            raise InvalidState(
+                f"backward: the values of parameter {name} are not here, and its gradient may be wrong. It was used "
+                "outside of a forward (inside `with handle.unsharded():`), or a step came before this backward: run "
+                "the backward inside the same block, and before the step"
+            )
 
     @property
     def is_resting_in_full(self) -> bool:
