@@ -3,7 +3,7 @@
 Reading is collective: `state[p]`, `p in state`, `len(state)`, iteration. (Only ranks that have a part of a parameter
 know its state.) Writing is not collective, but every rank must do it: `state[p] = {...}`, `state[p]["step"] = ...`,
 `del state[p]`, `state.clear()`. Values that have been read are copies. An in-place write to their tensors would have no
-effect on the optimizer, so it raises: they are inference tensors.
+effect on the optimizer, so it raises (`Gathered`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from zeroshard.errors import InvalidKey
+from zeroshard.errors import InvalidKey, InvalidState
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.stepper import FullState
 
@@ -68,16 +69,72 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def _gather(self, only: Collection[Tensor] | None) -> FullState:
         full = self._state.gather(only)
-        # Inference tensors are the only ones that raise on an in-place write (outside of inference mode). A write to an
-        # ordinary copy would be lost without an error.
-        with torch.inference_mode():
+        with torch.inference_mode(False):  # an inference tensor has no version
             for state in full.values():
-                state.update({key: v.clone() for key, v in state.items() if isinstance(v, Tensor)})
+                state.update({key: Gathered.of(v, key) for key, v in state.items() if isinstance(v, Tensor)})
         return full
 
     def _expect_mine(self, parameter: Tensor) -> None:
         if not any(parameter is one for one in self._params):
             raise InvalidKey("optimizer.state: no parameter of this optimizer")
+
+
+class Gathered(Tensor):
+    """A tensor of a state, or a view of one, that raises when it is written to. A copy (also by `copy` and `pickle`) is
+    an ordinary tensor.
+
+    Attributes:
+        key: of the state.
+    """
+
+    key: str
+
+    @classmethod
+    def of(cls, values: Tensor, key: str) -> Gathered:
+        """A copy of these values."""
+        return cls._named(values.detach().clone(), key)
+
+    @classmethod
+    def _named(cls, tensor: Tensor, key: str) -> Gathered:
+        found = tensor.as_subclass(cls)
+        found.key = key
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        mine = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Gathered)]
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [(tensor._version, tensor.data_ptr()) for tensor in mine]
+            result = func(*args, **kwargs)
+            for tensor, (version, address) in zip(mine, before, strict=True):
+                if (tensor._version, tensor.data_ptr()) != (version, address):
+                    raise InvalidState(
+                        f"optimizer.state: {tensor.key!r} is a copy, gathered when it was read, and a write to it "
+                        f"changes nothing. Assign new values on every rank: optimizer.state[p][{tensor.key!r}] = values"
+                    )
+            keys = {tensor.untyped_storage()._cdata: tensor.key for tensor in mine}
+            return pytree.tree_map_only(Tensor, lambda found: cls._viewed(found, keys), result)
+
+    @classmethod
+    def _viewed(cls, found: Tensor, keys: Mapping[int, str]) -> Tensor:
+        """What an operation has returned: if it lies in the memory of such a tensor, it is one."""
+        key = keys.get(found.untyped_storage()._cdata)
+        return found if key is None or isinstance(found, Gathered) else cls._named(found, key)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = memo.setdefault(id(self), self._plain().clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
 
 class ParameterState(UserDict[str, Any]):
