@@ -349,6 +349,24 @@ def local_terms(rank: int, plan: str) -> None:
 
 
 @on_ranks(2)
+def test_it_is_detached_and_zeroed_as_older_scripts_do(rank: int) -> None:
+    for plan in PLANS:
+        run = Run(rank, plan)
+        run.loss(1).backward()
+        handle: Any = run.handle
+        expected = handle.gradient("0.weight")
+        run.optimizer.zero_grad()
+        run.loss(0).backward()
+        for p in run.model.parameters():
+            assert p.grad is not None
+            p.grad.detach_()
+            p.grad.zero_()
+        run.loss(1).backward()
+        torch.testing.assert_close(handle.gradient("0.weight"), expected, rtol=1e-12, atol=1e-14)
+        assert run.optimizer.step().applied
+
+
+@on_ranks(2)
 def test_under_no_sync_it_is_this_ranks_own(rank: int) -> None:
     under(PLANS, local_terms)(rank)
 

@@ -48,7 +48,8 @@ class Cut:
 
     @classmethod
     def of(cls, full: Tensor, layout: BufferLayout) -> Cut:
-        slots = [full[slot.world.slice].view(slot.shape) for slot in layout.slots]
+        # `detach`: else these would be views for autograd, and `p.grad.detach_()`, which scripts call, would raise.
+        slots = [full[slot.world.slice].view(slot.shape).detach() for slot in layout.slots]
         return cls(full, slots, [full[interval.slice] for interval in layout.padding])
 
 
