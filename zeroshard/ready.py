@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
@@ -37,9 +38,16 @@ def expect_ready(
         materialize: the argument of `shard`, for a model on the meta device.
 
     Raises:
+        TypeError: `materialize` is neither a function nor a path.
         ValueError: the model has no values and `materialize` is None, or it has values and `materialize` is given; a
             parameter is sharded already; a parameter is on another device.
     """
+    if not (materialize is None or callable(materialize) or isinstance(materialize, (str, os.PathLike))):
+        raise InvalidType(
+            "materialize must be a function that initialises a module, or the path of a model.safetensors, found "
+            f"{materialize!r}: for PyTorch's own initialisation write materialize=lambda module: "
+            "module.reset_parameters() if list(module.parameters(recurse=False)) else None"
+        )
     on_meta = [name for name, tensor in {**parameters, **buffers}.items() if tensor.is_meta]
     if on_meta and materialize is None:
         raise InvalidValue(

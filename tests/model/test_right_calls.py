@@ -66,6 +66,7 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
         told = r"AdamW are passed by name: write ShardedOptimizer\(handle, AdamW, lr=0\.01, betas=\(0\.9, 0\.99\)\)"
         refused(TypeError, told, sharded, handle, torch.optim.AdamW, 1e-2, (0.9, 0.99))
         refused(TypeError, "found an object of type int", sharded, 3, torch.optim.AdamW)
+        refused(TypeError, f"found the class Linear: {write}", sharded, handle, nn.Linear, lr=1e-3)
         optimizer, second = sharded(handle, torch.optim.AdamW, lr=1e-3), zeroshard.shard(build(), "zero1")
         # Checkpoints
         for call, kwargs in ((zeroshard.save, {"step": 1}), (zeroshard.load, {})):
@@ -79,6 +80,8 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
             refused(ValueError, told, call, tmp_path, second, optimizer, **kwargs)
             told = f"{name}: extra 'epoch' is of type int: extra takes objects with state_dict"
             refused(ValueError, told, call, tmp_path, handle, optimizer, extra={"epoch": 3}, **kwargs)
+            told = rf'{name}: extra is a dict .* found list: extra=\{{"scheduler": scheduler\}}'
+            refused(ValueError, told, call, tmp_path, handle, optimizer, extra=[1], **kwargs)
             model(torch.ones(2, 5)).sum().backward()
             refused(RuntimeError, f"^{name}: gradients are waiting", call, tmp_path, handle, optimizer, **kwargs)
             optimizer.zero_grad()
@@ -99,6 +102,21 @@ def test_an_optimizer_that_came_before_shard_is_named(rank: int) -> None:
     told = r"sharded already, as Handle\(zero3, 1 unit, 57 parameters on 1 rank, fp32\): close\(\) that handle first"
     refused(ValueError, told, zeroshard.shard, model, "ddp")
     del handle
+
+
+@on_ranks(2)
+def test_arguments_of_another_kind_are_told(rank: int) -> None:
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, r"mesh must be .* found 'x': .*init_device_mesh\(", {"mesh": "x"}),
+        (ValueError, r"materialize must be a function .* found True", {"materialize": True}),
+        (ValueError, r"units: found a module \(Linear\), expected its class: units=Linear", {"units": nn.Linear(1, 1)}),
+        (ValueError, r"units: found a module \(Linear\).*a group", {"units": [nn.Linear(1, 1), nn.Linear]}),
+        (ValueError, r"units='64MB'.*is an int: units=64 \* 2\*\*20", {"units": "64MB"}),
+        (ValueError, r'precision: a dict without a pattern. Write \{"\*": "bf16"\}', {"precision": {}}),
+    ]
+    for kind, told, options in wrong:
+        refused(kind, told, zeroshard.shard, build(), "zero3", **options)
+    zeroshard.shard(build(), "zero3", mesh=torch.distributed.group.WORLD, units=[nn.Linear], precision={"*": "bf16"})
 
 
 class Own(nn.BatchNorm1d):

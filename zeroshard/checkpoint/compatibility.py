@@ -139,13 +139,20 @@ def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: Sha
         result.unexpected.append("param groups that are divided in another way")
     for of_group, of_class in zip(mine, optimizer.groups.classes.of_groups, strict=True):
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
-        result.unexpected.extend(f"state of {other} for {of_class.__name__}" for other in sorted(others))
+        result.unexpected.extend(_of_another_class(other, of_class) for other in sorted(others))
     for stepper in optimizer.steppers:
         for slot in (member.slot for member in stepper.assignment.members()):
             for entry in state.get(slot.name, []):
                 shape = manifest.tensors[entry.tensor].shape
                 if entry.kind == "optimizer" and not stepper.state.fits(slot, shape):
                     result.problems.append(f"{entry.key} of {slot.name}: expected the shape {slot.shape}")
+
+
+def _of_another_class(saved: str, here: type) -> str:
+    return (
+        f"state of {saved} for {here.__name__} (make the optimizer of the class that was saved; or leave it out, "
+        "load(directory, handle), for the weights alone)"
+    )
 
 
 def _holds(stored: torch.dtype, now: torch.dtype, allow_rounding: bool) -> bool:

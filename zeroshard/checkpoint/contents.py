@@ -71,7 +71,11 @@ def expect_of_engine(optimizers: Sequence[ShardedOptimizer], engine: Engine) -> 
 
 def expect_stateful(extra: Extra) -> None:
     """Raises:
-    ValueError: an object has no `state_dict` and `load_state_dict`."""
+    ValueError: no dict; or an object has no `state_dict` and `load_state_dict`."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise InvalidValue(
+            f'extra is a dict from names to objects, found {type(extra).__name__}: extra={{"scheduler": scheduler}}'
+        )
     for name, one in (extra or {}).items():
         if isinstance(one, type) or not all(callable(getattr(one, f, None)) for f in ("state_dict", "load_state_dict")):
             raise InvalidValue(

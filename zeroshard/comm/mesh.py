@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from zeroshard.comm.backends import (
     has_tagged_messages,
     timeout_of,
 )
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.io.logger import tell
 
 REPLICATE = ("replicate", "dp_replicate")
@@ -197,8 +198,15 @@ class Mesh:
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
+            TypeError: neither a group nor a mesh.
             ValueError: a mesh of more than two axes, or with other names; ranks whose devices do not fit together.
         """
+        if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
+            raise InvalidType(
+                f"mesh must be a process group or a DeviceMesh, found {mesh!r}: for 2 x 4 ranks write mesh="
+                "torch.distributed.device_mesh.init_device_mesh(device_type, (2, 4), "
+                'mesh_dim_names=("replicate", "shard"))'
+            )
         if not dist.is_initialized():
             raise InvalidState("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
         made = _Made()

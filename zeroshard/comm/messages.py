@@ -211,8 +211,8 @@ class Messages:
         peer = announced.axis.ranks[other]
         return (
             f"{announced.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
-            f"{watch.where_is(peer)}. Nothing has been updated. Every rank must run the same units in the same order; "
-            "full_state_dict, unsharded, state_dict, save and load are collective, too: call them on every rank"
+            f"{watch.where_is(peer)}. Nothing has been updated. Every rank must run the same units in the same order. "
+            "Calls like full_state_dict, unsharded, state_dict, save and load are collective: make them on every rank"
         )
 
     def failing(self, at: Wait | None = None) -> Failing:

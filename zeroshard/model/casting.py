@@ -57,6 +57,11 @@ class Rules:
             record = as_precision(precisions)
             kept = [(kind, "kept", NAMED["fp32"]) for kind in (record.keep if record is not None else ())]
             return cls._numbered([*kept, ("*", "", record)])
+        if not precisions:
+            raise InvalidValue(
+                'precision: a dict without a pattern. Write {"*": "bf16"} for the whole model, or None for its '
+                "own dtypes"
+            )
         rules = []
         for pattern, precision in precisions.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):

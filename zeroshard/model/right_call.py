@@ -155,7 +155,7 @@ def expect_class(found: object, positional: Sequence[object] = ()) -> None:
     Raises:
         TypeError: an instance, a name, or something else; arguments without a name.
     """
-    if isinstance(found, type):
+    if isinstance(found, type) and all(hasattr(found, name) for name in ("step", "zero_grad")):
         if positional:
             names = list(inspect.signature(found).parameters)[1:]  # without `params`
             named = ", ".join(f"{name}={value!r}" for name, value in zip(names, positional, strict=False))

@@ -391,7 +391,9 @@ def _classes_named(text: str, modules: Modules) -> list[type[nn.Module]]:
             known, model = _classes_in(modules), type(modules[""]).__name__
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if name in modules:
+            if name[:1].isdigit():
+                hint = ". A number of bytes is an int: units=64 * 2**20"
+            elif name in modules:
                 hint = f". To name a module, and not its class: units=[({name!r},)]"
             raise InvalidValue(
                 f"units={text!r}: {model} has no module of a class {name!r}; its modules are of the "
@@ -404,6 +406,11 @@ def _classes_named(text: str, modules: Modules) -> list[type[nn.Module]]:
 def _matcher(policy: object) -> Callable[[nn.Module], bool]:
     """A test for modules that are units by themselves."""
     items = policy if isinstance(policy, (list, tuple)) else [policy]
+    if found := next((type(item).__name__ for item in items if isinstance(item, nn.Module)), None):
+        raise InvalidType(
+            f"units: found a module ({found}), expected its class: units={found}. Modules that form one unit are a "
+            f"group inside a list: units=[{found}, (model.norm, model.head)]"
+        )
     classes = tuple(item for item in items if isinstance(item, type))
     rest = [item for item in items if not isinstance(item, type)]
     if items and all(isinstance(item, (list, tuple)) for item in rest):
