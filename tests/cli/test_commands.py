@@ -150,6 +150,50 @@ def test_export_and_import_again(saved: Path, tmp_path: Path, capsys: pytest.Cap
     assert "no safetensors file" in said(capsys, "import", out, tmp_path / "run", "--step", 8, code=1)
 
 
+def test_files_that_have_been_cut_off_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, whole = tmp_path / "model.safetensors", tmp_path / "whole"
+    save_file({"a": torch.ones(100, 10), "b": torch.ones(50)}, source)
+    data = source.read_bytes()
+    dcp.save({"model": {"a": torch.ones(100, 10)}}, checkpoint_id=whole, no_dist=True)
+    for size in (0, 4, 50, 400, len(data) - 1):
+        source.write_bytes(data[:size])
+        text = said(capsys, "import", source, tmp_path / "run", "--step", 1, code=1)
+        assert f"at byte {size}" in text and "it has been cut off" in text
+    for name, sizes in ((".metadata", (0, 100)), ("__0_0.distcp", (0, 100, 2000))):
+        for size in sizes:
+            folder = tmp_path / f"{name}-{size}"
+            shutil.copytree(whole, folder)
+            os.truncate(folder / name, size)
+            command = ["import", folder, tmp_path / "run", "--step", 1, "--allow-pickle"]
+            assert "has been cut off" in said(capsys, *command, code=1)
+    source.write_bytes(data)
+    said(capsys, "import", source, tmp_path / "run", "--step", 1)  # whole again
+
+
+def test_writes_that_fail_are_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(4)}, source)
+    command = ["import", source, tmp_path / "run", "--step", 1]
+    (tmp_path / "file").write_text("x")
+    text = said(capsys, "import", source, tmp_path / "file" / "run", "--step", 1, code=2)
+    assert f"{tmp_path}/file is a file: expected a folder" in text
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroshard.checkpoint.files.free_bytes", lambda folder: 0)
+        assert "has 0 bytes free" in said(capsys, *command, code=2)
+    for call in ("zeroshard.checkpoint.commit.write_with_index", "zeroshard.checkpoint.files.write_new"):
+        with monkeypatch.context() as patch:
+            patch.setattr(call, _is_full)
+            assert "step 1 was not saved: " in said(capsys, *command, code=2)
+    if os.geteuid() or Path("/proc").is_dir():
+        assert "there is no /proc/none" in said(capsys, "tokenizer", "/proc/none/t.json", "--data", __file__, code=2)
+
+
+def _is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_dcp_needs_a_word(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "export", saved, tmp_path / "dcp", "--format", "dcp")
     found = {"model": {"embed.weight": torch.zeros_like(read_all(saved / "step-3")["model/embed.weight"])}}
@@ -158,7 +202,12 @@ def test_dcp_needs_a_word(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     command = ["import", tmp_path / "dcp", tmp_path / "run", "--step", 0]
     assert "with --allow-pickle" in said(capsys, *command, code=2)
     assert not (tmp_path / "run").exists()
-    text = said(capsys, *command, "--allow-pickle", "--optimizer-class", "Muon")
+    misspelt = said(capsys, *command, "--allow-pickle", "--optimizer-class", "AdmaW", code=2)
+    assert "unknown optimizer 'AdmaW'" in misspelt and "did you mean AdamW?" in misspelt
+    assert not (tmp_path / "run").exists()
+    text = said(capsys, *command, "--allow-pickle", "--optimizer-class", "muon")
+    groups = json.loads(said(capsys, "inspect", tmp_path / "run", "--json"))["optimizers"][0]
+    assert {group["class"] for group in groups} == {"Muon"}
     assert "optimizer" in text and "left out" not in text
     said(capsys, "export", saved, tmp_path / "bare", "--format", "dcp", "--no-optimizer", "--model-key", "")
     again = ["import", tmp_path / "bare", tmp_path / "run", "--step", 1, "--allow-pickle"]

@@ -13,7 +13,7 @@ from tests.train.test_progress import RECORD
 from zeroshard.train import trackers
 from zeroshard.train.config import UserError
 from zeroshard.train.metrics import Observer, Observers, StepRecord, ValidationRecord, scalars
-from zeroshard.train.trackers import BUILT_IN, GROUP, RunInfo, attach
+from zeroshard.train.trackers import BUILT_IN, GROUP, RunInfo, attach, expect_observers
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +83,8 @@ def test_what_fails_is_told_once_and_gets_no_more(tmp_path: Path, caplog: pytest
 def test_names_that_lead_nowhere(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         attach(name, info(tmp_path))
+    with pytest.raises(UserError, match=message):
+        expect_observers(f"tests.train.test_trackers:Collects, {name}")
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_with_index
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.together import in_words
+from zeroshard.io.checked import NotWritten
 
 Sizes = tuple[int, int, int]
 """Bytes of a rank's file, of its index, and of its part of the manifest (by itself; the whole is smaller than the sum).
@@ -78,20 +79,22 @@ class Job:
             failure = error
             self.meeting.report(error=in_words(error))
         try:
-            verdict = self._conclude() if self.meeting.rank == 0 else self.meeting.verdict()
+            verdict, refused = self._conclude() if self.meeting.rank == 0 else (self.meeting.verdict(), None)
         finally:
             if self.lock is not None:
                 os.close(self.lock)
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # KeyboardInterrupt: only now, after the other ranks have been told
+        cause = failure or refused
         if verdict:
-            raise CheckpointError(verdict) from failure
+            raise (NotWritten if isinstance(cause, OSError) else CheckpointError)(verdict) from cause
 
     @phase("save: commit")
-    def _conclude(self) -> str:
+    def _conclude(self) -> tuple[str, Exception | None]:
         """On rank 0: commit, or remove everything. Returns the error in words ("" for none), which it also announces to
-        the other ranks."""
+        the other ranks, and the error."""
         step, verdict = self.base.step, ""
+        failure: Exception | None = None
         try:
             manifest = merged(self.base, self.meeting.gather())
             data = manifest.encode()
@@ -108,7 +111,7 @@ class Job:
             self.meeting.announce(verdict)
             if not isinstance(error, Exception):
                 raise
-            return verdict
+            return verdict, error
         try:
             # The rename is durable only after the parent folder is synced (fsync(2)), and `latest` must not name a step
             # whose rename a power failure undoes. From here on an error undoes nothing: the step is committed.
@@ -119,9 +122,10 @@ class Job:
             verdict = f"step {step} is in place, but what follows failed (sync, latest, sweep): {in_words(error)}"
             if not isinstance(error, Exception):
                 raise
+            failure = error
         finally:
             self.meeting.announce(verdict)
-        return verdict
+        return verdict, failure
 
 
 def file_name(rank: int) -> str:
@@ -149,7 +153,7 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int 
         sizes: for each rank: bytes of its file, of its index, and of its part of the manifest.
 
     Raises:
-        CheckpointError: there is not enough space; the message has the numbers.
+        NotWritten: there is not enough space; the message has the numbers.
     """
     files.make_folders(directory)
     folders.sweep(directory)
@@ -157,7 +161,7 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int 
     of_files.append(len(base.encode()) + sum(part for *_, part in sizes))
     free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in of_files)
     if needed > free:
-        raise CheckpointError(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
+        raise NotWritten(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
     folder = temporary_folder(directory, base)
     files.make_folder(folder)
     try:

@@ -16,6 +16,8 @@ from zeroshard.checkpoint import CheckpointError, Reader, folders
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.exchange.dcp_folder import METADATA
+from zeroshard.io.checked import NotWritten
+from zeroshard.planning.optimizers import class_named
 
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -31,6 +33,8 @@ class Command(click.Command):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
+        except NotWritten as error:
+            raise click.ClickException(str(error)) from error
         except CheckpointError as error:
             raise Damaged(str(error)) from error
         except OSError as error:
@@ -314,7 +318,7 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
 @click.argument("directory", type=PATH)
 @click.option("--step", type=click.IntRange(0), required=True, help="the number of the new step")
 @click.option("--allow-pickle", is_flag=True, help="dcp: read its pickles (as data: nothing in them is run)")
-@click.option("--optimizer-class", default="AdamW", show_default=True, help="dcp: whose state it is")
+@click.option("--optimizer-class", default="AdamW", show_default=True, help="dcp: whose state it is (SGD, mine.Own)")
 @_with_keys
 @click.option("--follow-links", is_flag=True, help="safetensors: the files may be links, as in the cache of a hub")
 @_force
@@ -337,7 +341,7 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
             source,
             directory,
             step=step,
-            optimizer_class=optimizer_class,
+            optimizer_class=class_named(optimizer_class).__name__,
             model_key=model_key,
             optimizer_key=optimizer_key,
             force=force,

@@ -35,5 +35,5 @@ def tokenizer(out: Path, data: str, column: str, vocabulary: int, force: bool) -
     except UserError as error:
         raise click.ClickException(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    made.save(str(out))
+    out.write_text(made.to_str(pretty=True), encoding="utf-8")
     click.echo(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {out}")

@@ -266,7 +266,7 @@ class _Archive:
 
     def __init__(self, file: int, of: Slice) -> None:
         if os.fstat(file).st_size < of.offset + of.length:
-            refuse("the file ends before")
+            refuse(f"the file ends at byte {os.fstat(file).st_size}: it has been cut off")
         self._window = _Window(file, of)
         self._zip = zipfile.ZipFile(self._window)
         self._root = self._zip.namelist()[0].partition("/")[0] if self._zip.namelist() else ""

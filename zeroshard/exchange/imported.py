@@ -17,7 +17,6 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import blob, number
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.checkpoint.writer import FilePlan, Item
-from zeroshard.comm.together import in_words
 from zeroshard.errors import AlreadyExists, InvalidValue
 from zeroshard.exchange.dcp_folder import Box, DcpFolder
 from zeroshard.io.tensor_file import INDEX, SINGLE, open_model
@@ -275,6 +274,7 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
 
     Raises:
         FileExistsError: there is such a step, and `force` is False.
+        OSError: the folder cannot be made.
         CheckpointError: it failed, and no files are left behind.
     """
     directory = directory.absolute()
@@ -284,9 +284,6 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
     unique = folders.new_id()
     plan = FilePlan.of(items, file_metadata(step, unique, 0))
     base = Manifest(step, unique, (), {}, {**values, "extra": {}, "world_size": 1}, versions())
-    try:
-        lock = open_folder(directory, base, [sizes_of(plan, 0)])
-    except OSError as error:
-        raise CheckpointError(f"{directory}: {in_words(error)}") from None
+    lock = open_folder(directory, base, [sizes_of(plan, 0)])
     Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), lock).run()
     return directory / folders.step_name(step)

@@ -54,7 +54,7 @@ def read_pickle(data: bytes, allowed: Set[str]) -> Any:
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"is not a valid pickle: {str(error)[:100]}") from None
+        raise CheckpointError(f"is not a valid pickle, or has been cut off: {str(error)[:100]}") from None
     refuse("is a pickle without an end")
 
 

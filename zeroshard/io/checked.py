@@ -19,6 +19,10 @@ class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be saved, or is damaged; the message says what was expected and found, in which file."""
 
 
+class NotWritten(CheckpointError):
+    """The system refused to write a checkpoint (no space, no permission); nothing is damaged."""
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises:

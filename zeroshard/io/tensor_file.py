@@ -97,7 +97,11 @@ class TensorFile:
         start = bytearray(8)
         fill(self._file, memoryview(start), 0)
         (length,) = struct.unpack("<Q", start)
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        if size - 8 < length <= MAX_HEADER_BYTES:
+            refuse(
+                f"ends at byte {size}, and its header at {8 + length}: it has been cut off, or is no safetensors file"
+            )
+        if not 2 <= length <= MAX_HEADER_BYTES:
             refuse(f"has {size} bytes, which cannot be with a header of {length}: it is no safetensors file")
         header = bytearray(length)
         fill(self._file, memoryview(header), 8)
@@ -206,7 +210,7 @@ def fill(file: int, place: memoryview, offset: int) -> None:
     while place:
         count = os.preadv(file, [place], offset)
         if count == 0:
-            raise OSError(f"it ends at byte {offset}")
+            raise OSError(f"it ends at byte {offset}, where more is expected: it has been cut off")
         place, offset = place[count:], offset + count
 
 
@@ -234,12 +238,14 @@ def _header(text: bytearray, start: int, size: int) -> tuple[dict[str, str], dic
         offsets = typed(entry.get("data_offsets"), list, "data_offsets")
         if len(offsets) != 2 or set(entry) != {"dtype", "shape", "data_offsets"}:
             refuse(f"{what} needs dtype, shape and two data_offsets")
-        first, last = (integer(n, f"an offset of {what}", size) for n in offsets)
+        first, last = (integer(n, f"an offset of {what}", 1 << 62) for n in offsets)
         if last - first != torch.Size(shape).numel() * dtype.itemsize:
             refuse(f"{what} of shape {short(shape)} does not fill the bytes {first} to {last}")
         parts.append((first, last))
         tensors[name] = Stored(shape, dtype, start + first)
     parts.sort()
+    if parts[-1][1] > size - start:
+        refuse(f"ends at byte {size}, and its tensors at {start + parts[-1][1]}: it has been cut off")
     if parts[-1][1] != size - start or any(a[1] != b[0] for a, b in pairwise(parts)):
         refuse("has tensors that overlap, or leave a gap, or do not end with the file")
     return metadata, tensors

@@ -147,7 +147,7 @@ def _kind(optimizer: Optimizer) -> OptimizerKind:
                 f"unknown optimizer {given!r}: expected a name, as in AdamW, SGD:momentum=0.9, SGD[embed.*]"
             )
         name, pattern, words = match[1], match[2] or "*", match[3] or ""
-        found, options = _class_named(name), _options(words) | dict(options)
+        found, options = class_named(name), _options(words) | dict(options)
     else:
         found = given
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
@@ -159,7 +159,12 @@ def _kind(optimizer: Optimizer) -> OptimizerKind:
     return OptimizerKind(found, dict(options), pattern)
 
 
-def _class_named(name: str) -> OptimizerClass:
+def class_named(name: str) -> OptimizerClass:
+    """The class of that name: of torch.optim, zeroshard.optim or torchao.optim, or with its module in front.
+
+    Raises:
+        ValueError: there is none; the message suggests the nearest one.
+    """
     module_name, _, last = name.rpartition(".")
     if module_name:
         try:

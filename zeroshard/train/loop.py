@@ -48,7 +48,7 @@ from zeroshard.train.release import release
 from zeroshard.train.resume import Found
 from zeroshard.train.run import Run, save_run, start_run
 from zeroshard.train.summary import Summary
-from zeroshard.train.trackers import RunInfo, attach
+from zeroshard.train.trackers import RunInfo, attach, expect_observers
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
     """
     with Requests() as requests, joined(config.parallel) as ranks:
         console = Console(quiet=ranks.rank != 0)
+        ranks.first_does(lambda: expect_observers(config.run.observers))
         run, found = start_run(config, ranks, resume, occupied=occupied)
         first_step = 0 if found is None else found.step
         introduce(run, found, console)
@@ -292,12 +293,13 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
     if run.ranks.rank != 0:
         return Summary(), []
     settings = run.config.run
+    about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
+    trackers = attach(settings.observers, about)  # before any record: if one can't be started, this is no run yet
     json_lines = JsonLines(run.folder / METRICS, first_step)
     parallel, where = run.config.parallel, (run.ranks.world_size, run.ranks.device.type, transport_of(run))
     json_lines.on_start(StartRecord(first_step, parallel.plan, parallel.precision, *where, times_restarted()))
     summary = Summary(json_lines.validations)
-    about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
-    watching: list[Observer] = [json_lines, summary, *attach(settings.observers, about)]
+    watching: list[Observer] = [json_lines, summary, *trackers]
     if TensorBoard.installed():
         watching.append(TensorBoard(run.folder / "tensorboard", first_step))
     progress = Progress(console, run.config.schedule.steps, settings.log_every, settings.log_seconds)

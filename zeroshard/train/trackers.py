@@ -46,12 +46,32 @@ def attach(names: str, about: RunInfo) -> list[Observer]:
     Raises:
         UserError: a name is unknown, a package is missing, or an observer cannot be started.
     """
-    return [_Guarded(name, _started(name, about)) for part in names.split(",") if (name := part.strip())]
+    found: list[Observer] = []
+    for name in _listed(names):
+        with _starting(name):
+            found.append(_Guarded(name, _factory(name)(about)))
+    return found
 
 
-def _started(name: str, about: RunInfo) -> Observer:
+def expect_observers(names: str) -> None:
+    """Check `run.observers` before there is a run.
+
+    Raises:
+        UserError: a name is unknown, or leads nowhere.
+    """
+    for name in _listed(names):
+        with _starting(name):
+            _factory(name)
+
+
+def _listed(names: str) -> list[str]:
+    return [name for part in names.split(",") if (name := part.strip())]
+
+
+@contextmanager
+def _starting(name: str) -> Iterator[None]:
     try:
-        return _factory(name)(about)
+        yield
     except UserError:
         raise
     except Exception as error:
