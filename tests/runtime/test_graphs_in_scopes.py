@@ -52,6 +52,22 @@ def test_backward_may_run_after_the_scope(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_one_backward_for_forwards_inside_and_outside(rank: int) -> None:
+    found = []
+    for plan in (zeroshard.ZERO2, zeroshard.ZERO3):
+        model, handle, optimizer = start(plan)
+        for _ in range(2):  # the second time in the order that has been recorded
+            first = loss_of_tokens(model, rank, 0, 0)
+            with handle.unsharded():
+                second = loss_of_tokens(model, rank, 1, 0)
+            third = loss_of_tokens(model, rank, 2, 0)
+            (first + second + third).backward()
+            found.append(gradients(model, handle))
+            assert optimizer.step().applied
+    assert same_bits(found[0], found[2]) and same_bits(found[1], found[3])
+
+
+@on_ranks(2)
 def test_a_weight_used_outside_of_its_module_raises_in_that_backward(rank: int) -> None:
     model, handle, optimizer = start(zeroshard.ZERO3)
     weight = model.blocks[1].up.weight
